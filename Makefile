@@ -1,0 +1,41 @@
+# The only set-up entry points; each makes .venv if it is missing or older than the dependency files.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONFIG ?= configs/quickstart.toml
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# A Debian without python3-venv has no ensurepip: make the environment without pip and let the system's pip fill it.
+# torch goes first, from constraints.txt, so that nothing else may choose another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lather needs Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); else \
+	    $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip -q --python $(BIN)/python install pip; fi
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+train: $(READY)  ## train configs/quickstart.toml (CONFIG=... ARGS='--optim.lr 1e-3' change that)
+	$(BIN)/lather train $(CONFIG) $(ARGS)
+
+test: $(READY)  ## the test suite
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-all: $(READY)  ## the test suite with the heavy grids
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and what training wrote
+	rm -rf $(VENV) runs data

@@ -1,0 +1,22 @@
+"""Shape annotations: `Float[Tensor, "b m n"]` and friends.
+
+Under pytest they are jaxtyping's and every annotated call is checked (tests/conftest.py loads jaxtyping before Lather).
+Elsewhere they are inert, so that `import lather.optim` needs torch alone and pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Bool", "Float", "Int"]
+
+if TYPE_CHECKING or "jaxtyping" in sys.modules:
+    from jaxtyping import Bool, Float, Int
+else:
+
+    class _Unchecked:
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item[0]
+
+    Bool = Float = Int = _Unchecked

@@ -1,0 +1,1 @@
+"""The trainer: configuration, data, step, loop, checkpoints, metrics, pictures."""

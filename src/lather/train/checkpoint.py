@@ -1,0 +1,181 @@
+"""Checkpoints: complete or absent.
+
+A checkpoint is a folder `checkpoints/step-00000100` with `model.safetensors`, `optimizer.safetensors` (one entry per parameter and state
+key, `layers.0.self_attn.o_proj.weight/exp_avg`) and `state.json` (step, seconds trained, size and SHA-256 of the other two). It is written
+under another name, synced to disk, then renamed, so a process killed at any moment leaves the checkpoints that were there. Nothing is
+pickled. Data order and initial weights are functions of the seed and the step, so no random state needs saving.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lather.errors import CheckpointError
+
+FORMAT = 1
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is, besides weights and optimizer state."""
+
+    step: int
+    """Optimizer steps done."""
+    seconds: float
+    """Time spent training, over all processes that worked on the run."""
+    skipped_in_a_row: int = 0
+    """Steps skipped just before this one for a loss or gradient that was not finite."""
+
+
+def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep_last: int) -> Path:
+    """Write `folder/step-<step>`; older checkpoints beyond `keep_last` go once it is in place. Returns its path."""
+    target = folder / f"step-{progress.step:08d}"
+    if target.exists():  # complete, and the step fixes its contents
+        return target
+    for leftover in folder.glob(".tmp-*"):
+        shutil.rmtree(leftover)
+    aside = folder / f".tmp-{target.name}"
+    aside.mkdir(parents=True)
+    save_file(model_tensors(model), aside / FILES[0])
+    save_file(optimizer_tensors(model, optimizer), aside / FILES[1])
+    state = {
+        "format": FORMAT,
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "skipped_in_a_row": progress.skipped_in_a_row,
+        "files": {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in FILES},
+    }
+    (aside / "state.json").write_text(json.dumps(state, indent=1))
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    aside.rename(target)
+    sync(folder)
+    for old in list_checkpoints(folder)[:-keep_last]:
+        shutil.rmtree(old.rename(folder / f".tmp-old-{old.name}"))  # never half a checkpoint under a complete one's name
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
+    """Load weights, and optimizer state if an optimizer is given. Everything is read and checked before anything is changed.
+
+    Raises CheckpointError naming the file if one is missing or damaged, or if names, shapes or dtypes are not the model's.
+    """
+    state = _read_state(path)
+    device = next(model.parameters()).device
+    weights = _read_tensors(path / FILES[0], state)
+    _compare(path / FILES[0], weights, model_tensors(model))
+    if optimizer is not None:
+        entries = _read_tensors(path / FILES[1], state)
+        _load_optimizer(path / FILES[1], entries, model, optimizer, device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    return Progress(state["step"], state["seconds"], state["skipped_in_a_row"])
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, tied ones once."""
+    return {name: p.detach().contiguous() for name, p in model.named_parameters()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by `<parameter name>/<key>`, every entry a tensor."""
+    return {f"{name}/{key}": torch.as_tensor(value).contiguous() for name, _, key, value in _state_entries(model, optimizer)}
+
+
+def _state_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, str, Any]]:
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            yield name, p, key, value
+
+
+def _load_optimizer(
+    path: Path, entries: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    names = {p: name for name, p in model.named_parameters()}
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for full_name, value in entries.items():
+        name, _, key = full_name.rpartition("/")
+        by_name.setdefault(name, {})[key] = value if key == "step" else value.to(device)
+    if unknown := sorted(set(by_name) - set(names.values())):
+        raise CheckpointError(
+            f"{path}: holds state of {unknown[0]!r}, which the model does not have: use the configuration it was made with"
+        )
+    state_dict = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for p in params:
+        for key, value in by_name.get(names[p], {}).items():
+            if key in ("exp_avg", "exp_avg_sq") and value.shape != p.shape:
+                raise CheckpointError(f"{path}: {names[p]}/{key} has shape {tuple(value.shape)}, but the parameter {tuple(p.shape)}")
+    state_dict["state"] = {index: by_name[names[p]] for index, p in zip(ids, params, strict=True) if names[p] in by_name}
+    optimizer.load_state_dict(state_dict)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "state.json"
+    try:
+        state = json.loads(file.read_text())
+        if state["format"] != FORMAT or not {"step", "seconds", "skipped_in_a_row", "files"} <= set(state):
+            raise ValueError(f"format {state['format']}, expected {FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(path)}") from None
+    return dict(state)
+
+
+def _read_tensors(file: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+    expected = state["files"].get(file.name, {})
+    try:
+        if file.stat().st_size != expected.get("bytes") or _sha256(file) != expected.get("sha256"):
+            raise ValueError("its size or checksum is not the one in state.json")
+        return load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
+
+
+def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in sorted(set(found) ^ set(expected)):
+        where = "lacks" if name in expected else "has a surplus"
+        raise CheckpointError(f"{file}: {where} {name!r}: use the configuration it was made with")
+    for name, value in found.items():
+        if value.shape != expected[name].shape or value.dtype != expected[name].dtype:
+            raise CheckpointError(
+                f"{file}: {name!r} is {tuple(value.shape)} {value.dtype}, but the model's {tuple(expected[name].shape)} "
+                f"{expected[name].dtype}: use the configuration it was made with"
+            )
+
+
+def _remedy(path: Path) -> str:
+    return f"delete {path} to go on from the checkpoint before it"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have the file's contents, or the folder's entries, on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""How a run shows itself: a live bar on a terminal, plain lines in a pipe or file."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from lather.train.metrics import StepRow
+
+
+class PlainDisplay:
+    """A line per `every` steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:
+            print(f"step {row.step}/{num_steps}  {_summary(row)}", flush=True)
+
+
+class LiveDisplay:
+    """A bar with step, loss, tokens per second and time left; notes scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[summary]}"),
+            TimeElapsedColumn(),
+            TextColumn("left {task.fields[left]}"),
+            console=console,
+        )
+        self.task: TaskID | None = None
+        self._start, self._first = 0.0, 0
+
+    def __enter__(self) -> LiveDisplay:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        if self.task is None:
+            self.task = self.bar.add_task("training", total=num_steps, summary="", left="")
+            self._start, self._first = time.monotonic(), row.step
+        done = row.step - self._first
+        left = (time.monotonic() - self._start) / done * (num_steps - row.step) if done else 0.0
+        self.bar.update(self.task, completed=row.step, summary=_summary(row), left=f"{int(left) // 60}:{int(left) % 60:02d}")
+
+
+def _summary(row: StepRow) -> str:
+    if row.skipped:
+        return "skipped: loss or gradient not finite"
+    return f"loss {row.loss:.4f}  lr {row.lr:.2e}  grad {row.grad_norm:.2f}  {row.tokens_per_second:,.0f} tokens/s"

@@ -1,0 +1,235 @@
+"""A training run from start, or from where it was left, to its end.
+
+The order of a step's records makes a kill harmless at any moment: metrics row, validation row, then the checkpoint. A run that is started
+again cuts its metrics to the newest complete checkpoint and goes on from there.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+from lather.errors import DataError
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import build_deepseek_v2
+from lather.models.generate import generate
+from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from lather.train.config import Config
+from lather.train.data import END_OF_TEXT, Batches, TokenShards, load_tokenizer, prepare
+from lather.train.metrics import MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows
+from lather.train.run_dir import RunDirectory
+from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+
+
+class DivergedError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+class Display(Protocol):
+    """Where a run shows how it is going."""
+
+    def note(self, text: str) -> None:
+        """A line for the reader."""
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        """A training step is done."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves."""
+
+    finished: bool
+    """False if a signal ended it early; the same command goes on."""
+    step: int
+    seconds: float
+    first_validation_loss: float | None
+    last_validation_loss: float | None
+    sample: str
+    checkpoint: Path
+
+
+class StopSignal:
+    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False) -> Outcome:
+    """Run `config` to its end, resuming what its run directory holds; between steps `stop` is asked whether to save and end early.
+
+    Raises:
+        UserError: something that the user can put right; nothing was overwritten.
+        DivergedError: `train.max_skipped_steps` steps in a row were not finite.
+    """
+    device = pick_device(config.train.device)
+    run_dir = RunDirectory.open(config)
+    try:
+        dataset = prepare(config.data, config.model.vocab_size, display.note)
+        run_dir.adopt_dataset(dataset)
+        return _Run(config, run_dir, dataset, device, display).train(stop)
+    finally:
+        run_dir.close()
+
+
+def build_model(config: Config, device: torch.device) -> Decoder:
+    """The model with the fresh weights that the seed gives."""
+    return build_deepseek_v2(config.model, torch.Generator().manual_seed(config.seed), device)
+
+
+class _Run:
+    def __init__(self, config: Config, run_dir: RunDirectory, dataset: Path, device: torch.device, display: Display) -> None:
+        self.config, self.run_dir, self.display = config, run_dir, display
+        train = config.train
+        self.validation = TokenShards(dataset, "validation", train.sequence_length)
+        shards = TokenShards(dataset, "train", train.sequence_length)
+        self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
+        self.model = build_model(config, device)
+        self.optimizer = build_optimizer(config.optim, self.model)
+        self.step = TrainStep(self.model, self.optimizer, train, balance_coefficient=config.model.aux_loss_alpha)
+        existing = list_checkpoints(run_dir.checkpoints)
+        self.progress = load_checkpoint(existing[-1], self.model, self.optimizer) if existing else Progress(0, 0.0)
+        resumed = self.progress.step if existing else None
+        if existing:
+            display.note(f"resuming {existing[-1]}")
+        parameters = sum(p.numel() for p in self.model.parameters())
+        display.note(f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {device.type}, {len(shards):,} training windows")
+        self.metrics = MetricsWriter(run_dir.path, resumed, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project)
+
+    def train(self, stop: Callable[[], bool]) -> Outcome:
+        steps = self.config.train.steps
+        try:
+            if self.progress.step == 0:
+                self._validate()
+            while self.progress.step < steps and not stop():
+                self._one_step()
+                step = self.progress.step
+                every = self.config.train.validation_every
+                if step == steps or (every and step % every == 0):
+                    self._validate()
+                if step % self.config.checkpoint.every == 0 and step < steps:
+                    self._save()
+            checkpoint = self._save()
+        finally:
+            self.metrics.close()
+        finished = self.progress.step == steps
+        losses = [row["validation_loss"] for row in read_rows(self.metrics.path) if "validation_loss" in row]
+        if finished:
+            from lather.train.plot import draw  # matplotlib takes a second to import
+
+            draw([self.run_dir.path], self.run_dir.path / "loss.png")
+        return Outcome(
+            finished=finished,
+            step=self.progress.step,
+            seconds=self.progress.seconds,
+            first_validation_loss=losses[0] if losses else None,
+            last_validation_loss=losses[-1] if losses else None,
+            sample=self._sample() if finished else "",
+            checkpoint=checkpoint,
+        )
+
+    def _one_step(self) -> None:
+        start = time.perf_counter()
+        number = self.progress.step + 1
+        lr = learning_rate(number, self.config.optim, self.config.train.steps)
+        result = self.step(self.batches.batch(number), lr)
+        step_seconds = time.perf_counter() - start
+        in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
+        self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
+        row = self._row(result, lr, step_seconds)
+        self.metrics.write(row)
+        self.display.step(row, self.config.train.steps)
+        if in_a_row >= self.config.train.max_skipped_steps:
+            raise DivergedError(
+                f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
+                f"lower optim.lr (now {self.config.optim.lr}) or raise optim.warmup_steps, and start in another run directory"
+            )
+
+    def _row(self, result: StepResult, lr: float, step_seconds: float) -> StepRow:
+        least, most, entropy = expert_load(result.counts_LE)
+        return StepRow(
+            step=self.progress.step,
+            loss=result.loss,
+            balance_loss=result.balance_loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            tokens_per_second=result.tokens / step_seconds,
+            seconds=self.progress.seconds,
+            step_seconds=step_seconds,
+            optimizer_seconds=result.optimizer_seconds,
+            peak_memory_bytes=peak_memory_bytes(self.step.device),
+            expert_load_min=least,
+            expert_load_max=most,
+            expert_load_entropy=entropy,
+            refreshes_done=result.refreshes_done,
+            refreshes_skipped=result.refreshes_skipped,
+            skipped=result.skipped,
+        )
+
+    def _validate(self) -> None:
+        """On the same held-out windows every time, spread evenly over the split."""
+        wanted = min(self.config.train.validation_sequences, len(self.validation))
+        indices = [index * len(self.validation) // wanted for index in range(wanted)]
+        loss = self.step.validation_loss(self.validation.windows(indices, self.config.model.vocab_size))
+        self.metrics.write({"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss})
+        self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}")
+
+    def _save(self) -> Path:
+        self.metrics.sync()
+        return save_checkpoint(
+            self.run_dir.checkpoints, self.progress, self.model, self.optimizer, keep_last=self.config.checkpoint.keep_last
+        )
+
+    def _sample(self) -> str:
+        log = self.config.log
+        return sample_text(self.model, self.config, self.run_dir.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
+
+
+def sample_text(
+    model: Decoder,
+    config: Config,
+    run_dir: Path,
+    prompt: str,
+    num_tokens: int,
+    *,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+) -> str:
+    """`prompt` and what the model makes of it. Raises DataError if the prompt encodes to nothing."""
+    tokenizer = load_tokenizer(run_dir / "tokenizer.json")
+    tokens = tokenizer.encode(prompt).ids
+    if not tokens:
+        raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
+    generator = torch.Generator().manual_seed(seed)
+    more = generate(
+        model,
+        tokens,
+        num_tokens,
+        context=config.train.sequence_length,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        stop_token=tokenizer.token_to_id(END_OF_TEXT),
+    )
+    return str(tokenizer.decode([*tokens, *more]))

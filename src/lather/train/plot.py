@@ -1,0 +1,107 @@
+"""Pictures of runs: loss over steps, loss over seconds, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lather.errors import RunError
+from lather.train.metrics import read_rows, training_rows
+
+SMOOTHING = 0.9
+"""Decay of the moving average through the training losses."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One run's rows as arrays."""
+
+    name: str
+    steps: np.ndarray[Any, Any]
+    seconds: np.ndarray[Any, Any]
+    loss: np.ndarray[Any, Any]
+    validation: np.ndarray[Any, Any]
+    """(n, 3): step, seconds, loss."""
+    optimizer_share: float
+    """Of the time of all steps."""
+    median_step_seconds: float
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Raises RunError if the run has no training step to show."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    steps = list(training_rows(rows))
+    if not steps:
+        raise RunError(f"{run_dir / 'metrics.jsonl'}: no training steps to draw: give the folder of a run that has trained")
+    validation = [(row["step"], row["seconds"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
+    step_seconds = np.array([row["step_seconds"] for row in steps])
+    return Curves(
+        name=run_dir.name or str(run_dir),
+        steps=np.array([row["step"] for row in steps]),
+        seconds=np.array([row["seconds"] for row in steps]),
+        loss=np.array([row["loss"] for row in steps]),
+        validation=np.array(validation).reshape(-1, 3),
+        optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / step_seconds.sum()),
+        median_step_seconds=float(np.median(step_seconds)),
+    )
+
+
+def draw(run_dirs: Sequence[Path], out: Path) -> None:
+    """One picture of all runs: training loss (smoothed line over the raw one) with validation points, and a bar of time per step."""
+    runs = [read_curves(run_dir) for run_dir in run_dirs]
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    over_steps, over_seconds, time_share = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    for index, run in enumerate(runs):
+        _draw_loss(over_steps, run, f"C{index}", run.steps, 0)
+        _draw_loss(over_seconds, run, f"C{index}", run.seconds, 1)
+    over_steps.set(xlabel="step", ylabel="loss (nats per token)", title="loss over steps")
+    over_seconds.set(xlabel="seconds of training", title="loss over seconds")
+    over_steps.legend(frameon=False, fontsize=8)
+    _draw_time(time_share, runs)
+    for axes in (over_steps, over_seconds):
+        axes.grid(alpha=0.25)
+    for axes in (over_steps, over_seconds, time_share):
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(out, dpi=110, format="png")
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error.strerror}): give another --out") from None
+
+
+def _draw_loss(axes: Axes, run: Curves, color: str, x: np.ndarray[Any, Any], validation_column: int) -> None:
+    axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
+    axes.plot(x, _smooth(run.loss), color=color, linewidth=1.4, label=f"{run.name}: training")
+    if len(run.validation):
+        last = run.validation[-1, 2]
+        axes.plot(
+            run.validation[:, validation_column], run.validation[:, 2], "o", color=color, label=f"{run.name}: validation ({last:.3f})"
+        )
+
+
+def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Exponential moving average without the pull of its start."""
+    average, weight, smoothed = 0.0, 0.0, np.empty(len(values))
+    for index, value in enumerate(values):
+        average = SMOOTHING * average + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        smoothed[index] = average / weight
+    return smoothed
+
+
+def _draw_time(axes: Axes, runs: Sequence[Curves]) -> None:
+    names = [run.name for run in runs]
+    optimizer = [1000 * run.median_step_seconds * run.optimizer_share for run in runs]
+    rest = [1000 * run.median_step_seconds * (1 - run.optimizer_share) for run in runs]
+    axes.barh(names, rest, color="0.75", height=0.5, label="forward and backward")
+    bars = axes.barh(names, optimizer, left=rest, color=[f"C{index}" for index in range(len(runs))], height=0.5, label="optimizer")
+    axes.bar_label(bars, [f"{run.optimizer_share:.0%}" for run in runs], padding=4)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms per step (median)", title="time of a step, optimizer in color")
+    axes.margins(x=0.15)
+    axes.set_ylim(len(runs) - 0.25, -0.75)

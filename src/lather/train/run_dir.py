@@ -1,0 +1,140 @@
+"""The run directory: whose it is, who is writing it, and where everything in it lies.
+
+config.toml        the resolved configuration        metrics.jsonl   a row per step
+provenance.json    versions, commit, data set        loss.png        the picture
+tokenizer.json     the data set's                    checkpoints/    complete ones only
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+import lather
+from lather.errors import RunError
+from lather.train.config import Config, config_to_toml, load_config
+
+FREE_SECTIONS = ("checkpoint", "log")
+"""Sections that may change between the starts of a run: they do not touch what it computes."""
+
+
+class RunDirectory:
+    """An open run directory, locked until the process ends or `close`."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, config: Config) -> RunDirectory:
+        """Make it, or take up the one that is there. Nothing is written before it is known to be this configuration's.
+
+        Raises RunError if it cannot be written, is in use, holds something else, or belongs to another configuration.
+        """
+        path = Path(config.run_dir)
+        _check_owner(path, config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / ".lock").open("a")
+        except OSError as error:
+            raise RunError(f"run_dir = {config.run_dir!r} cannot be written ({error.strerror}): give another --run-dir") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise RunError(f"run_dir = {config.run_dir!r} is in use by another process: wait for it, or give another --run-dir") from None
+        _check_owner(path, config)  # another process may have been first
+        write_aside(path / "config.toml", config_to_toml(config))
+        return cls(path, lock)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def adopt_dataset(self, dataset: Path) -> None:
+        """Record which data set the run trains on and keep its tokenizer; raises RunError if it was another one before."""
+        file = self.path / "provenance.json"
+        if file.exists() and (self.path / "tokenizer.json").exists():
+            try:
+                before = json.loads(file.read_text())["dataset"]
+            except (ValueError, KeyError, TypeError):
+                raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
+            if before != dataset.name:
+                raise RunError(
+                    f"run_dir = {str(self.path)!r} was trained on {before}, but data.source now gives {dataset.name}: "
+                    "restore the text, or give another --run-dir"
+                )
+            return
+        shutil.copyfile(dataset / "tokenizer.json", self.path / ".tmp-tokenizer.json")
+        (self.path / ".tmp-tokenizer.json").rename(self.path / "tokenizer.json")
+        write_aside(file, json.dumps({"dataset": dataset.name, **provenance()}, indent=1))
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def _check_owner(path: Path, config: Config) -> None:
+    if not path.is_dir():
+        return
+    if not (path / "config.toml").exists():
+        if any(not child.name.startswith(".") for child in path.iterdir()):
+            raise RunError(f"run_dir = {config.run_dir!r} holds files but no config.toml, so it is not a run: give another --run-dir")
+        return
+    mine, theirs = _flat(asdict(config)), _flat(asdict(load_config(path / "config.toml")))
+    different = [key for key in mine if mine[key] != theirs[key] and key.partition(".")[0] not in (*FREE_SECTIONS, "run_dir")]
+    if different:
+        key = different[0]
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        raise RunError(
+            f"run_dir = {config.run_dir!r} belongs to another configuration: {key} is {theirs[key]!r} there and {mine[key]!r} here{more}; "
+            "give another --run-dir, or delete it"
+        )
+
+
+def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in mapping.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replace the file in one go."""
+    aside = path.with_name(f".tmp-{path.name}")
+    aside.write_text(text)
+    aside.rename(path)
+
+
+def provenance() -> dict[str, Any]:
+    """What the numbers of a run may depend on besides its configuration."""
+    return {
+        "lather": lather.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is tracked in, if it is in one."""
+    here = Path(__file__)
+    try:
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
