@@ -47,6 +47,15 @@ def rotate_pairs(x_BSHR: Float[Tensor, "b s h r"], angles_SP: Float[Tensor, "s p
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
+def causal_attention(
+    q_BSHN: Float[Tensor, "b s h n"], k_BSHN: Float[Tensor, "b s h n"], v_BSHU: Float[Tensor, "b s h u"]
+) -> Float[Tensor, "b s h u"]:
+    """softmax(q k^T / sqrt(N)) v over earlier positions. Narrower values are padded: torch's fused kernels want equal widths."""
+    padded = F.pad(v_BSHU, (0, q_BSHN.shape[-1] - v_BSHU.shape[-1])) if v_BSHU.shape[-1] < q_BSHN.shape[-1] else v_BSHU
+    y_BHSN = F.scaled_dot_product_attention(q_BSHN.transpose(1, 2), k_BSHN.transpose(1, 2), padded.transpose(1, 2), is_causal=True)
+    return y_BHSN.transpose(1, 2)[..., : v_BSHU.shape[-1]]
+
+
 class MultiHeadLatentAttention(nn.Module):
     """Causal attention whose keys and values come from a low-rank latent, with one rotary key shared by all heads.
 
@@ -91,8 +100,8 @@ class MultiHeadLatentAttention(nn.Module):
 
         query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, angles)), dim=-1)
         key = torch.cat((k_BSHN, k_BSHR), dim=-1)
-        attended = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), v_BSHU.transpose(1, 2), is_causal=True)
-        y_BSD: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        attended_BSHU = causal_attention(query, key, v_BSHU)
+        y_BSD: Tensor = self.o_proj(attended_BSHU.flatten(2))
         return y_BSD
 
     def _query(self, x_BSD: Tensor) -> Tensor:

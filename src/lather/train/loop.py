@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,6 +32,7 @@ class DivergedError(RuntimeError):
     """Too many steps in a row had a loss or gradient that was not finite."""
 
 
+@runtime_checkable
 class Display(Protocol):
     """Where a run shows how it is going."""
 

@@ -1,0 +1,14 @@
+"""Every annotated call of Lather is checked for shapes and types in these tests; jaxtyping has to be there before Lather is."""
+
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook("lather", "typechecker.checked")
+
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Two workers share two cores."""
+    torch.set_num_threads(1)
