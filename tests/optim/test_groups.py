@@ -1,0 +1,55 @@
+"""A model's parameters, split into groups."""
+
+import torch
+from torch import nn
+
+from lather.optim import SOAP, parameter_groups
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, 4)
+        self.positions = nn.Embedding(5, 4)
+        self.mixer = nn.Linear(4, 6)
+        self.experts = nn.ParameterDict({"up": nn.Parameter(torch.zeros(3, 4, 6)), "bias": nn.Parameter(torch.zeros(3))})
+        self.convolution = nn.Conv1d(4, 4, 3, bias=False)
+        self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+        self.lm_head = nn.Linear(4, 11, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
+
+def named(group: dict) -> set[str]:  # type: ignore[type-arg]
+    return {name for name, _ in group["params"]}
+
+
+def test_each_parameter_is_claimed_once_and_by_the_right_group() -> None:
+    matrices, experts, rest = parameter_groups(Tiny())
+    assert named(matrices) == {"mixer.weight", "convolution.weight"}
+    assert named(experts) == {"experts.up"}
+    assert named(rest) == {"embed_tokens.weight", "positions.weight", "mixer.bias", "experts.bias"}
+    assert experts["matrix_layout"] == "per_expert"
+    assert rest["max_precond_dim"] == 0
+
+
+def test_other_names_for_experts_and_for_adam() -> None:
+    groups = parameter_groups(Tiny(), expert_names=("convolution",), adam_names=("mixer",))
+    assert [named(group) for group in groups] == [
+        {"experts.up"},
+        {"convolution.weight"},
+        {"embed_tokens.weight", "positions.weight", "mixer.weight", "mixer.bias", "experts.bias"},
+    ]
+
+
+def test_groups_make_an_optimizer_that_steps() -> None:
+    model = Tiny()
+    optimizer = SOAP(parameter_groups(model))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[model.experts["up"]]["factor_0"].shape == (3, 4, 4)
+    assert "factor_0" not in optimizer.state[model.embed_tokens.weight]
+
+
+def test_empty_groups_are_left_out() -> None:
+    assert [group["max_precond_dim"] for group in parameter_groups(nn.LayerNorm(3))] == [0]
