@@ -189,14 +189,26 @@ def _parse(cls: type[A], prog: str, arguments: list[str], default: A | None = No
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise UserError(_one_line(boxed.getvalue())) from None
+        raise UserError(_one_line(boxed.getvalue(), prog)) from None
 
 
-def _one_line(box: str) -> str:
-    """The message of a boxed error, and the first option that it suggests."""
-    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines() if line.startswith("│")]
-    parts = [part.split("\n") for part in "\n".join(lines).split("\n" + "─" * len(max(lines, key=len, default="-")) + "\n")]
-    message = re.sub(r"^Error parsing (\w+): (?=\1\.)", "", " ".join(parts[0]))
-    if len(parts) > 1 and parts[1][0].startswith("Perhaps you meant") and len(parts[1]) > 1:
-        message += f"; did you mean {parts[1][1].split()[0]}?"
-    return message or "the arguments cannot be read; see --help"
+def _one_line(box: str, prog: str) -> str:
+    """The message of tyro's boxed error, and the first option that it suggests.
+
+    A box is groups of lines between rules. Where the output is not UTF-8 it is drawn in ASCII, and its title is a group of its own.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ ") for line in plain.splitlines() if line.strip() and line[0] not in "╭╰"]
+    groups: list[list[str]] = [[]]
+    for line in lines:
+        if set(line) <= {"─", "-"}:
+            groups.append([])
+        else:
+            groups[-1].append(line)
+    message, *rest = groups if box.startswith("╭") else groups[1:] or [[]]
+    text = re.sub(r"^Error parsing (\w+): (?=\1\.)", "", " ".join(message))
+    if rest and rest[0][0].startswith("Perhaps you meant") and len(rest[0]) > 1:
+        text += f"; did you mean {rest[0][1].split()[0]}?"
+    elif "is not valid" not in text:
+        text += f"; {prog} --help shows what it takes"
+    return text

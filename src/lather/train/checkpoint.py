@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent.
 
 A checkpoint is a folder `checkpoints/step-00000100` with `model.safetensors`, `optimizer.safetensors` (one entry per parameter and state
-key, `layers.0.self_attn.o_proj.weight/exp_avg`) and `state.json` (step, seconds trained, size and SHA-256 of the other two). It is written
-under another name, synced to disk, then renamed, so a process killed at any moment leaves the checkpoints that were there. Nothing is
+key, `layers.0.self_attn.o_proj.weight/exp_avg`) and `state.json` (step, seconds trained, checksums of all three). It is written under
+another name, synced to disk, then renamed, so a process killed at any moment leaves the checkpoints that were there. Nothing is
 pickled. Data order and initial weights are functions of the seed and the step, so no random state needs saving.
 """
 
@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
         "skipped_in_a_row": progress.skipped_in_a_row,
         "files": {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in FILES},
     }
-    (aside / "state.json").write_text(json.dumps(state, indent=1))
+    (aside / "state.json").write_text(json.dumps({**state, "digest": _digest(state)}, indent=1))
     for path in (*aside.iterdir(), aside):
         sync(path)
     aside.rename(target)
@@ -134,7 +134,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.json"
     try:
         state = json.loads(file.read_text())
-        if state["format"] != FORMAT or not {"step", "seconds", "skipped_in_a_row", "files"} <= set(state):
+        if state.pop("digest") != _digest(state):
+            raise ValueError("its digest is not that of its contents")
+        if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}, expected {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(path)}") from None
@@ -165,6 +167,10 @@ def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def _remedy(path: Path) -> str:
     return f"delete {path} to go on from the checkpoint before it"
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

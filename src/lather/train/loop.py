@@ -58,7 +58,7 @@ class Outcome:
 
 
 class StopSignal:
-    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process."""
+    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second one ends it as usual."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -73,6 +73,7 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
+        signal.signal(number, self._before[signal.Signals(number)])
 
 
 def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False) -> Outcome:
@@ -109,17 +110,19 @@ class _Run:
         self.step = TrainStep(self.model, self.optimizer, train, balance_coefficient=config.model.aux_loss_alpha)
         existing = list_checkpoints(run_dir.checkpoints)
         self.progress = load_checkpoint(existing[-1], self.model, self.optimizer) if existing else Progress(0, 0.0)
-        resumed = self.progress.step if existing else None
+        self.resumed_step = self.progress.step if existing else None
         if existing:
             display.note(f"resuming {existing[-1]}")
         parameters = sum(p.numel() for p in self.model.parameters())
         display.note(f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {device.type}, {len(shards):,} training windows")
-        self.metrics = MetricsWriter(run_dir.path, resumed, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project)
+        self.metrics = MetricsWriter(
+            run_dir.path, self.resumed_step, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project
+        )
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
         steps = self.config.train.steps
         try:
-            if self.progress.step == 0:
+            if self.resumed_step is None:
                 self._validate()
             while self.progress.step < steps and not stop():
                 self._one_step()

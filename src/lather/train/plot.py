@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lather.errors import RunError
 from lather.train.metrics import read_rows, training_rows
+
+Array = npt.NDArray[np.float64]
 
 SMOOTHING = 0.9
 """Decay of the moving average through the training losses."""
@@ -23,10 +25,10 @@ class Curves:
     """One run's rows as arrays."""
 
     name: str
-    steps: np.ndarray[Any, Any]
-    seconds: np.ndarray[Any, Any]
-    loss: np.ndarray[Any, Any]
-    validation: np.ndarray[Any, Any]
+    steps: Array
+    seconds: Array
+    loss: Array
+    validation: Array
     """(n, 3): step, seconds, loss."""
     optimizer_share: float
     """Of the time of all steps."""
@@ -43,10 +45,10 @@ def read_curves(run_dir: Path) -> Curves:
     step_seconds = np.array([row["step_seconds"] for row in steps])
     return Curves(
         name=run_dir.name or str(run_dir),
-        steps=np.array([row["step"] for row in steps]),
-        seconds=np.array([row["seconds"] for row in steps]),
-        loss=np.array([row["loss"] for row in steps]),
-        validation=np.array(validation).reshape(-1, 3),
+        steps=np.array([row["step"] for row in steps], dtype=np.float64),
+        seconds=np.array([row["seconds"] for row in steps], dtype=np.float64),
+        loss=np.array([row["loss"] for row in steps], dtype=np.float64),
+        validation=np.array(validation, dtype=np.float64).reshape(-1, 3),
         optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / step_seconds.sum()),
         median_step_seconds=float(np.median(step_seconds)),
     )
@@ -74,7 +76,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
         raise RunError(f"{out}: cannot be written ({error.strerror}): give another --out") from None
 
 
-def _draw_loss(axes: Axes, run: Curves, color: str, x: np.ndarray[Any, Any], validation_column: int) -> None:
+def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
     axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
     axes.plot(x, _smooth(run.loss), color=color, linewidth=1.4, label=f"{run.name}: training")
     if len(run.validation):
@@ -84,7 +86,7 @@ def _draw_loss(axes: Axes, run: Curves, color: str, x: np.ndarray[Any, Any], val
         )
 
 
-def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _smooth(values: Array) -> Array:
     """Exponential moving average without the pull of its start."""
     average, weight, smoothed = 0.0, 0.0, np.empty(len(values))
     for index, value in enumerate(values):

@@ -72,7 +72,7 @@ class StepResult:
     grad_norm: float
     tokens: int
     counts_LE: Tensor
-    """Rows per MoE block and expert."""
+    """Rows per MoE block and expert, on CPU."""
     optimizer_seconds: float
     refreshes_done: int
     refreshes_skipped: int
@@ -122,7 +122,7 @@ class TrainStep:
             loss += micro_loss.detach()
             balance += micro_balance.detach() * (share / max(1, len(output.routings)))
             counts.append(output.rows_per_expert())
-        return loss, balance, torch.stack(counts).sum(0), num_tokens
+        return loss, balance, torch.stack(counts).sum(0).cpu(), num_tokens
 
     @torch.no_grad()
     def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:

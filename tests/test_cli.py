@@ -1,0 +1,287 @@
+"""The command as a user meets it: help, overrides, results, and one clear line for everything that can be put right."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from lather import __version__
+from lather.cli import main
+from lather.train.config import config_to_toml, field_names, load_config
+from tiny_run import command, run, write_config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """Configuration, run directory and output of a finished run."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder)
+    status, out, err = run("train", config, "--run-dir", folder / "run", "--optim.lr", "4e-3")
+    assert status == 0, err
+    return config, folder / "run", out
+
+
+# --- train --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_train_ends_with_losses_sample_and_paths_that_exist(trained: tuple[Path, Path, str]) -> None:
+    _, run_dir, out = trained
+    lines = out.splitlines()
+    assert any(line.startswith("step 12/12  loss") for line in lines)
+    assert any("before" in line and "after 12 steps" in line for line in lines)
+    assert any(line.startswith("--- sample") for line in lines)
+    for name, path in [("metrics", "metrics.jsonl"), ("picture", "loss.png"), ("checkpoint", "checkpoints/step-00000012")]:
+        (shown,) = [line.split()[1] for line in lines if line.split()[:1] == [name]]
+        assert Path(shown) == run_dir / path
+        assert Path(shown).exists()
+
+
+def test_metrics_have_every_step_and_validation(trained: tuple[Path, Path, str]) -> None:
+    rows = [json.loads(line) for line in (trained[1] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [0, 5, 10, 12]
+    step = rows[4]
+    assert step["tokens"] == 64
+    assert 0 < step["optimizer_seconds"] < step["step_seconds"]
+    assert step["peak_memory_bytes"] > 10**7
+    assert 0 <= step["expert_load_min"] <= 1 <= step["expert_load_max"] <= 4
+    assert 0 < step["expert_load_entropy"] <= 1
+    assert sum(row.get("refreshes_done", 0) for row in rows) > 0
+
+
+def test_resolved_configuration_holds_every_field_and_the_override(trained: tuple[Path, Path, str]) -> None:
+    _, run_dir, _ = trained
+    resolved = load_config(run_dir / "config.toml")
+    assert resolved.optim.lr == 4e-3
+    assert config_to_toml(resolved) == (run_dir / "config.toml").read_text()
+    assert json.loads((run_dir / "provenance.json").read_text())["lather"] == __version__
+
+
+def test_help_shows_every_field(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    for name in field_names():
+        assert f"--{name.replace('_', '-')}" in out
+    assert "tokens" in out
+    assert "Peak learning rate" in out
+
+
+def test_general_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert "generate RUN" in out
+    assert out.splitlines()[-1] == __version__
+
+
+def test_adamw_and_bf16_train(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
+    status, out, err = run("train", trained[0], "--run-dir", tmp_path, "--optim.name", "adamw", "--train.precision", "bf16")
+    assert status == 0, out + err
+
+
+def test_steps_that_are_not_finite_stop_the_run_with_the_reason(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
+    arguments = ("--run-dir", tmp_path, "--optim.lr", "1e30", "--optim.warmup-steps", "0", "--train.max-skipped-steps", "3")
+    status, out, err = run("train", trained[0], *arguments)
+    assert status == 1, out
+    assert len(err.splitlines()) == 1
+    assert "3 steps in a row" in err
+    assert "lower optim.lr" in err
+
+
+# --- generate and plot --------------------------------------------------------------------------------------------------------------
+
+
+def test_generate_continues_the_prompt_and_a_seed_fixes_the_choice(
+    trained: tuple[Path, Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in (0, 0, 1):
+        assert main(["generate", str(trained[1]), "--prompt", "def f", "--tokens", "30", "--seed", str(seed), "--temperature", "2"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("def f")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_plot_draws_one_run_and_several(trained: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[1], tmp_path / "other")
+    assert main(["plot", str(trained[1]), "other"]) == 0
+    assert main(["plot", "other", "--out", "one.png"]) == 0
+    several, one = (matplotlib.image.imread(tmp_path / name) for name in ("comparison.png", "one.png"))
+    assert several.shape == one.shape
+    assert several.std() > 0
+    assert (several != one).any()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path], None]
+
+
+def edit_config(old: str, new: str) -> Damage:
+    def edit(folder: Path) -> None:
+        config = folder / "tiny.toml"
+        text = config.read_text()
+        assert old in text
+        config.write_text(text.replace(old, new))
+
+    return edit
+
+
+def edit_shard(change: Callable[[Path], object]) -> Damage:
+    def edit(folder: Path) -> None:
+        (shard,) = folder.glob("data/*/train-00000.npy")
+        change(shard)
+
+    return edit
+
+
+def edit_checkpoint(name: str) -> Damage:
+    def edit(folder: Path) -> None:
+        file = folder / "run/checkpoints/step-00000012" / name
+        content = bytearray(file.read_bytes())
+        content[-20] ^= 1
+        file.write_bytes(content)
+
+    return edit
+
+
+BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
+    (
+        "unknown key",
+        edit_config("warmup_steps", "warmup_step"),
+        [],
+        ["tiny.toml", "'optim.warmup_step'", "did you mean 'optim.warmup_steps'"],
+    ),
+    ("unknown section", edit_config("[train]", "[trian]"), [], ["tiny.toml", "'trian'", "train"]),
+    ("misplaced key", edit_config("[model]", "lr = 1.0\n[model]"), [], ["tiny.toml", "'lr'", "did you mean 'optim.lr'"]),
+    ("wrong type", edit_config("steps = 12", 'steps = "many"'), [], ["tiny.toml", "train.steps", "'many'", "an integer"]),
+    ("not TOML", edit_config("steps = 12", "steps = = 12"), [], ["tiny.toml", "not valid TOML", "line"]),
+    ("negative size", edit_config("hidden_size = 16", "hidden_size = -16"), [], ["tiny.toml", "model.hidden_size", "-16", "at least 1"]),
+    ("zero size", edit_config("batch_size = 4", "batch_size = 0"), [], ["tiny.toml", "train.batch_size", "0", "at least 1"]),
+    ("top-k", lambda folder: None, ["--model.num-experts-per-tok", "5"], ["model.num_experts_per_tok", "5", "n_routed_experts (4)"]),
+    ("wrong type on the command line", lambda folder: None, ["--optim.lr", "fast"], ["--optim.lr", "'fast'"]),
+    ("unknown option", lambda folder: None, ["--optim.lrr", "1"], ["--optim.lrr", "did you mean --optim.lr"]),
+    ("missing value", lambda folder: None, ["--optim.lr"], ["--optim.lr"]),
+    ("unknown optimizer", lambda folder: None, ["--optim.name", "adam"], ["--optim.name", "'adam'", "'soap'", "'adamw'"]),
+    ("missing shard", edit_shard(Path.unlink), [], ["train-00000.npy", "missing", "delete"]),
+    ("empty shard", edit_shard(lambda shard: shard.write_bytes(b"")), [], ["train-00000.npy", "empty", "delete"]),
+    (
+        "truncated shard",
+        edit_shard(lambda shard: shard.write_bytes(shard.read_bytes()[:-7])),
+        [],
+        ["train-00000.npy", "truncated", "delete"],
+    ),
+    (
+        "run directory below a file",
+        lambda folder: None,
+        ["--run-dir", "{folder}/tiny.toml/run"],
+        ["tiny.toml/run", "cannot be written", "--run-dir"],
+    ),
+    ("run directory is a file", lambda folder: None, ["--run-dir", "{folder}/tiny.toml"], ["tiny.toml", "cannot be written", "--run-dir"]),
+    ("run directory of something else", lambda folder: None, ["--run-dir", "{folder}/corpus"], ["corpus", "not a run", "--run-dir"]),
+    ("another configuration", lambda folder: None, ["--optim.lr", "0.5"], ["run_dir", "optim.lr is 0.006 there and 0.5 here", "--run-dir"]),
+    ("corrupt weights", edit_checkpoint("model.safetensors"), [], ["step-00000012/model.safetensors", "checksum", "delete"]),
+    ("corrupt optimizer", edit_checkpoint("optimizer.safetensors"), [], ["step-00000012/optimizer.safetensors", "checksum", "delete"]),
+    ("corrupt state", edit_checkpoint("state.json"), [], ["step-00000012/state.json", "delete"]),
+    ("prompt", lambda folder: None, ["--run-dir", "{folder}/new", "--log.sample-prompt", ""], ["log.sample_prompt", "some text"]),
+    (
+        "no data",
+        lambda folder: None,
+        ["--run-dir", "{folder}/new", "--data.source", "nowhere"],
+        ["data.source", "'nowhere'", "not a folder"],
+    ),
+]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny.toml, its data, and its finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert main(["train", str(write_config(folder)), "--run-dir", str(folder / "run")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(("damage", "arguments", "expected"), [case[1:] for case in BAD_INPUT], ids=[case[0] for case in BAD_INPUT])
+def test_bad_input_is_one_line_status_2_and_nothing_overwritten(
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Damage,
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    text = (folder / "tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(text.replace(str(finished), str(folder)))
+    resolved = folder / "run" / "config.toml"
+    resolved.write_text(resolved.read_text().replace(str(finished), str(folder)))
+    damage(folder)
+    before = contents(folder)
+    monkeypatch.chdir(tmp_path)
+    given = [argument.format(folder=folder) for argument in arguments]
+    run_dir = [] if "--run-dir" in given else ["--run-dir", str(folder / "run")]
+    capsys.readouterr()
+    assert main(["train", str(folder / "tiny.toml"), *run_dir, *given]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert error.startswith("lather: error: ")
+    for words in expected:
+        assert words in error
+    after = contents(folder)
+    assert {path: after[path] for path in before} == before
+    assert {path.name for path in after.keys() - before.keys()} <= {".lock", "config.toml", "provenance.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["no command", "train"]),
+        (["trian"], ["'trian'", "train"]),
+        (["train"], ["configs/quickstart.toml"]),
+        (["train", "nowhere.toml"], ["nowhere.toml", "no such file"]),
+        (["train", "."], ["cannot be read"]),
+        (["generate", "nowhere", "--prompt", "x"], ["nowhere", "not a run"]),
+        (["generate", "{run}"], ["--prompt"]),
+        (["generate", "{run}", "--prompt", ""], ["prompt ''", "encodes to no token", "at least one character"]),
+        (["generate", "{run}", "--prompt", "x", "--tokens", "0"], ["--tokens", "0", "at least 1"]),
+        (["generate", "{run}", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
+        (["plot", "nowhere"], ["nowhere", "not a run"]),
+        (["plot"], ["at least one run"]),
+        (["plot", "{run}", "--out", "nowhere/x.png"], ["nowhere/x.png", "cannot be written"]),
+    ],
+    ids=str,
+)
+def test_bad_command_lines(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.format(run=finished / "run") for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    for words in expected:
+        assert words in error
+
+
+def test_errors_reach_the_shell(tmp_path: Path) -> None:
+    status, out, err = run("train", tmp_path / "nowhere.toml")
+    assert (status, out) == (2, "")
+    assert err.startswith("lather: error: ")
+    assert command()[1:] == ["-m", "lather"]

@@ -1,0 +1,106 @@
+"""A run that is ended at any moment, by any signal, goes on to the very end that the uninterrupted one reaches."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lather.train.checkpoint import list_checkpoints
+from tiny_run import last_weights, run, start, timeless_rows, write_config
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The configuration, and a run of it that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config, run_dir = write_config(folder, steps=STEPS, checkpoint_every=1), folder / "run"
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, out + err
+    return config, run_dir
+
+
+def assert_same_end(run_dir: Path, expected: Path) -> None:
+    assert timeless_rows(run_dir) == timeless_rows(expected)
+    assert last_weights(run_dir) == last_weights(expected)
+
+
+def rows_written(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> None:
+    """kill -9: sometimes while it starts, mostly a random few milliseconds after a random number of further steps or saves."""
+    if chance.random() < 0.2:
+        time.sleep(chance.uniform(0.0, 3.0))
+    else:
+        target = rows_written(run_dir) + chance.randint(1, 8)
+        deadline = time.monotonic() + 60
+        while rows_written(run_dir) < target and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.03))
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_five_times_at_random_moments(uninterrupted: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
+    """Four times five kills; the run saves at every step, so that many of them hit a save."""
+    config, expected = uninterrupted
+    run_dir = tmp_path / "run"
+    chance = random.Random(seed)
+    for _ in range(5):
+        kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance)
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, out + err
+    assert_same_end(run_dir, expected)
+
+
+@pytest.mark.parametrize(("number", "expected_status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_cleanly(
+    uninterrupted: tuple[Path, Path], tmp_path: Path, number: signal.Signals, expected_status: int
+) -> None:
+    config, expected = uninterrupted
+    run_dir = tmp_path / "run"
+    process = start("train", config, "--run-dir", run_dir, "--checkpoint.every", 1000)
+    while rows_written(run_dir) < 5 and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == expected_status, out + err
+    (checkpoint,) = list_checkpoints(run_dir / "checkpoints")
+    assert f"saved {checkpoint}" in out
+    assert 0 < int(checkpoint.name.removeprefix("step-")) < STEPS
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, out + err
+    assert f"resuming {checkpoint}" in out
+    assert_same_end(run_dir, expected)
+
+
+def test_sigterm_before_the_first_step(uninterrupted: tuple[Path, Path], tmp_path: Path) -> None:
+    config, expected = uninterrupted
+    run_dir = tmp_path / "run"
+    process = start("train", config, "--run-dir", run_dir)
+    while not (run_dir / ".lock").exists() and process.poll() is None:
+        time.sleep(0.001)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, out + err
+    assert_same_end(run_dir, expected)
+
+
+def test_a_finished_run_started_again_shows_its_results_and_changes_nothing(uninterrupted: tuple[Path, Path]) -> None:
+    config, run_dir = uninterrupted
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "loss.png"}
+    status, out, err = run("train", config, "--run-dir", run_dir)
+    assert status == 0, err
+    assert "validation loss" in out
+    assert "step 1/" not in out
+    assert {path: path.read_bytes() for path in before} == before
