@@ -20,8 +20,12 @@ import tyro
 from rich.console import Console
 
 import lather
-from lather.errors import ConfigError, UserError
+from lather.errors import ConfigError, UserError, require
+from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.config import Config, load_config
+from lather.train.display import LiveDisplay, PlainDisplay
+from lather.train.loop import DivergedError, StopSignal, build_model, sample_text, train
+from lather.train.step import pick_device
 
 A = TypeVar("A")
 
@@ -91,9 +95,6 @@ def train_command(arguments: list[str]) -> int:
         raise ConfigError("lather train needs a configuration first: lather train configs/quickstart.toml")
     config = _parse(Config, "lather train CONFIG", arguments, default=load_config(Path(file)) if file else Config())
 
-    from lather.train.display import LiveDisplay, PlainDisplay  # torch is not imported for --help and errors
-    from lather.train.loop import DivergedError, StopSignal, train
-
     console = Console()
     display = LiveDisplay(console) if console.is_terminal else PlainDisplay(config.log.every)
     with StopSignal() as stop:
@@ -125,17 +126,13 @@ def train_command(arguments: list[str]) -> int:
 def generate_command(arguments: list[str]) -> int:
     """`lather generate RUN --prompt TEXT`."""
     parsed = _parse(GenerateArguments, "lather generate", arguments)
-    _require(parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
-    _require(parsed.temperature >= 0, "--temperature", parsed.temperature, "at least 0")
-    _require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
+    require(parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
+    require(parsed.temperature >= 0, "--temperature", parsed.temperature, "at least 0")
+    require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
     config_file = parsed.run / "config.toml"
     if not config_file.exists():
         raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
     config = load_config(config_file)
-
-    from lather.train.checkpoint import list_checkpoints, load_checkpoint
-    from lather.train.loop import build_model, sample_text
-    from lather.train.step import pick_device
 
     checkpoints = list_checkpoints(parsed.run / "checkpoints")
     if not checkpoints:
@@ -165,17 +162,12 @@ def plot_command(arguments: list[str]) -> int:
         if not (run / "metrics.jsonl").exists():
             raise UserError(f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
 
-    from lather.train.plot import draw
+    from lather.train.plot import draw  # matplotlib takes a second to import
 
     out = parsed.out or (parsed.runs[0] / "loss.png" if len(parsed.runs) == 1 else Path("comparison.png"))
     draw(parsed.runs, out)
     print(out)
     return 0
-
-
-def _require(holds: bool, name: str, value: object, constraint: str) -> None:
-    if not holds:
-        raise UserError(f"{name} {value} is not valid: it must be {constraint}")
 
 
 def _parse(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:

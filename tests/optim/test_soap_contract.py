@@ -191,7 +191,9 @@ def test_eigh_that_fails_in_fp32_is_retried_in_fp64(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found.abs(), expected.abs(), rtol=0, atol=1e-3)
 
 
-def test_eigh_that_always_fails_keeps_the_old_basis_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eigh_that_always_fails_keeps_the_old_basis_and_is_counted_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     p = parameter(4, 6)
     optimizer = SOAP([p], precondition_frequency=1, use_eigh=True)
     run(optimizer, [p], range(3))
@@ -204,6 +206,7 @@ def test_eigh_that_always_fails_keeps_the_old_basis_and_is_counted(monkeypatch: 
     run(optimizer, [p], range(3, 4))
     assert same(optimizer.state[p]["basis_1"], basis)
     assert optimizer.counters["refreshes_failed"] == 2
+    assert "6 x 6" in caplog.text
     assert p.isfinite().all()
     assert not torch.equal(optimizer.state[p]["exp_avg"], momentum)
 

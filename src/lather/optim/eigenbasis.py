@@ -10,6 +10,7 @@ element-wise squares of S ("rotate": never negative, total mass kept) or by foll
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from lather.optim.kronecker import Factors
 from lather.shapes import Bool, Float, Int
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 1e-7
 """Off-diagonal share below which `use_adaptive_criteria` counts a basis as still good."""
@@ -74,6 +77,7 @@ def _eigh_retried(k: Tensor) -> Tensor:
         q = _eigh_or_none(attempt)
         if q is not None:
             return q.to(k.dtype)
+    logger.warning("eigh failed in %s and in fp64 for a factor of %d x %d: its basis stays as it is", k.dtype, *k.shape)
     return torch.full_like(k, torch.nan)
 
 

@@ -143,8 +143,8 @@ class SOAP(MatrixOptimizer):
         use_adaptive_criteria: leave out bases that still diagonalise their factor to `adaptive_update_tolerance` in (0, 1), default 1e-7.
         power_iter_steps: steps of orthogonal iteration per refresh, >= 1.
         max_update_rms: clip each matrix's update to this rms; 0: no clipping.
-        matrix_layout: "tensor" (a factor per dim) or "per_expert" (the leading dim of a 3-D parameter is a batch of experts; one that
-            saw no token keeps its factors and basis).
+        matrix_layout: "tensor" (a factor per dim) or "per_expert" (the leading dim of a parameter with three or more dims is a batch of
+            experts, and one that saw no token keeps its factors and basis; a 2-D parameter is one matrix).
         nonfinite: a non-finite gradient: "raise" before anything changes, "skip" that parameter and count it, or "ignore".
         state_dtype: dtype of moments, factors and bases, whatever the parameter's.
         max_state_bytes: refuse a parameter whose state would take more bytes.
