@@ -63,7 +63,8 @@ class Block(nn.Module):
             return dense
         assert isinstance(self.mlp, MoE)
         out_GD = self.mlp.experts(rows_GD, plan.count_E)
-        weight_G = torch.empty_like(routing.weights_TK.flatten()).index_copy(0, plan.row_TK.flatten(), routing.weights_TK.flatten())
+        weights = routing.weights_TK.flatten()
+        weight_G = torch.empty_like(weights).index_copy(0, plan.row_TK.flatten(), weights)  # a permutation: every row is written
         weighted: Tensor = out_GD * weight_G.to(out_GD.dtype).unsqueeze(-1)
         return weighted
 

@@ -5,6 +5,7 @@ Field names and defaults of meaning are those of the published Hugging Face `con
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class DeepseekV2Config:
     num_experts_per_tok: int = 2
     """Routed experts per token (top-k)."""
     norm_topk_prob: bool = False
-    """Scale the chosen experts' weights to sum 1 instead of by `routed_scaling_factor`."""
+    """Scale the chosen experts' weights to sum 1 instead of by `routed_scaling_factor`, if there are several."""
     routed_scaling_factor: float = 1.0
     """Factor on the chosen experts' weights."""
     aux_loss_alpha: float = 0.001
@@ -84,10 +85,11 @@ class DeepseekV2Config:
         )
         for name in at_least_one:
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"):
+        for name in ("first_k_dense_replace", "n_shared_experts"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         for name in ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range"):
-            self._require(name, getattr(self, name) > 0, "greater than 0")
+            self._require(name, 0 < getattr(self, name) < math.inf, "greater than 0 and finite")
+        self._require("aux_loss_alpha", 0 <= self.aux_loss_alpha < math.inf, "at least 0 and finite")
         self._require("q_lora_rank", self.q_lora_rank is None or self.q_lora_rank >= 1, "at least 1, or left out")
         self._require("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "even: rotary embedding turns pairs")
         self._require(

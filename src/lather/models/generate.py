@@ -24,7 +24,13 @@ def generate(
 
     The model reads the last `context` tokens anew for every token; there is no key-value cache, so this is for looking at a model, not
     for serving it. `temperature` 0 takes the most likely token; `top_k` 0 samples from the whole vocabulary. `generator` is on CPU.
+
+    Raises ValueError for an empty prompt or a context below 1.
     """
+    if not prompt:
+        raise ValueError("prompt is empty: give at least one token")
+    if context < 1:
+        raise ValueError(f"context = {context} is not valid: give at least 1 token")
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -38,6 +44,5 @@ def generate(
 
 
 def _sample(logits_V: Tensor, top_k: int, generator: torch.Generator | None) -> int:
-    if 0 < top_k < len(logits_V):
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator))
+    logits_K, tokens_K = logits_V.topk(top_k if 0 < top_k < len(logits_V) else len(logits_V))
+    return int(tokens_K[torch.multinomial(logits_K.softmax(-1), 1, generator=generator)])

@@ -41,10 +41,11 @@ def rotary_angles(num_positions: int, size: int, theta: float, device: torch.dev
 
 
 def rotate_pairs(x_BSHR: Float[Tensor, "b s h r"], angles_SP: Float[Tensor, "s p"]) -> Float[Tensor, "b s h r"]:
-    """Turn each interleaved pair (x_2i, x_2i+1) of a head by its position's angle."""
-    cos, sin = angles_SP.cos()[:, None].to(x_BSHR.dtype), angles_SP.sin()[:, None].to(x_BSHR.dtype)
-    even, odd = x_BSHR.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    """Turn each interleaved pair (x_2i, x_2i+1) of a head by its position's angle, in fp32 or wider."""
+    wide = torch.promote_types(x_BSHR.dtype, torch.float32)
+    cos, sin = angles_SP.cos()[:, None].to(wide), angles_SP.sin()[:, None].to(wide)
+    even, odd = x_BSHR.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BSHR.dtype)
 
 
 def causal_attention(
@@ -77,7 +78,7 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.nope, self.rope, self.rope_theta = qk_nope_head_dim, qk_rope_head_dim, rope_theta
-        self.kv_lora_rank = kv_lora_rank
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         query_size = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         if q_lora_rank is None:
             self.q_proj = nn.Linear(hidden_size, query_size, bias=False)
@@ -105,9 +106,9 @@ class MultiHeadLatentAttention(nn.Module):
         return y_BSD
 
     def _query(self, x_BSD: Tensor) -> Tensor:
-        if hasattr(self, "q_proj"):
-            return self.q_proj(x_BSD)  # type: ignore[no-any-return]
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))  # type: ignore[no-any-return]
+        query: Tensor
+        query = self.q_proj(x_BSD) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        return query
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.num_heads, -1))

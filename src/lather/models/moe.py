@@ -63,16 +63,17 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):  # near-ties between experts need more than bf16
             scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).softmax(-1)
         weights_TK, experts_TK = scores_TE.topk(self.num_experts_per_tok, dim=-1)
-        scale = weights_TK.sum(-1, keepdim=True).reciprocal() if self.norm_topk_prob else self.routed_scaling_factor
+        normalize = self.norm_topk_prob and self.num_experts_per_tok > 1  # a lone weight of 1 would teach the router nothing
+        scale = weights_TK.sum(-1, keepdim=True).reciprocal() if normalize else self.routed_scaling_factor
         count_E = experts_TK.flatten().bincount(minlength=len(self.weight))
         return Routing(experts_TK, weights_TK * scale, count_E, balance_loss(scores_TE, count_E))
 
 
 def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) -> Float[Tensor, ""]:
     """DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient) over the micro-batch; differentiable through the scores."""
-    share_E = count_E / count_E.sum().clamp(min=1)
+    share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
     mean_score_E = scores_TE.sum(0) / max(len(scores_TE), 1)
-    return len(count_E) * (share_E.to(scores_TE.dtype) * mean_score_E).sum()
+    return len(count_E) * (share_E * mean_score_E).sum()
 
 
 def plan_dispatch(routing: Routing) -> Dispatch:
@@ -90,7 +91,7 @@ def _copy_to_rows(x_TD: Tensor, plan: Dispatch) -> Tensor:
 
 def _sum_rows(x_GD: Tensor, plan: Dispatch) -> Tensor:
     t, k = plan.row_TK.shape
-    return x_GD.index_select(0, plan.row_TK.flatten()).view(t, k, -1).sum(1)
+    return x_GD.index_select(0, plan.row_TK.flatten()).view(t, k, x_GD.shape[-1]).sum(1)
 
 
 class _DispatchRows(torch.autograd.Function):

@@ -1,0 +1,79 @@
+"""A tiny DeepSeek-V2 whose sizes all differ, and how far apart two results are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 11,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.15,
+}
+
+
+def tiny_config(**changes: Any) -> DeepseekV2Config:
+    return DeepseekV2Config(**{**SIZES, **changes})
+
+
+def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+    """Norm weights differ from 1, so that a norm that forgot its weight is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    model = build_deepseek_v2(tiny_config(**changes), generator)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(p, 0.5, 1.5, generator=generator)
+    return model.to(dtype)
+
+
+def random_tokens(batch: int, length: int, *, seed: int = 0) -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_normal(*shape: int, seed: int = 0) -> Tensor:
+    """In fp64."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def next_token_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter must have one."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(grad is not None for grad in grads.values())
+    return grads  # type: ignore[return-value]
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value (or to 1e-3, where zeros are expected)."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    if expected.numel() == 0:
+        return 0.0
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+
+
+def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """And the name of the tensor that has it; the names must be the same."""
+    assert actual.keys() == expected.keys()
+    return max((error(actual[name], expected[name]), name) for name in expected)
