@@ -7,6 +7,7 @@ with 0; SIGINT saves too and exits with 130.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import re
 import signal
@@ -29,6 +30,8 @@ from lather.train.step import pick_device
 
 A = TypeVar("A")
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
 USAGE = """\
 usage: lather COMMAND ...
 
@@ -50,7 +53,7 @@ class GenerateArguments:
     """Text to continue."""
     tokens: int = 200
     """Most tokens to add."""
-    temperature: float = 0.8
+    temperature: float = 0.7
     """Spread of the choice; 0 always takes the most likely token."""
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all."""
@@ -86,6 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"lather: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        print(
+            f"lather: stopped: {error.filename or 'a file'} cannot be written ({error.strerror}): make room, then start again",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def train_command(arguments: list[str]) -> int:

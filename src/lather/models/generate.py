@@ -15,7 +15,7 @@ def generate(
     num_tokens: int,
     *,
     context: int,
-    temperature: float = 0.8,
+    temperature: float = 0.7,
     top_k: int = 50,
     generator: torch.Generator | None = None,
     stop_token: int | None = None,

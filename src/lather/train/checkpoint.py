@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lather.errors import CheckpointError
 
 FORMAT = 1
+ANOTHER = "use the configuration it was made with"
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -49,6 +50,7 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
         shutil.rmtree(leftover)
     aside = folder / f".tmp-{target.name}"
     aside.mkdir(parents=True)
+    sync(folder.parent)
     save_file(model_tensors(model), aside / FILES[0])
     save_file(optimizer_tensors(model, optimizer), aside / FILES[1])
     state = {
@@ -56,6 +58,7 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
         "step": progress.step,
         "seconds": progress.seconds,
         "skipped_in_a_row": progress.skipped_in_a_row,
+        "optimizer": type(optimizer).__name__,
         "files": {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in FILES},
     }
     (aside / "state.json").write_text(json.dumps({**state, "digest": _digest(state)}, indent=1))
@@ -83,6 +86,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     weights = _read_tensors(path / FILES[0], state)
     _compare(path / FILES[0], weights, model_tensors(model))
     if optimizer is not None:
+        if state["optimizer"] != type(optimizer).__name__:
+            found, given = state["optimizer"], type(optimizer).__name__
+            raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
         entries = _read_tensors(path / FILES[1], state)
         _load_optimizer(path / FILES[1], entries, model, optimizer, device)
     with torch.no_grad():
@@ -116,16 +122,16 @@ def _load_optimizer(
         name, _, key = full_name.rpartition("/")
         by_name.setdefault(name, {})[key] = value if key == "step" else value.to(device)
     if unknown := sorted(set(by_name) - set(names.values())):
-        raise CheckpointError(
-            f"{path}: holds state of {unknown[0]!r}, which the model does not have: use the configuration it was made with"
-        )
+        raise CheckpointError(f"{path}: holds state of {unknown[0]!r}, which the model does not have: {ANOTHER}")
     state_dict = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     for p in params:
         for key, value in by_name.get(names[p], {}).items():
             if key in ("exp_avg", "exp_avg_sq") and value.shape != p.shape:
-                raise CheckpointError(f"{path}: {names[p]}/{key} has shape {tuple(value.shape)}, but the parameter {tuple(p.shape)}")
+                raise CheckpointError(
+                    f"{path}: {names[p]}/{key} has shape {tuple(value.shape)}, but the parameter {tuple(p.shape)}: {ANOTHER}"
+                )
     state_dict["state"] = {index: by_name[names[p]] for index, p in zip(ids, params, strict=True) if names[p] in by_name}
     optimizer.load_state_dict(state_dict)
 
@@ -134,6 +140,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.json"
     try:
         state = json.loads(file.read_text())
+        if not isinstance(state, dict):
+            raise ValueError("not a table")
         if state.pop("digest") != _digest(state):
             raise ValueError("its digest is not that of its contents")
         if state["format"] != FORMAT:
@@ -156,12 +164,12 @@ def _read_tensors(file: Path, state: dict[str, Any]) -> dict[str, Tensor]:
 def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name in sorted(set(found) ^ set(expected)):
         where = "lacks" if name in expected else "has a surplus"
-        raise CheckpointError(f"{file}: {where} {name!r}: use the configuration it was made with")
+        raise CheckpointError(f"{file}: {where} {name!r}: {ANOTHER}")
     for name, value in found.items():
         if value.shape != expected[name].shape or value.dtype != expected[name].dtype:
             raise CheckpointError(
                 f"{file}: {name!r} is {tuple(value.shape)} {value.dtype}, but the model's {tuple(expected[name].shape)} "
-                f"{expected[name].dtype}: use the configuration it was made with"
+                f"{expected[name].dtype}: {ANOTHER}"
             )
 
 

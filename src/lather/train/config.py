@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import tomllib
 import types
 import typing
@@ -95,6 +96,7 @@ class OptimConfig:
             check_soap_options(self.soap_options())
         except ValueError as error:
             raise ConfigError(f"optim.{error}") from None
+        require(self.adam_warmup_steps >= 1, "optim.adam_warmup_steps", self.adam_warmup_steps, "at least 1 step")
         in_range = all(0 <= beta < 1 for beta in self.adam_betas)
         require(in_range, "optim.adam_betas", self.adam_betas, "two numbers in [0, 1)")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
@@ -183,7 +185,7 @@ class LogConfig:
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
     """Also report to this Weights & Biases project (extra `wandb`)."""
-    sample_prompt: str = "def "
+    sample_prompt: str = "class Queue:"
     """The sample at the end continues this."""
     sample_tokens: int = 160
     """Length of the sample at the end, tokens; 0: none."""
@@ -211,7 +213,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
-        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
         require(
             self.train.sequence_length <= self.model.max_position_embeddings,
             "train.sequence_length",
@@ -280,16 +282,18 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
 
 
 def _nearest(name: str) -> str:
-    """What the user may have meant: the same last component elsewhere, the most similar name, or the keys of that section."""
-    known = list(field_names())
-    last = name.rpartition(".")[2]
-    same = [other for other in known if other.rpartition(".")[2] == last]
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    by_last = [other for other in known if difflib.SequenceMatcher(None, last, other.rpartition(".")[2]).ratio() >= 0.75]
-    if candidates := same or similar or by_last:
-        return f"did you mean {candidates[0]!r}?"
+    """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section."""
     sections = [f.name for f in dataclasses.fields(Config)]
-    section = name.partition(".")[0]
+    known = [*sections, *(key for key in field_names() if "." in key)]
+    section, _, last = name.rpartition(".")
+
+    def likeness(other: str) -> float:
+        """A field of the same section wins a tie."""
+        other_section, _, other_last = other.rpartition(".")
+        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section)
+
+    if likeness(best := max(known, key=likeness)) >= 0.7:
+        return f"did you mean {best!r}?"
     siblings = [other for other in known if other.startswith(f"{section}.")] or sections
     return f"known keys: {', '.join(siblings)}"
 
@@ -306,6 +310,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         require(isinstance(value, list) and len(value) == len(args), name, value, f"a list of {len(args)} numbers")
         return tuple(_convert(item, arg, name) for item, arg in zip(value, args, strict=True))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) <= sys.float_info.max, name, value, "a number that a float can hold")
         return float(value)
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     require(type(value) is hint, name, value, words[hint])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +63,10 @@ def read_corpus(config: DataConfig) -> list[Document]:
     documents = []
     for path in paths:
         if left_out.isdisjoint(path.parts) and (root / path).is_file():
-            text = (root / path).read_text("utf-8", errors="replace")
+            try:
+                text = (root / path).read_text("utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
             if text.strip():
                 documents.append(Document(path.as_posix(), text))
     if len(documents) < 2:
@@ -91,21 +93,25 @@ def split_corpus(documents: Sequence[Document], holdout_every: int) -> dict[str,
 def prepare(config: DataConfig, vocab_size: int, report: Report) -> Path:
     """The folder of the data set, made now unless it is there; `report` is told of what takes time."""
     documents = read_corpus(config)
-    folder = Path(config.cache_dir) / f"{Path(config.source).name}-{vocab_size}-{_fingerprint(documents, config)}"
+    folder = Path(config.cache_dir) / f"{Path(config.source).resolve().name}-{vocab_size}-{_fingerprint(documents, config)}"
     if (folder / "dataset.json").exists():
         return folder
     if folder.exists():
         raise DataError(f"{folder / 'dataset.json'} is missing: delete {folder} to make the data set anew")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+        temporary = tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent)
     except OSError as error:
         raise DataError(f"data.cache_dir = {config.cache_dir!r} cannot be written ({error.strerror}): give another folder") from None
-    try:
+    with temporary:
+        aside = Path(temporary.name) / folder.name
+        aside.mkdir()
         _write(aside, documents, config, vocab_size, report)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not (folder / "dataset.json").exists():  # else another process was first
+                raise
     return folder
 
 
@@ -140,15 +146,18 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """A `tokenizer.json`; damaged ones are reported by name."""
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise DataError(f"{path}: not a usable tokenizer ({error})") from None
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{path}: not a usable tokenizer ({error}): restore it, or delete {path.parent} to make it anew") from None
 
 
 def _write_shards(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer, shard_tokens: int) -> list[dict[str, Any]]:
@@ -186,7 +195,7 @@ class TokenShards:
             longest = max((len(shard) for shard in self.shards), default=0)
             raise DataError(
                 f"{folder}: no {split} shard holds a window of {window + 1} tokens (the longest has {longest}): "
-                "lower train.sequence_length or give more text"
+                "lower train.sequence_length, raise data.shard_tokens or give more text"
             )
 
     def __len__(self) -> int:
@@ -213,10 +222,10 @@ def _read_index(folder: Path, split: str) -> list[dict[str, Any]]:
         index = json.loads(path.read_text())
         if index["format"] != FORMAT:
             raise DataError(f"{path}: format {index['format']} is not {FORMAT}: delete {folder} to make the data set anew")
-        entries: list[dict[str, Any]] = index["splits"][split]
+        entries = [{"file": str(entry["file"]), "tokens": int(entry["tokens"])} for entry in index["splits"][split]]
+    except DataError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{path}: missing or damaged ({error}): delete {folder} to make the data set anew") from None
     return entries
 
@@ -229,7 +238,9 @@ def _open_shard(path: Path, tokens: int) -> npt.NDArray[Any]:
         raise DataError(f"{path}: token shard is empty: {remedy}")
     try:
         shard: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        if not isinstance(shard, np.ndarray):
+            raise ValueError("an archive")
+    except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
         raise DataError(f"{path}: token shard is truncated or damaged ({error}): {remedy}") from None
     if shard.shape != (tokens,) or shard.dtype not in (np.uint16, np.uint32):
         raise DataError(f"{path}: token shard holds {shard.shape} {shard.dtype}, but dataset.json says {tokens} tokens: {remedy}")

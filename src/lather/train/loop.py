@@ -23,7 +23,7 @@ from lather.models.generate import generate
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import END_OF_TEXT, Batches, TokenShards, load_tokenizer, prepare
-from lather.train.metrics import MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows
+from lather.train.metrics import MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
 from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
 
@@ -136,8 +136,9 @@ class _Run:
         finally:
             self.metrics.close()
         finished = self.progress.step == steps
-        losses = [row["validation_loss"] for row in read_rows(self.metrics.path) if "validation_loss" in row]
-        if finished:
+        rows = read_rows(self.metrics.path)
+        losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        if finished and any(training_rows(rows)):
             from lather.train.plot import draw  # matplotlib takes a second to import
 
             draw([self.run_dir.path], self.run_dir.path / "loss.png")
@@ -147,7 +148,7 @@ class _Run:
             seconds=self.progress.seconds,
             first_validation_loss=losses[0] if losses else None,
             last_validation_loss=losses[-1] if losses else None,
-            sample=self._sample() if finished else "",
+            sample=self._sample() if finished and self.config.log.sample_tokens else "",
             checkpoint=checkpoint,
         )
 
@@ -217,7 +218,7 @@ def sample_text(
     num_tokens: int,
     *,
     seed: int,
-    temperature: float = 0.8,
+    temperature: float = 0.7,
     top_k: int = 50,
 ) -> str:
     """`prompt` and what the model makes of it. Raises DataError if the prompt encodes to nothing."""

@@ -138,7 +138,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
                 row["step"] = int(row["step"])
                 rows.append(row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             if number < len(lines):
                 raise RunError(
                     f"{path}, line {number}: not a row of metrics: restore the file, or start again in another run directory"
@@ -148,7 +148,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of training steps that changed something."""
-    return (row for row in rows if "loss" in row and not row["skipped"])
+    return (row for row in rows if "loss" in row and not row.get("skipped"))
 
 
 class _TensorBoard:

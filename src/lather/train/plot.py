@@ -44,7 +44,7 @@ def read_curves(run_dir: Path) -> Curves:
     validation = [(row["step"], row["seconds"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
     step_seconds = np.array([row["step_seconds"] for row in steps])
     return Curves(
-        name=run_dir.name or str(run_dir),
+        name=(run_dir.name or str(run_dir.resolve())).replace("$", r"\$"),
         steps=np.array([row["step"] for row in steps], dtype=np.float64),
         seconds=np.array([row["seconds"] for row in steps], dtype=np.float64),
         loss=np.array([row["loss"] for row in steps], dtype=np.float64),
@@ -78,11 +78,11 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
 
 def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
     axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
-    axes.plot(x, _smooth(run.loss), color=color, linewidth=1.4, label=f"{run.name}: training")
+    axes.plot(x, _smooth(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
     if len(run.validation):
         last = run.validation[-1, 2]
         axes.plot(
-            run.validation[:, validation_column], run.validation[:, 2], "o", color=color, label=f"{run.name}: validation ({last:.3f})"
+            run.validation[:, validation_column], run.validation[:, 2], "o", color=color, label=f"validation: {run.name} ({last:.3f})"
         )
 
 
@@ -97,12 +97,13 @@ def _smooth(values: Array) -> Array:
 
 
 def _draw_time(axes: Axes, runs: Sequence[Curves]) -> None:
-    names = [run.name for run in runs]
+    rows = range(len(runs))
     optimizer = [1000 * run.median_step_seconds * run.optimizer_share for run in runs]
     rest = [1000 * run.median_step_seconds * (1 - run.optimizer_share) for run in runs]
-    axes.barh(names, rest, color="0.75", height=0.5, label="forward and backward")
-    bars = axes.barh(names, optimizer, left=rest, color=[f"C{index}" for index in range(len(runs))], height=0.5, label="optimizer")
+    axes.barh(rows, rest, color="0.75", height=0.5, label="forward and backward")
+    bars = axes.barh(rows, optimizer, left=rest, color=[f"C{index}" for index in range(len(runs))], height=0.5, label="optimizer")
     axes.bar_label(bars, [f"{run.optimizer_share:.0%}" for run in runs], padding=4)
+    axes.set_yticks(rows, [run.name for run in runs])
     axes.invert_yaxis()
     axes.set(xlabel="ms per step (median)", title="time of a step, optimizer in color")
     axes.margins(x=0.15)

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 import lather
-from lather.errors import RunError
+from lather.errors import ConfigError, RunError
 from lather.train.config import Config, config_to_toml, load_config
 
 FREE_SECTIONS = ("checkpoint", "log")
@@ -62,7 +62,7 @@ class RunDirectory:
     def adopt_dataset(self, dataset: Path) -> None:
         """Record which data set the run trains on and keep its tokenizer; raises RunError if it was another one before."""
         file = self.path / "provenance.json"
-        if file.exists() and (self.path / "tokenizer.json").exists():
+        if file.exists():
             try:
                 before = json.loads(file.read_text())["dataset"]
             except (ValueError, KeyError, TypeError):
@@ -72,6 +72,7 @@ class RunDirectory:
                     f"run_dir = {str(self.path)!r} was trained on {before}, but data.source now gives {dataset.name}: "
                     "restore the text, or give another --run-dir"
                 )
+        if file.exists() and (self.path / "tokenizer.json").exists():
             return
         shutil.copyfile(dataset / "tokenizer.json", self.path / ".tmp-tokenizer.json")
         (self.path / ".tmp-tokenizer.json").rename(self.path / "tokenizer.json")
@@ -88,7 +89,11 @@ def _check_owner(path: Path, config: Config) -> None:
         if any(not child.name.startswith(".") for child in path.iterdir()):
             raise RunError(f"run_dir = {config.run_dir!r} holds files but no config.toml, so it is not a run: give another --run-dir")
         return
-    mine, theirs = _flat(asdict(config)), _flat(asdict(load_config(path / "config.toml")))
+    try:
+        before = load_config(path / "config.toml")
+    except ConfigError as error:
+        raise RunError(f"{error}; give another --run-dir, or delete {path}") from None
+    mine, theirs = _flat(asdict(config)), _flat(asdict(before))
     different = [key for key in mine if mine[key] != theirs[key] and key.partition(".")[0] not in (*FREE_SECTIONS, "run_dir")]
     if different:
         key = different[0]
@@ -109,7 +114,7 @@ def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_aside(path: Path, text: str) -> None:
     """Replace the file in one go."""
     aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(text)
+    aside.write_text(text, "utf-8")
     aside.rename(path)
 
 

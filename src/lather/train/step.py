@@ -30,6 +30,7 @@ def build_optimizer(config: OptimConfig, model: Decoder) -> torch.optim.Optimize
     for group in groups:
         if group.get("max_precond_dim") == 0:
             group["betas"] = config.adam_betas
+            group["max_update_rms"] = 0.0
     # A gradient that is not finite has already made the step be skipped when the optimizer is called.
     return SOAP(groups, **config.soap_options(), nonfinite="ignore")
 
@@ -109,7 +110,7 @@ class TrainStep:
     def _accumulate(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Gradients of all micro-batches. Every loss is divided by the step's own count of labels, so no gradient is divided later."""
         inputs, labels = tokens_BS[:, :-1], tokens_BS[:, 1:]
-        num_tokens = int((labels != IGNORE_INDEX).sum())
+        num_tokens = max(1, int((labels != IGNORE_INDEX).sum()))
         loss, balance, counts = torch.zeros((), device=self.device), torch.zeros((), device=self.device), []
         size = self.config.micro_batch_size
         for x_BS, y_BS in zip(inputs.split(size), labels.split(size), strict=True):
@@ -132,8 +133,8 @@ class TrainStep:
             with self._autocast():
                 output = self.model(part[:, :-1].to(self.device))
             total += next_token_loss(output, part[:, 1:].to(self.device)).item()
-            num_tokens += part[:, 1:].numel()
-        return total / num_tokens
+            num_tokens += int((part[:, 1:] != IGNORE_INDEX).sum())
+        return total / max(1, num_tokens)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")

@@ -1,0 +1,159 @@
+"""A corpus of a few files, a configuration of a few thousand parameters, and what tests of the trainer make from them."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.train.config import Config, config_from_mapping
+from lather.train.data import prepare
+from lather.train.metrics import StepRow
+
+VOCAB_SIZE = 264
+
+MODEL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "max_position_embeddings": 64,
+    "aux_loss_alpha": 0.01,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Eight text files, one of them in a sub-folder."""
+    folder = tmp_path / "corpus"
+    (folder / "more").mkdir(parents=True)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "café", "owners", "and", "日本", "\U0001f98a"]
+    draw = random.Random(0)
+    for number in range(8):
+        text = "\n".join(" ".join(draw.choices(words, k=9)) for _ in range(12 + number))
+        (folder / ("more" if number == 5 else "") / f"{number}.txt").write_text(text, "utf-8")
+    return folder
+
+
+@pytest.fixture
+def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
+    """The tiny configuration with sections, or keys of sections, replaced: `make_config(train={"steps": 5}, seed=1)`."""
+
+    def make(**changes: Any) -> Config:
+        mapping: dict[str, Any] = {
+            "run_dir": str(tmp_path / "run"),
+            "model": MODEL,
+            "data": {"source": str(corpus), "pattern": "*.txt", "cache_dir": str(tmp_path / "cache"), "holdout_every": 4},
+            "optim": {"lr": 1e-2, "precondition_frequency": 2, "warmup_steps": 2},
+            "train": {
+                "steps": 4,
+                "batch_size": 4,
+                "micro_batch_size": 2,
+                "sequence_length": 16,
+                "validation_every": 2,
+                "validation_sequences": 4,
+                "device": "cpu",
+            },
+            "checkpoint": {"every": 2},
+            "log": {"every": 2, "sample_tokens": 8},
+        }
+        for key, value in changes.items():
+            mapping[key] = {**mapping[key], **value} if isinstance(value, dict) else value
+        return config_from_mapping(mapping)
+
+    return make
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    return make_config()
+
+
+@pytest.fixture
+def dataset(config: Config) -> Path:
+    """The tiny corpus, prepared."""
+    return prepare(config.data, config.model.vocab_size, lambda text: None)
+
+
+@pytest.fixture
+def hand_made(tmp_path: Path) -> Callable[..., Path]:
+    """A data set whose train shards are these arrays."""
+
+    def make(*shards: np.ndarray) -> Path:
+        folder = tmp_path / "hand-made"
+        folder.mkdir()
+        entries = [{"file": f"train-{index:05d}.npy", "tokens": len(shard)} for index, shard in enumerate(shards)]
+        for entry, shard in zip(entries, shards, strict=True):
+            np.save(folder / str(entry["file"]), shard)
+        (folder / "dataset.json").write_text(json.dumps({"format": 1, "vocab_size": 60000, "splits": {"train": entries}}))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_config() -> DeepseekV2Config:
+    return DeepseekV2Config(**MODEL)
+
+
+@pytest.fixture(scope="session")
+def make_model(model_config: DeepseekV2Config) -> Callable[..., Decoder]:
+    """The tiny model with the weights of a seed."""
+
+    def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+        return build_deepseek_v2(model_config, torch.Generator().manual_seed(seed)).to(dtype)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokens() -> Callable[..., torch.Tensor]:
+    """Random sequences, one token longer than is trained on."""
+
+    def draw(seed: int, batch_size: int = 4, length: int = 17) -> torch.Tensor:
+        return torch.randint(VOCAB_SIZE, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def step_row() -> Callable[..., StepRow]:
+    """A plausible row of a step, with fields replaced."""
+
+    def make(step: int, **changes: Any) -> StepRow:
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": 5.0 / step,
+            "balance_loss": 1.0,
+            "lr": 1e-3,
+            "grad_norm": 2.0,
+            "tokens": 64,
+            "tokens_per_second": 640.0,
+            "seconds": 0.1 * step,
+            "step_seconds": 0.1,
+            "optimizer_seconds": 0.025,
+            "peak_memory_bytes": 1000,
+            "expert_load_min": 0.5,
+            "expert_load_max": 1.5,
+            "expert_load_entropy": 0.9,
+            "refreshes_done": 3,
+            "refreshes_skipped": 0,
+            "skipped": False,
+        }
+        return StepRow(**{**values, **changes})
+
+    return make

@@ -1,0 +1,343 @@
+"""Checkpoints: the same bits come back, a save that fails anywhere loses nothing, and damage is reported by file name."""
+
+import contextlib
+import itertools
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lather.errors import CheckpointError
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.optim import MatrixOptimizer
+from lather.train import checkpoint as checkpoint_module
+from lather.train.checkpoint import (
+    FILES,
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    model_tensors,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from lather.train.config import LoopConfig, OptimConfig
+from lather.train.step import TrainStep, build_optimizer
+
+
+class Trainee:
+    """A model, its optimizer, and random text to train on; step n is the same for every trainee."""
+
+    def __init__(self, model: Decoder, name: str, tokens: Callable[..., torch.Tensor]) -> None:
+        self.model, self.tokens = model, tokens
+        self.optimizer = build_optimizer(OptimConfig(name=name, precondition_frequency=2), model)
+        self.step = TrainStep(model, self.optimizer, LoopConfig(batch_size=4, micro_batch_size=4), balance_coefficient=0.01)
+
+    def train(self, *steps: int) -> "Trainee":
+        for step in steps:
+            assert not self.step(self.tokens(step), 1e-2).skipped
+        return self
+
+    def save(self, folder: Path, step: int, keep_last: int = 2) -> Path:
+        return save_checkpoint(folder, Progress(step, 0.5 * step), self.model, self.optimizer, keep_last=keep_last)
+
+    def load(self, path: Path) -> Progress:
+        return load_checkpoint(path, self.model, self.optimizer)
+
+    def refusal(self, path: Path) -> str | None:
+        """Why the checkpoint is not loaded; None if it is."""
+        try:
+            self.load(path)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def snapshot(self) -> dict[str, tuple[torch.dtype, bytes]]:
+        tensors = {**model_tensors(self.model), **optimizer_tensors(self.model, self.optimizer)}
+        return {name: (t.dtype, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+
+
+MakeTrainee = Callable[..., Trainee]
+
+
+@pytest.fixture(scope="module")
+def trainee(make_model: Callable[..., Decoder], tokens: Callable[..., torch.Tensor]) -> MakeTrainee:
+    def make(seed: int = 0, name: str = "soap", dtype: torch.dtype = torch.float32) -> Trainee:
+        return Trainee(make_model(seed, dtype), name, tokens)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(trainee: MakeTrainee) -> Trainee:
+    """Not to be changed."""
+    return trainee().train(1, 2)
+
+
+@pytest.fixture(scope="module")
+def victim(trainee: MakeTrainee) -> Trainee:
+    return trainee(seed=1).train(1)
+
+
+@pytest.fixture
+def saved(trained: Trainee, tmp_path: Path) -> Path:
+    """The checkpoint of a SOAP run after two steps."""
+    return trained.save(tmp_path / "checkpoints", 2)
+
+
+@pytest.fixture
+def refused(victim: Trainee) -> Iterator[Callable[[Path], str]]:
+    """Load a checkpoint that must be refused, by a trainee that must not change; gives the message."""
+    before = victim.snapshot()
+
+    def refuse(path: Path) -> str:
+        message = victim.refusal(path)
+        assert message is not None
+        return message
+
+    yield refuse
+    assert victim.snapshot() == before
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Replace entries of `state.json` as somebody would who means to."""
+    state = {**json.loads((path / "state.json").read_text()), **changes}
+    del state["digest"]
+    (path / "state.json").write_text(json.dumps({**state, "digest": checkpoint_module._digest(state)}))
+
+
+# --- the same bits ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["soap", "adamw"])
+def test_a_loaded_run_goes_on_with_the_same_bits(trainee: MakeTrainee, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    original, loaded = trainee(0, name, dtype), trainee(1, name, dtype)
+    original.train(1, 2, 3)
+    progress = loaded.load(original.save(tmp_path, 3))
+    assert progress == Progress(3, 1.5)
+    assert loaded.snapshot() == original.snapshot()
+    original.train(4, 5, 6, 7)
+    loaded.train(4, 5, 6, 7)
+    assert loaded.snapshot() == original.snapshot()
+    if isinstance(loaded.optimizer, MatrixOptimizer):
+        assert loaded.optimizer.counters["refreshes_done"] > 0
+        factors = {dtype for key, (dtype, _) in loaded.snapshot().items() if "/factor" in key or "/basis" in key}
+        assert factors == {torch.float32}
+
+
+def test_a_trained_optimizer_is_overwritten_whole(trainee: MakeTrainee, saved: Path) -> None:
+    other, fresh = trainee(1), trainee(2)
+    other.train(5, 6, 7)
+    other.load(saved)
+    fresh.load(saved)
+    assert other.snapshot() == fresh.snapshot()
+
+
+def test_progress_comes_back(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
+    progress = Progress(7, 12.25, skipped_in_a_row=3)
+    assert victim.load(save_checkpoint(tmp_path, progress, trained.model, trained.optimizer, keep_last=1)) == progress
+
+
+def test_weights_load_without_an_optimizer(trainee: MakeTrainee, saved: Path) -> None:
+    other = trainee(1)
+    load_checkpoint(saved, other.model)
+    expected = load_file(saved / FILES[0])
+    assert all(tensor.equal(expected[name]) for name, tensor in model_tensors(other.model).items())
+    assert not optimizer_tensors(other.model, other.optimizer)
+
+
+def test_an_optimizer_that_never_stepped_is_saved_and_loaded(trainee: MakeTrainee, tmp_path: Path) -> None:
+    original, loaded = trainee(0), trainee(1)
+    loaded.load(original.save(tmp_path, 0))
+    original.train(1, 2)
+    loaded.train(1, 2)
+    assert loaded.snapshot() == original.snapshot()
+
+
+# --- complete or absent -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_the_newest_are_kept(trained: Trainee, tmp_path: Path, keep_last: int) -> None:
+    for step in (1, 5, 20, 100):
+        trained.save(tmp_path, step, keep_last)
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step-00000001", "step-00000005", "step-00000020", "step-00000100"][-keep_last:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_step_that_is_there_is_not_saved_again(trainee: MakeTrainee, saved: Path) -> None:
+    before = {path: path.read_bytes() for path in saved.iterdir()}
+    assert trainee(1).save(saved.parent, 2) == saved
+    assert {path: path.read_bytes() for path in saved.iterdir()} == before
+
+
+CALL_SITES: dict[str, tuple[Any, str]] = {
+    "save_file": (checkpoint_module, "save_file"),
+    "sync": (checkpoint_module, "sync"),
+    "rename": (Path, "rename"),
+    "write_text": (Path, "write_text"),
+    "mkdir": (Path, "mkdir"),
+    "rmtree": (shutil, "rmtree"),
+}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("site", CALL_SITES)
+def test_a_save_that_fails_anywhere_loses_nothing(trained: Trainee, victim: Trainee, tmp_path: Path, site: str, moment: str) -> None:
+    """Each call of a function fails in turn, before or after it has done its work, until a save gets through."""
+    owner, name = CALL_SITES[site]
+    original = getattr(owner, name)
+    for step in (1, 2):
+        trained.save(tmp_path / "begun", step)
+    for failing in itertools.count():
+        folder = tmp_path / str(failing)
+        shutil.copytree(tmp_path / "begun", folder)
+        calls = itertools.count()
+
+        def fail(*args: Any, calls: Iterator[int] = calls, failing: int = failing, **kwargs: Any) -> Any:
+            is_the_one = next(calls) == failing
+            result = None if is_the_one and moment == "before" else original(*args, **kwargs)
+            if is_the_one:
+                raise OSError("the disk is full")
+            return result
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(OSError):
+            patch.setattr(owner, name, fail)
+            trained.save(folder, 3)
+            break
+        assert "step-00000002" in [path.name for path in list_checkpoints(folder)]
+        for path in list_checkpoints(folder):
+            assert path.name == f"step-{victim.load(path).step:08d}"
+        newest = trained.save(folder, 4)
+        assert list_checkpoints(folder)[-1] == newest
+        assert sorted(folder.iterdir()) == list_checkpoints(folder)
+    assert failing >= 1
+
+
+def test_an_old_checkpoint_is_not_left_half_deleted(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
+    def delete_one_file(folder: Path) -> None:
+        (folder / FILES[0]).unlink()
+        raise OSError("the process is killed")
+
+    trained.save(tmp_path, 1, keep_last=1)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        trained.save(tmp_path, 2, keep_last=1)
+    assert [victim.load(path).step for path in list_checkpoints(tmp_path)] == [2]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def note(path: Path) -> None:
+        synced.append(path.name)
+        assert (tmp_path / "step-00000003").exists() == (path == tmp_path)
+
+    monkeypatch.setattr(checkpoint_module, "sync", note)
+    trained.save(tmp_path, 3)
+    assert set(synced) == {*FILES, "state.json", ".tmp-step-00000003", tmp_path.name, tmp_path.parent.name}
+    assert synced[-1] == tmp_path.name
+
+
+# --- damage -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 100, -1])
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_byte_in_the_tensors_is_named(saved: Path, refused: Callable[[Path], str], file: str, position: int) -> None:
+    data = bytearray((saved / file).read_bytes())
+    data[position] ^= 1
+    (saved / file).write_bytes(data)
+    message = refused(saved)
+    assert message.startswith(f"{saved / file}: ")
+    assert f"delete {saved}" in message
+
+
+def test_a_flipped_byte_anywhere_in_the_state_is_noticed(saved: Path, victim: Trainee) -> None:
+    intact, unnoticed = (saved / "state.json").read_bytes(), []
+    for position in range(len(intact)):
+        (saved / "state.json").write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        before, message = victim.snapshot(), victim.refusal(saved)
+        if message is None:
+            unnoticed.append(intact[max(0, position - 12) : position + 1])
+        else:
+            assert message.startswith(f"{saved}/")
+            assert f"delete {saved}" in message
+            assert victim.snapshot() == before
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("file", [*FILES, "state.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "a folder"])
+def test_a_damaged_file_is_named(saved: Path, refused: Callable[[Path], str], file: str, damage: str) -> None:
+    path = saved / file
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes(data[:-1] if damage == "truncated" else b"")
+    message = refused(saved)
+    assert message.startswith(f"{path}: missing or damaged")
+    assert f"delete {saved}" in message
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [b"[]", b"{}", b"3", b"\xff\xfe", b'{"format": 1}', b'{"format": 1, "step": 2, "seconds": 1.0, "skipped_in_a_row": 0, "files": {}}'],
+)
+def test_a_state_that_is_something_else_is_named(saved: Path, refused: Callable[[Path], str], contents: bytes) -> None:
+    (saved / "state.json").write_bytes(contents)
+    assert refused(saved).startswith(f"{saved / 'state.json'}: missing or damaged")
+
+
+def test_another_format_is_named(saved: Path, refused: Callable[[Path], str]) -> None:
+    rewrite(saved, format=2)
+    assert "format 2, expected 1" in refused(saved)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_pickle_is_refused_and_not_run(saved: Path, refused: Callable[[Path], str], file: str, tmp_path: Path) -> None:
+    class Malice:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "run",)
+
+    (saved / file).write_bytes(pickle.dumps(Malice()))
+    files = {name: {"bytes": (saved / name).stat().st_size, "sha256": checkpoint_module._sha256(saved / name)} for name in FILES}
+    rewrite(saved, files=files)
+    assert refused(saved).startswith(f"{saved / file}: missing or damaged")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": 24}, r"is \(264, 16\) .* but the model's \(264, 24\)"),
+        ({"num_hidden_layers": 3}, r"lacks 'layers\.2\."),
+        ({"num_hidden_layers": 1}, r"has a surplus 'layers\.1\."),
+        ({"tie_word_embeddings": False}, r"lacks 'lm_head\.weight'"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(
+    model_config: DeepseekV2Config, saved: Path, change: dict[str, Any], reason: str, tokens: Callable[..., torch.Tensor]
+) -> None:
+    model = build_deepseek_v2(replace(model_config, **change), torch.Generator().manual_seed(5))
+    other = Trainee(model, "soap", tokens)
+    before = other.snapshot()
+    with pytest.raises(CheckpointError, match=rf"{FILES[0]}: .*{reason}.*: use the configuration it was made with"):
+        other.load(saved)
+    assert other.snapshot() == before
+
+
+def test_another_dtype_is_refused(trainee: MakeTrainee, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"torch\.float32, but the model's .* torch\.bfloat16"):
+        trainee(dtype=torch.bfloat16).load(saved)

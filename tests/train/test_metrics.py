@@ -1,0 +1,220 @@
+"""What a run measures, and that the file of a resumed run is the uninterrupted one's."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lather.errors import RunError
+from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows, training_rows
+
+MakeRow = Callable[..., StepRow]
+
+
+def validation(step: int, loss: float = 5.0) -> dict[str, Any]:
+    return {"step": step, "seconds": 0.1 * step, "validation_loss": loss}
+
+
+def write(run_dir: Path, rows: list[StepRow | dict[str, Any]], resume_step: int | None = None, **options: Any) -> None:
+    writer = MetricsWriter(run_dir, resume_step, **options)
+    for row in rows:
+        writer.write(row)
+    writer.sync()
+    writer.close()
+
+
+@pytest.fixture
+def five_steps(step_row: MakeRow) -> list[StepRow | dict[str, Any]]:
+    """A validation before, after step 2 and after step 4."""
+    rows: list[StepRow | dict[str, Any]] = [validation(0)]
+    for step in range(1, 6):
+        rows.append(step_row(step))
+        if step in (2, 4):
+            rows.append(validation(step))
+    return rows
+
+
+# --- metrics.jsonl ------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path, five_steps: list[Any]) -> None:
+    write(tmp_path, five_steps)
+    assert read_rows(tmp_path / "metrics.jsonl") == [row if isinstance(row, dict) else asdict(row) for row in five_steps]
+
+
+def test_rows_are_in_the_file_as_soon_as_they_are_written(tmp_path: Path, step_row: MakeRow) -> None:
+    writer = MetricsWriter(tmp_path, None)
+    writer.write(step_row(1))
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("resume_step", range(6))
+def test_a_resumed_run_has_the_uninterrupted_ones_file(tmp_path: Path, five_steps: list[Any], resume_step: int) -> None:
+    write(tmp_path, five_steps)
+    uninterrupted = (tmp_path / "metrics.jsonl").read_bytes()
+    later = [row for row in five_steps if (row["step"] if isinstance(row, dict) else row.step) > resume_step]
+    write(tmp_path, later, resume_step)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == uninterrupted
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_fresh_run_drops_what_was_there(tmp_path: Path, five_steps: list[Any]) -> None:
+    write(tmp_path, five_steps)
+    write(tmp_path, [])
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_no_file_is_no_rows(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 200])
+def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, step_row: MakeRow, cut: int) -> None:
+    write(tmp_path, [step_row(1), step_row(2)])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[: -cut - 1])  # the newline goes too
+    assert [row["step"] for row in read_rows(path)] == [1]
+    write(tmp_path, [step_row(2)], resume_step=1)
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "null", "{}", '{"step": "x"}', '{"step": null}', '{"step": 1e999}', "\x00\x00", "\udcff"])
+def test_a_damaged_line_in_the_middle_is_named_by_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n'.encode("utf-8", "surrogateescape"))
+    with pytest.raises(RunError, match=rf"^{path}, line 3: not a row of metrics: restore the file, or "):
+        read_rows(path)
+
+
+def test_a_damaged_last_line_that_was_finished_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n')
+    with pytest.raises(RunError, match="line 2"):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, step_row: MakeRow, value: float) -> None:
+    write(tmp_path, [step_row(1, loss=value, grad_norm=value, skipped=True), validation(1, value)])
+    text = (tmp_path / "metrics.jsonl").read_text()
+    step, validated = (json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
+    assert step["loss"] is step["grad_norm"] is validated["validation_loss"] is None
+    assert step["lr"] == 1e-3
+
+
+def test_training_rows_are_the_steps_that_changed_something(step_row: MakeRow) -> None:
+    rows = [validation(0), asdict(step_row(1)), asdict(step_row(2, skipped=True)), validation(2), asdict(step_row(3))]
+    assert [row["step"] for row in training_rows(rows)] == [1, 3]
+
+
+def test_the_time_fields_are_fields() -> None:
+    assert set(TIME_FIELDS) <= {field.name for field in fields(StepRow)}
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------------------------
+
+
+def test_expert_load_by_hand() -> None:
+    least, most, entropy = expert_load(torch.tensor([[4, 4, 4, 4], [8, 8, 0, 0], [1, 3, 4, 8]]))
+    half = math.log(2) / math.log(4)
+    uneven = -sum(share * math.log(share) for share in (1 / 16, 3 / 16, 4 / 16, 8 / 16)) / math.log(4)
+    assert (least, most) == (0.0, 2.0)
+    assert entropy == pytest.approx((1 + half + uneven) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        (torch.zeros(0, 0, dtype=torch.int64), (1, 1, 1)),  # no MoE block
+        (torch.tensor([[7]]), (1, 1, 1)),  # one expert
+        (torch.tensor([[5, 5]]), (1, 1, 1)),
+        (torch.tensor([[0, 0, 9]]), (0, 3, 0)),
+        (torch.tensor([[0, 0]]), (0, 0, 0)),  # no token
+    ],
+)
+def test_expert_load_at_its_ends(counts: torch.Tensor, expected: tuple[float, float, float]) -> None:
+    assert expert_load(counts) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 3), st.integers(2, 5), st.data())
+@settings(deadline=None, max_examples=50)
+def test_expert_load_is_in_range(blocks: int, experts: int, data: st.DataObject) -> None:
+    counts = st.lists(st.integers(0, 100), min_size=experts, max_size=experts).filter(any)
+    least, most, entropy = expert_load(torch.tensor(data.draw(st.lists(counts, min_size=blocks, max_size=blocks))))
+    assert 0 <= least <= 1 + 1e-12
+    assert 1 - 1e-12 <= most <= experts + 1e-12
+    assert -1e-12 <= entropy <= 1 + 1e-12
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    assert 50e6 < peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch
+
+
+# --- TensorBoard and Weights & Biases -----------------------------------------------------------------------------------------------
+
+
+def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, five_steps: list[Any]) -> None:
+    write(tmp_path, five_steps, tensorboard=True)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    for tag in ("loss", "expert_load_entropy", "refreshes_done", "skipped", "validation_loss"):
+        assert scalars(tmp_path, tag) == [(row["step"], pytest.approx(float(row[tag]))) for row in rows if tag in row]
+
+
+def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path, step_row: MakeRow) -> None:
+    write(tmp_path, [step_row(step) for step in (1, 2, 3, 4)], tensorboard=True)
+    write(tmp_path, [step_row(step, loss=9.0, grad_norm=math.nan) for step in (3, 4, 5)], resume_step=2, tensorboard=True)
+    assert scalars(tmp_path, "loss") == [(1, 5.0), (2, 2.5), (3, 9.0), (4, 9.0), (5, 9.0)]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for the module; `runs` are its calls of `init`, each with what was logged."""
+    module = SimpleNamespace(runs=[], util=SimpleNamespace(generate_id=lambda: f"id-{len(module.runs)}"))
+
+    def init(**options: Any) -> SimpleNamespace:
+        run = SimpleNamespace(options=options, logged=[], finished=False)
+        run.log = lambda values, step: run.logged.append((step, values))
+        run.finish = lambda: setattr(run, "finished", True)
+        module.runs.append(run)
+        return run
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_every_row_and_goes_on_in_the_same_run(tmp_path: Path, step_row: MakeRow, wandb: SimpleNamespace) -> None:
+    write(tmp_path, [validation(0), step_row(1)], wandb_project="soaps")
+    write(tmp_path, [step_row(2, loss=math.nan)], resume_step=1, wandb_project="soaps")
+    first, second = wandb.runs
+    assert [step for step, _ in first.logged] == [0, 1]
+    assert first.logged[1][1] == {key: value for key, value in asdict(step_row(1)).items() if key != "step"}
+    assert second.logged[0][0] == 2
+    assert second.logged[0][1]["loss"] is None
+    assert first.options["id"] == second.options["id"] == "id-0"
+    assert second.options["resume"] == "allow"
+    assert first.options["project"] == "soaps"
+    assert first.finished
+    assert second.finished
+
+
+def test_a_missing_wandb_names_field_and_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RunError, match=r"log\.wandb_project .* pip install 'lather\[wandb\]'"):
+        MetricsWriter(tmp_path, None, wandb_project="soaps")

@@ -1,0 +1,153 @@
+"""Pictures of runs: always a readable PNG that shows what was measured."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from lather.errors import RunError
+from lather.train.metrics import MetricsWriter, StepRow
+from lather.train.plot import draw, read_curves
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, step_row: Callable[..., StepRow]) -> MakeRun:
+    """A run directory with `num_steps` steps and, unless told otherwise, validations."""
+
+    def make(name: str, num_steps: int = 20, *, validated: bool = True, **changes: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        writer = MetricsWriter(folder, None)
+        for step in range(num_steps + 1):
+            if step:
+                writer.write(step_row(step, **changes))
+            if validated and step % 10 == 0:
+                writer.write({"step": step, "seconds": 0.1 * step, "validation_loss": 6.0 - 0.1 * step})
+        writer.close()
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
+    """The figure that would have been saved."""
+
+    def figure_of(*runs: Path) -> Figure:
+        figures: list[Figure] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+            draw(runs, tmp_path / "unused.png")
+        return figures[0]
+
+    return figure_of
+
+
+def pixels(runs: list[Path], out: Path) -> np.ndarray:
+    draw(runs, out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    return imread(out)
+
+
+def shows_something(picture: np.ndarray) -> bool:
+    height, width, _ = picture.shape
+    return height > 200 and width > 600 and len(np.unique(picture.mean(-1))) > 20
+
+
+def test_one_run_and_several_give_different_pictures(make_run: MakeRun, tmp_path: Path) -> None:
+    one, other = make_run("one"), make_run("other", loss=2.0)
+    pictures = [pixels(runs, tmp_path / f"{index}.png") for index, runs in enumerate(([one], [other], [one, other]))]
+    assert all(map(shows_something, pictures))
+    assert len({picture.tobytes() for picture in pictures}) == 3
+
+
+@pytest.mark.parametrize(("num_steps", "validated"), [(1, True), (1, False)])
+def test_a_run_of_one_step_or_without_validation_is_drawn(make_run: MakeRun, tmp_path: Path, num_steps: int, validated: bool) -> None:
+    assert shows_something(pixels([make_run("run", num_steps, validated=validated)], tmp_path / "out.png"))
+
+
+def test_the_curves_are_the_rows(make_run: MakeRun) -> None:
+    curves = read_curves(make_run("run", 10))
+    assert curves.name == "run"
+    assert curves.steps.tolist() == list(range(1, 11))
+    assert curves.loss.tolist() == [5.0 / step for step in range(1, 11)]
+    assert curves.seconds.tolist() == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert curves.validation.tolist() == [[0, 0.0, 6.0], [10, 1.0, 5.0]]
+    assert curves.optimizer_share == pytest.approx(0.25)
+    assert curves.median_step_seconds == pytest.approx(0.1)
+
+
+def test_skipped_steps_and_failed_validations_are_left_out(make_run: MakeRun, step_row: Callable[..., StepRow]) -> None:
+    run = make_run("run", 3)
+    writer = MetricsWriter(run, 3)
+    writer.write(step_row(4, loss=float("nan"), skipped=True))
+    writer.write({"step": 4, "seconds": 0.4, "validation_loss": float("nan")})
+    writer.write(step_row(5))
+    writer.close()
+    curves = read_curves(run)
+    assert curves.steps.tolist() == [1, 2, 3, 5]
+    assert len(curves.validation) == 1
+
+
+def test_loss_is_drawn_over_steps_and_over_seconds(make_run: MakeRun, drawn: Callable[..., Figure]) -> None:
+    over_steps, over_seconds, _ = drawn(make_run("run", 20)).axes
+    for axes, scale in ((over_steps, 1.0), (over_seconds, 0.1)):
+        raw, smooth, validation = axes.lines
+        assert raw.get_xdata().tolist() == smooth.get_xdata().tolist() == pytest.approx([scale * step for step in range(1, 21)])
+        assert raw.get_ydata().tolist() == [5.0 / step for step in range(1, 21)]
+        assert np.all(smooth.get_ydata()[1:] > raw.get_ydata()[1:])  # an average of a falling curve lags behind it
+        assert smooth.get_ydata()[0] == pytest.approx(raw.get_ydata()[0])
+        assert validation.get_xdata().tolist() == pytest.approx([0, scale * 10, scale * 20])
+        assert validation.get_ydata().tolist() == pytest.approx([6, 5, 4])
+    training, validation = (text.get_text() for text in over_steps.get_legend().get_texts())
+    assert "run" in training
+    assert "4.000" in validation
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a/run", "b/run")])
+def test_every_run_has_a_bar_of_its_own(make_run: MakeRun, drawn: Callable[..., Figure], names: tuple[str, str]) -> None:
+    figure = drawn(make_run(names[0], step_seconds=0.1), make_run(names[1], step_seconds=0.2))
+    forward, optimizer = figure.axes[2].containers
+    assert [bar.get_width() + rest.get_width() for bar, rest in zip(optimizer, forward, strict=True)] == pytest.approx([100, 200])
+    assert len({bar.get_y() for bar in optimizer}) == 2
+
+
+@pytest.mark.parametrize("name", ["_run", "a$^$b"])
+def test_a_run_of_any_name_is_in_the_legend(make_run: MakeRun, drawn: Callable[..., Figure], tmp_path: Path, name: str) -> None:
+    run = make_run(name)
+    assert len(drawn(run).axes[0].get_legend().get_texts()) == 2
+    assert shows_something(pixels([run], tmp_path / "out.png"))
+
+
+def test_the_current_folder_has_a_name(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make_run("run"))
+    assert read_curves(Path()).name
+
+
+@pytest.mark.parametrize("rows", ["absent", "empty", "validation only", "skipped only"])
+def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path, rows: str) -> None:
+    run = make_run("run", num_steps=3 if rows == "skipped only" else 0, validated=rows == "validation only", skipped=True)
+    if rows == "absent":
+        (run / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match=rf"^{run / 'metrics.jsonl'}: no training steps to draw: give "):
+        draw([run], tmp_path / "out.png")
+    assert not (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize("out", ["absent/out.png", "file/out.png"])
+def test_a_picture_that_cannot_be_written_is_named(make_run: MakeRun, tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=rf"^{tmp_path / out}: cannot be written \(.*\): give another --out"):
+        draw([make_run("run")], tmp_path / out)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full disk at hand")
+def test_a_full_disk_is_named(make_run: MakeRun) -> None:
+    with pytest.raises(RunError, match=r"^/dev/full: cannot be written"):
+        draw([make_run("run")], Path("/dev/full"))

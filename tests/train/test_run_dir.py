@@ -1,0 +1,252 @@
+"""The run directory: one owner, one configuration, one data set; whoever is refused changes nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lather.errors import ConfigError, RunError
+from lather.train.config import Config, config_to_toml, load_config
+from lather.train.run_dir import RunDirectory
+
+MakeConfig = Callable[..., Config]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from lather.train.config import load_config
+from lather.train.run_dir import RunDirectory
+held = RunDirectory.open(load_config(Path(sys.argv[1])))
+print("held", flush=True)
+sys.stdin.read()
+"""
+"""Opens the run of a configuration file and holds it until its standard input ends."""
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Everything below the folder: contents and times of change."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@contextmanager
+def nothing_changes(folder: Path) -> Iterator[None]:
+    before = snapshot(folder)
+    yield
+    assert snapshot(folder) == before
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(RunError) as caught:
+        RunDirectory.open(config)
+    return str(caught.value)
+
+
+@pytest.fixture
+def begun(config: Config) -> Path:
+    """A run that has been started once."""
+    RunDirectory.open(config).close()
+    return Path(config.run_dir)
+
+
+# --- whose it is --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_is_made_with_its_configuration(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(run_dir=str(tmp_path / "deep" / "er" / "run"))
+    opened = RunDirectory.open(config)
+    assert opened.path == tmp_path / "deep" / "er" / "run"
+    assert load_config(opened.path / "config.toml") == config
+    assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.toml"]
+    opened.close()
+
+
+def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
+    (begun / "metrics.jsonl").write_text("{}\n")
+    RunDirectory.open(config).close()
+    assert (begun / "metrics.jsonl").read_text() == "{}\n"
+    assert load_config(begun / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "theirs", "mine"),
+    [
+        ({"train": {"steps": 5}}, "train.steps", "4", "5"),
+        ({"seed": 7}, "seed", "0", "7"),
+        ({"optim": {"name": "adamw"}}, "optim.name", "'soap'", "'adamw'"),
+        ({"optim": {"betas": [0.9, 0.99]}}, "optim.betas", "(0.95, 0.95)", "(0.9, 0.99)"),
+        ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "None", "4"),
+        ({"data": {"pattern": "*.tx?"}}, "data.pattern", "'*.txt'", "'*.tx?'"),
+    ],
+)
+def test_another_configuration_is_refused_by_field_and_both_values(
+    make_config: MakeConfig, begun: Path, change: dict[str, Any], key: str, theirs: str, mine: str
+) -> None:
+    with nothing_changes(begun):
+        message = refusal(make_config(**change))
+    assert message.startswith(f"run_dir = {str(begun)!r} belongs to another configuration: {key} is {theirs} there and {mine} here;")
+    assert "give another --run-dir" in message
+
+
+def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -> None:
+    message = refusal(make_config(seed=1, train={"steps": 5}, optim={"lr": 1.0}))
+    assert "seed is 0 there and 1 here and 2 more;" in message
+
+
+def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, begun: Path) -> None:
+    changed = make_config(checkpoint={"every": 3, "keep_last": 9}, log={"tensorboard": True, "sample_prompt": "x"})
+    RunDirectory.open(changed).close()
+    assert load_config(begun / "config.toml") == changed
+
+
+def test_a_run_may_move(make_config: MakeConfig, begun: Path, tmp_path: Path) -> None:
+    begun.rename(tmp_path / "moved")
+    RunDirectory.open(make_config(run_dir=str(tmp_path / "moved"))).close()
+    assert load_config(tmp_path / "moved" / "config.toml").run_dir == str(tmp_path / "moved")
+
+
+def test_a_folder_that_is_no_run_is_refused(config: Config) -> None:
+    folder = Path(config.run_dir)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("precious")
+    with nothing_changes(folder):
+        message = refusal(config)
+    assert re.match(r"run_dir = .* holds files but no config\.toml.* give another --run-dir", message)
+
+
+def test_an_empty_folder_is_taken(config: Config) -> None:
+    Path(config.run_dir).mkdir()
+    RunDirectory.open(config).close()
+    assert (Path(config.run_dir) / "config.toml").exists()
+
+
+@pytest.mark.parametrize("contents", [b"", b"[train", b"\xff\xfe", b"unknown = 1\n"])
+def test_a_damaged_configuration_is_named_with_the_remedy(config: Config, begun: Path, contents: bytes) -> None:
+    (begun / "config.toml").write_bytes(contents)
+    with nothing_changes(begun), pytest.raises((ConfigError, RunError), match=r"run.*--run-dir"):
+        RunDirectory.open(config)
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/run/deeper"])
+def test_a_path_that_is_or_leads_through_a_file_is_refused(make_config: MakeConfig, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    with nothing_changes(tmp_path):
+        message = refusal(make_config(run_dir=f"{tmp_path / 'file'}{below}"))
+    assert re.match(r"run_dir = .*file.* cannot be written \(.*\): give another --run-dir", message)
+
+
+def test_text_beyond_the_locales_alphabet_is_kept(make_config: MakeConfig, tmp_path: Path) -> None:
+    """A terminal in Latin-1 or ASCII must not decide how the configuration is written."""
+    config = make_config(log={"sample_prompt": "日本"})
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config), "utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", HOLDER, str(file)], stdin=subprocess.DEVNULL, env=environment, check=True)
+    assert load_config(Path(config.run_dir) / "config.toml") == config
+
+
+# --- who is writing it --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def holder(config: Config, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the run open."""
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config), "utf-8")
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_that_another_process_holds_is_refused_until_that_is_gone(config: Config, holder: subprocess.Popen[str]) -> None:
+    with nothing_changes(Path(config.run_dir)):
+        message = refusal(config)
+    assert re.match(r"run_dir = .* is in use by another process: wait for it, or give another --run-dir", message)
+    holder.kill()
+    holder.communicate()
+    RunDirectory.open(config).close()
+
+
+def test_a_run_is_held_until_it_is_closed(config: Config) -> None:
+    first = RunDirectory.open(config)
+    assert "in use" in refusal(config)
+    first.close()
+    RunDirectory.open(config).close()
+
+
+def test_a_refused_open_does_not_hold_the_run(config: Config, make_config: MakeConfig, begun: Path) -> None:
+    refusal(make_config(seed=1))
+    RunDirectory.open(config).close()
+
+
+# --- its data set -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        folder = tmp_path / "cache" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(f"tokenizer of {name}")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def opened(config: Config, make_dataset: Callable[[str], Path]) -> Iterator[RunDirectory]:
+    """A run that trains on `books-1`."""
+    run = RunDirectory.open(config)
+    run.adopt_dataset(make_dataset("books-1"))
+    yield run
+    run.close()
+
+
+def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> None:
+    assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
+    record = json.loads((opened.path / "provenance.json").read_text())
+    assert record["dataset"] == "books-1"
+    assert {"lather", "commit", "python", "torch", "machine", "threads", "cuda"} <= set(record)
+    assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.toml", "provenance.json", "tokenizer.json"]
+
+
+def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_dataset: Callable[[str], Path]) -> None:
+    with nothing_changes(opened.path):
+        opened.adopt_dataset(make_dataset("books-1"))
+
+
+@pytest.mark.parametrize("tokenizer", ["there", "lost"])
+def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_dataset: Callable[[str], Path], tokenizer: str) -> None:
+    if tokenizer == "lost":
+        (opened.path / "tokenizer.json").unlink()
+    with nothing_changes(opened.path), pytest.raises(RunError) as caught:
+        opened.adopt_dataset(make_dataset("books-2"))
+    message = str(caught.value)
+    assert "was trained on books-1, but data.source now gives books-2" in message
+    assert "give another --run-dir" in message
+
+
+def test_a_lost_tokenizer_comes_back_from_the_same_data_set(opened: RunDirectory, make_dataset: Callable[[str], Path]) -> None:
+    (opened.path / "tokenizer.json").unlink()
+    opened.adopt_dataset(make_dataset("books-1"))
+    assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
+
+
+@pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}'])
+def test_a_damaged_record_is_named(opened: RunDirectory, make_dataset: Callable[[str], Path], contents: bytes) -> None:
+    (opened.path / "provenance.json").write_bytes(contents)
+    with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
+        opened.adopt_dataset(make_dataset("books-1"))

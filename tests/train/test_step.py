@@ -1,0 +1,316 @@
+"""One optimizer step: the gradient is that of the whole batch, it is clipped, and what is not finite changes nothing."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lather.errors import ConfigError
+from lather.models.decoder import Decoder
+from lather.optim import SOAP
+from lather.train import step as step_module
+from lather.train.config import LoopConfig, OptimConfig
+from lather.train.step import IGNORE_INDEX, StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+
+MakeModel = Callable[..., Decoder]
+Tokens = Callable[..., Tensor]
+
+SCHEDULES = ["constant", "linear", "cosine", "wsd"]
+
+
+def train_step(model: Decoder, optimizer: torch.optim.Optimizer, *, balance_coefficient: float = 0.0, **options: Any) -> TrainStep:
+    config = LoopConfig(**{"batch_size": 4, "micro_batch_size": 4, "max_grad_norm": 0.0, **options})
+    return TrainStep(model, optimizer, config, balance_coefficient=balance_coefficient)
+
+
+def optimizer_of(model: Decoder, name: str = "soap") -> torch.optim.Optimizer:
+    return build_optimizer(OptimConfig(name=name, precondition_frequency=2), model)
+
+
+def bits(model: Decoder, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    state = [torch.as_tensor(value) for p in model.parameters() for value in optimizer.state.get(p, {}).values()]
+    return [t.detach().clone().flatten().view(torch.uint8).numpy().tobytes() for t in [*model.parameters(), *state]]
+
+
+def gradients_seen(model: Decoder, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
+    """The gradients as the optimizer is given them, and the result."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: dict[str, Tensor] = {}
+    optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
+    return seen, train_step(model, optimizer, **options)(tokens_BS, 0.0)
+
+
+# --- learning rate ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1)
+    rates = [learning_rate(step, config, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[9] == 2.0
+    assert rates[-1] == (2.0 if schedule == "constant" else pytest.approx(0.2))
+    halfway = {"constant": (55, 2.0), "linear": (55, 1.1), "cosine": (55, 1.1), "wsd": (75, 2.0)}[schedule]
+    assert learning_rate(halfway[0], config, 100) == pytest.approx(halfway[1])
+
+
+def test_wsd_is_constant_and_then_linear() -> None:
+    config = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
+    rates = [learning_rate(step, config, 100) for step in range(10, 101)]
+    assert rates == pytest.approx([1.0] * 71 + [1 - step / 20 for step in range(1, 21)])
+
+
+def test_without_warm_up_the_first_step_is_on_the_schedule() -> None:
+    assert learning_rate(1, OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 10) == 1.0
+    assert learning_rate(1, OptimConfig(lr=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0), 10) == pytest.approx(0.9)
+
+
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 300),
+    st.integers(0, 400),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.floats(1e-6, 10),
+)
+@settings(deadline=None, max_examples=100)
+def test_the_rate_stays_between_its_ends_and_never_rises(
+    schedule: str, steps: int, warmup: int, decay: float, ratio: float, lr: float
+) -> None:
+    config = OptimConfig(lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio)
+    rates = [learning_rate(step, config, steps) for step in range(1, steps + 1)]
+    assert all(0 < rate <= lr * (1 + 1e-12) for rate in rates[:warmup])
+    after = rates[warmup:]
+    assert all(lr * ratio * (1 - 1e-12) <= rate <= lr * (1 + 1e-12) for rate in after)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(after))
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------------------
+
+
+def ragged(tokens_BS: Tensor) -> Tensor:
+    """The last label of two of four sequences is not learned; labels are also inputs, so only the last one can be left out."""
+    tokens_BS[1:3, -1] = IGNORE_INDEX
+    return tokens_BS
+
+
+@pytest.mark.parametrize("length", [2, 3, 17])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_micro_batches_give_the_gradient_of_the_whole_batch(
+    make_model: MakeModel, tokens: Tokens, micro_batch_size: int, length: int
+) -> None:
+    """The two labels of sequences of two tokens are 1 + 0 + 0 + 1 over four micro-batches."""
+    model, batch = make_model(dtype=torch.float64), ragged(tokens(0, 4, length))
+    whole, expected = gradients_seen(model, batch)
+    size = {"batch_size": 4 if micro_batch_size < 3 else 6, "micro_batch_size": micro_batch_size}
+    parts, result = gradients_seen(model, batch, **size)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-12, atol=1e-12 * float(gradient.abs().max()))
+    assert result.tokens == expected.tokens == 4 * (length - 1) - 2
+    assert result.counts_LE.equal(expected.counts_LE)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+
+
+def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
+    """Two micro-batches with 4 of 4 and 3 of 4 labels; the balance loss is one micro-batch's own, weighted with its labels."""
+    model, batch, coefficient = make_model(dtype=torch.float64), tokens(0, 4, 3), 0.5
+    batch[3, -1] = IGNORE_INDEX
+    seen, result = gradients_seen(model, batch, micro_batch_size=2, balance_coefficient=coefficient)
+    total, balance = torch.zeros((), dtype=torch.float64), 0.0
+    for part, labels in zip(batch.split(2), (4, 3), strict=True):
+        output = model(part[:, :-1])
+        log_p = output.logits_BSV.log_softmax(-1)
+        kept = part[:, 1:] != IGNORE_INDEX
+        picked = log_p.gather(-1, part[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        total = total - picked[kept].sum() / 7 + coefficient * labels / 7 * output.balance_loss()
+        balance += labels / 7 * output.balance_loss().item()
+    model.zero_grad()
+    total.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(seen[name], p.grad, rtol=1e-10, atol=1e-12)
+    assert result.tokens == 7
+    assert result.balance_loss == pytest.approx(balance, rel=1e-6)  # there is one MoE block
+    assert result.loss == pytest.approx(total.item() - coefficient * balance, rel=1e-6)
+    assert result.grad_norm == pytest.approx(math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters())), rel=1e-10)
+    assert result.counts_LE.shape == (1, 4)
+    assert result.counts_LE.sum() == 4 * 2 * 2  # sequences, positions, experts per token
+
+
+def test_gradients_are_gone_after_the_step(make_model: MakeModel, tokens: Tokens) -> None:
+    model = make_model()
+    train_step(model, optimizer_of(model))(tokens(0), 1e-3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 0.1, 1e6])
+def test_clipping_bounds_the_norm_that_the_optimizer_sees(make_model: MakeModel, tokens: Tokens, max_grad_norm: float) -> None:
+    free, unclipped = gradients_seen(make_model(dtype=torch.float64), tokens(0))
+    seen, result = gradients_seen(make_model(dtype=torch.float64), tokens(0), max_grad_norm=max_grad_norm)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in seen.values()))
+    assert result.grad_norm == unclipped.grad_norm > 0.2
+    expected = min(max_grad_norm, result.grad_norm) if max_grad_norm else result.grad_norm
+    assert norm == pytest.approx(expected, rel=1e-5)
+    for name, gradient in seen.items():
+        torch.testing.assert_close(gradient, free[name] * (norm / result.grad_norm))
+
+
+# --- not finite ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loss_times(model: Decoder, value: float) -> Iterator[None]:
+    original = step_module.next_token_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "next_token_loss", lambda *args: original(*args) * value)
+        yield
+
+
+@contextmanager
+def one_experts_gradient(model: Decoder, value: float) -> Iterator[None]:
+    """The loss stays finite."""
+    handle = model.get_parameter("layers.1.mlp.experts.down_proj").register_hook(lambda g: g.index_fill(0, torch.tensor([1]), value))
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("spoiled", [loss_times, one_experts_gradient])
+@pytest.mark.parametrize("name", ["soap", "adamw"])
+def test_what_is_not_finite_changes_nothing(
+    make_model: MakeModel, tokens: Tokens, name: str, spoiled: Callable[..., AbstractContextManager[None]], value: float
+) -> None:
+    model, untouched = make_model(), make_model()
+    step = train_step(model, optimizer_of(model, name), max_grad_norm=1.0)
+    reference = train_step(untouched, optimizer_of(untouched, name), max_grad_norm=1.0)
+    for number in (1, 2):
+        assert not step(tokens(number), 1e-2).skipped
+        reference(tokens(number), 1e-2)
+    before = bits(model, step.optimizer)
+    with spoiled(model, value):
+        result = step(tokens(9), 5e-2)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert math.isfinite(result.loss) == (spoiled is one_experts_gradient)
+    assert (result.refreshes_done, result.refreshes_skipped) == (0, 0)
+    assert bits(model, step.optimizer) == before
+    assert all(p.grad is None for p in model.parameters())
+    assert not step(tokens(3), 1e-2).skipped
+    reference(tokens(3), 1e-2)
+    assert bits(model, step.optimizer) == bits(untouched, reference.optimizer)
+
+
+# --- validation and precision -------------------------------------------------------------------------------------------------------
+
+
+def test_validation_loss_is_the_cross_entropy_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
+    model, batch = make_model(dtype=torch.float64), tokens(0, 5)
+    step = train_step(model, optimizer_of(model), micro_batch_size=2)
+    logits_BSV = model(batch[:, :-1]).logits_BSV
+    expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).item()
+    assert step.validation_loss(batch) == pytest.approx(expected, rel=1e-12)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model: MakeModel, tokens: Tokens) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model = make_model()
+        optimizer = optimizer_of(model)
+        step = train_step(model, optimizer, precision=precision)
+        losses[precision] = [step(tokens(number), 1e-2).loss for number in (1, 2, 3)] + [step.validation_loss(tokens(4))]
+        tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+        assert {t.dtype for t in tensors} == {torch.float32}
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    assert losses["bf16"][0] != losses["fp32"][0]
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["soap", "adamw"])
+def test_every_parameter_is_in_one_group(make_model: MakeModel, name: str) -> None:
+    model = make_model()
+    grouped = [id(p) for group in optimizer_of(model, name).param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    assert len(set(grouped)) == len(grouped)
+
+
+def test_the_groups_of_soap(make_model: MakeModel) -> None:
+    optimizer = optimizer_of(make_model())
+    assert isinstance(optimizer, SOAP)
+    kinds = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    rest = {name for name, group in kinds.items() if group["max_precond_dim"] == 0}
+    assert rest == {"embed_tokens.weight", *(name for name in kinds if "norm" in name)}
+    assert {kinds[name]["betas"] for name in rest} == {OptimConfig().adam_betas}
+    assert {kinds[name]["betas"] for name in kinds.keys() - rest} == {OptimConfig().betas}
+    experts = {name for name, group in kinds.items() if group["matrix_layout"] == "per_expert"}
+    assert experts == {"layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"}
+    assert {group["nonfinite"] for group in kinds.values()} == {"ignore"}
+
+
+def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeModel) -> None:
+    config = OptimConfig(lr=0.5, eps=1e-4, weight_decay=0.3, precondition_frequency=7, second_moment="permute", use_eigh=True)
+    expected = {key: value for key, value in config.soap_options().items() if key not in ("betas", "max_precond_dim")}
+    for group in build_optimizer(config, make_model()).param_groups:
+        assert {key: group[key] for key in expected} == expected
+
+
+def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
+    """The same gradients to both; a matrix shows that the comparison can tell them apart."""
+    ours, plain = make_model(), make_model()
+    config = OptimConfig(lr=1e-2, precondition_frequency=1)
+    optimizers = [build_optimizer(config, ours), torch.optim.AdamW(plain.parameters(), 1e-2, config.adam_betas, config.eps, 0.01)]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = {name: (p, plain.get_parameter(name)) for name, p in ours.named_parameters()}
+    for name in ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"):
+        torch.testing.assert_close(*pairs[name], rtol=1e-5, atol=1e-6)
+    matrix, other = pairs["layers.0.self_attn.o_proj.weight"]
+    assert (matrix - other).abs().max() > 1e-3
+
+
+def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: Tokens) -> None:
+    model, plain = make_model(), make_model()
+    config = OptimConfig(name="adamw", weight_decay=0.1, adam_betas=(0.8, 0.9), eps=1e-6)
+    step = train_step(model, build_optimizer(config, model), max_grad_norm=0.5)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for number, lr in ((1, 1e-3), (2, 1e-2), (3, 5e-3)):
+        step(tokens(number), lr)
+        batch = tokens(number)
+        F.cross_entropy(plain(batch[:, :-1]).logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.param_groups[0]["lr"] = lr
+        adamw.step()
+        adamw.zero_grad()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(make_model: MakeModel, tokens: Tokens) -> None:
+    model, fresh = make_model(), make_model()
+    step = train_step(model, optimizer_of(model))
+    results = [step(tokens(number), 0.0) for number in (1, 2, 3, 4)]
+    assert all(p.equal(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+    assert [result.refreshes_done > 0 for result in results] == [True, True, False, True]  # the first bases, then every second step
+    assert all(result.optimizer_seconds > 0 for result in results)
+
+
+def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"train\.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'"):
+        pick_device("cuda")
