@@ -151,3 +151,9 @@ def test_learning_rate_schedulers_and_options_per_group() -> None:
     scheduler.step()
     run(optimizer, [p, q], range(1, 2))
     assert same(p.detach(), moved)
+
+
+def test_a_group_may_carry_a_label_and_what_schedulers_keep() -> None:
+    optimizer = SOAP([{"params": [parameter(3, 3)], "name": "matrices", "initial_lr": 0.1}])
+    assert optimizer.param_groups[0]["name"] == "matrices"
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=3)

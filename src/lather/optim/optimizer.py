@@ -28,6 +28,9 @@ from lather.optim.layout import Layout, layout_of
 
 GIB = 2**30
 
+OTHER_GROUP_KEYS = {"params", "param_names", "initial_lr", "name"}
+"""What a parameter group may hold besides options: torch's own keys, and a label."""
+
 
 @dataclass
 class MatrixState:
@@ -96,7 +99,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options; a bad option, layout or parameter raises before the group is added."""
-        known = set(self.defaults) | {"params", "param_names"}
+        known = set(self.defaults) | OTHER_GROUP_KEYS
         if unknown := sorted(set(param_group) - known):
             raise ValueError(f"unknown option {unknown[0]!r} in a parameter group; known options: {', '.join(sorted(known))}")
         options = {**self.defaults, **param_group}
