@@ -19,6 +19,15 @@ FULL_RANK = {"adam_warmup_steps": 4, "precondition_frequency": 3, "lr": 1e-2}
 SHAPES = [(6, 6), (5, 8), (9, 4), (7,), (), (3, 4, 5), (2, 3, 2, 4)]
 EXPERT_SHAPES = [(4, 5, 5), (3, 4, 6), (6, 7), (2, 3, 3, 4)]
 
+
+def two_then_three(t: int) -> int:
+    return 2 if t < 8 else 3
+
+
+def described(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items()) or "defaults"
+
+
 SINGLE_OPTIONS: list[dict[str, Any]] = [
     {},
     {"betas": (0.9, 0.99)},
@@ -33,7 +42,7 @@ SINGLE_OPTIONS: list[dict[str, Any]] = [
     {"use_nesterov": True, "correct_bias": False},
     {"precondition_frequency": 1},
     {"precondition_frequency": 5},
-    {"precondition_frequency": lambda t: 2 if t < 8 else 3},
+    {"precondition_frequency": two_then_three},
     {"precondition_warmup_steps": 9},
     {"precondition_warmup_steps": 5, "adam_warmup_steps": 7},
     {"adam_warmup_steps": 6},
@@ -102,12 +111,12 @@ def largest_difference(shapes: list[tuple[int, ...]], options: dict[str, Any], *
 TOLERANCE = 1e-7  # of lr; steps are of the order of lr, and 1e-13 is what rounding gives before eigenvectors amplify it
 
 
-@pytest.mark.parametrize("options", SINGLE_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", SINGLE_OPTIONS, ids=described)
 def test_tensor_layout(options: dict[str, Any]) -> None:
     assert largest_difference(SHAPES, options) < TOLERANCE
 
 
-@pytest.mark.parametrize("options", SINGLE_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", SINGLE_OPTIONS, ids=described)
 def test_per_expert_layout_with_idle_experts(options: dict[str, Any]) -> None:
     assert largest_difference(EXPERT_SHAPES, {"matrix_layout": "per_expert", **options}, idle=True) < TOLERANCE
 
@@ -118,7 +127,7 @@ def test_options_combined(seed: int) -> None:
     assert largest_difference(EXPERT_SHAPES, {"matrix_layout": "per_expert", **random_options(seed)}, idle=True) < TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{}, {"use_eigh": True}, {"second_moment": "rotate"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"use_eigh": True}, {"second_moment": "rotate"}], ids=described)
 def test_one_dimensional_parameters_preconditioned(options: dict[str, Any]) -> None:
     one_d: dict[str, Any] = {"precondition_1d": True, "adam_warmup_steps": 8}
     assert largest_difference([(5,), (3,), (4, 4)], {**one_d, **options}) < TOLERANCE
@@ -136,7 +145,7 @@ def test_one_dimensional_parameters_preconditioned(options: dict[str, Any]) -> N
         {"second_moment": "rotate"},
         {"adam_warmup_steps": 5},
     ],
-    ids=str,
+    ids=described,
 )
 def test_tolerance_rejects_an_error_of_one_percent(ours: dict[str, Any]) -> None:
     assert largest_difference(SHAPES, {}, **ours) > 100 * TOLERANCE
