@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint clean
+.PHONY: help train test lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,9 +27,6 @@ train: $(READY)  ## train configs/quickstart.toml (CONFIG=... ARGS='--optim.lr 1
 	$(BIN)/lather train $(CONFIG) $(ARGS)
 
 test: $(READY)  ## the test suite
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
-
-test-all: $(READY)  ## the test suite with the heavy grids
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format, mypy in strict mode

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from safetensors import SafetensorError
 
 from lather import __version__
 from lather.cli import main
+from lather.train import checkpoint
 from lather.train.config import config_to_toml, field_names, load_config
-from tiny_run import command, run, write_config
+from tiny_run import command, run, start, write_config
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,7 @@ def edit_checkpoint(name: str) -> Damage:
 
 
 BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
+    ("vocabulary", lambda folder: None, ["--run-dir", "{folder}/new", "--model.vocab-size", "100"], ["model.vocab_size", "100", "257"]),
     (
         "unknown key",
         edit_config("warmup_steps", "warmup_step"),
@@ -242,7 +245,7 @@ def test_bad_input_is_one_line_status_2_and_nothing_overwritten(
         assert words in error
     after = contents(folder)
     assert {path: after[path] for path in before} == before
-    assert {path.name for path in after.keys() - before.keys()} <= {".lock", "config.toml", "provenance.json", "tokenizer.json"}
+    assert {path.name for path in after.keys() - before.keys()} <= {".lock"}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,9 @@ def test_bad_input_is_one_line_status_2_and_nothing_overwritten(
         (["generate", "{run}"], ["--prompt"]),
         (["generate", "{run}", "--prompt", ""], ["prompt ''", "encodes to no token", "at least one character"]),
         (["generate", "{run}", "--prompt", "x", "--tokens", "0"], ["--tokens", "0", "at least 1"]),
-        (["generate", "{run}", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
+        (["generate", "{run}", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0.001"]),
+        (["generate", "{run}", "--prompt", "x", "--seed", "-1"], ["--seed", "-1", "at least 0"]),
+        (["generate", "{run}", "--prompt", "\udcff"], ["prompt", "not valid Unicode"]),
         (["plot", "nowhere"], ["nowhere", "not a run"]),
         (["plot"], ["at least one run"]),
         (["plot", "{run}", "--out", "nowhere/x.png"], ["nowhere/x.png", "cannot be written"]),
@@ -278,6 +283,38 @@ def test_bad_command_lines(
     assert len(error.splitlines()) == 1
     for words in expected:
         assert words in error
+
+
+def test_a_command_put_right_works_in_the_same_run_directory(finished: Path, tmp_path: Path) -> None:
+    config, run_dir = str(finished / "tiny.toml"), str(tmp_path / "run")
+    assert main(["train", config, "--run-dir", run_dir, "--data.source", "nowhere"]) == 2
+    assert not (tmp_path / "run").exists()
+    assert main(["train", config, "--run-dir", run_dir]) == 0
+
+
+def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_path: Path) -> None:
+    process = start("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    assert process.stderr.read() == ""
+    assert (tmp_path / "run/checkpoints/step-00000012").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_debris(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "No space left on device" in error
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import re
 import signal
 import sys
@@ -74,21 +75,17 @@ class PlotArguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train_command, "generate": generate_command, "plot": plot_command}
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
-    if arguments == ["--version"]:
-        print(lather.__version__)
-        return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal's encoding does not
     try:
-        if not arguments or arguments[0] not in commands:
-            given = f"unknown command {arguments[0]!r}" if arguments else "no command given"
-            raise UserError(f"{given}: use one of {', '.join(commands)}, or --help")
-        return commands[arguments[0]](arguments[1:])
+        return _dispatch(arguments)
     except UserError as error:
         print(f"lather: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `lather ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -97,6 +94,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands = {"train": train_command, "generate": generate_command, "plot": plot_command}
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if arguments == ["--version"]:
+        print(lather.__version__)
+        return 0
+    if not arguments or arguments[0] not in commands:
+        given = f"unknown command {arguments[0]!r}" if arguments else "no command given"
+        raise UserError(f"{given}: use one of {', '.join(commands)}, or --help")
+    return commands[arguments[0]](arguments[1:])
 
 
 def train_command(arguments: list[str]) -> int:
@@ -130,7 +143,8 @@ def train_command(arguments: list[str]) -> int:
         "checkpoint": outcome.checkpoint,
         "configuration": run_dir / "config.toml",
     }.items():
-        print(f"{name:<17} {path}")
+        if path.exists():
+            print(f"{name:<17} {path}")
     return 0
 
 
@@ -138,7 +152,8 @@ def generate_command(arguments: list[str]) -> int:
     """`lather generate RUN --prompt TEXT`."""
     parsed = _parse(GenerateArguments, "lather generate", arguments)
     require(parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
-    require(parsed.temperature >= 0, "--temperature", parsed.temperature, "at least 0")
+    require(parsed.temperature == 0 or parsed.temperature >= 1e-3, "--temperature", parsed.temperature, "0 or at least 0.001")
+    require(0 <= parsed.seed < 2**64, "--seed", parsed.seed, "at least 0 and below 2**64")
     require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
     config_file = parsed.run / "config.toml"
     if not config_file.exists():
@@ -170,7 +185,7 @@ def plot_command(arguments: list[str]) -> int:
     if not parsed.runs:
         raise UserError("lather plot needs at least one run: lather plot runs/quickstart")
     for run in parsed.runs:
-        if not (run / "metrics.jsonl").exists():
+        if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
 
     from lather.train.plot import draw  # matplotlib takes a second to import

@@ -1,6 +1,8 @@
 """What every user of SOAP relies on, whatever the options: special cases, and what a step leaves alone."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from soap_helpers import give_gradients, parameter, run, same
 from torch import Tensor
 
-from lather.optim import SOAP
+from lather.optim import SOAP, eigenbasis
 
 
 @pytest.mark.parametrize("identity_basis", [{"max_precond_dim": 0}, {"adam_warmup_steps": 100}], ids=str)
@@ -129,15 +131,57 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_callers_matmul_precision_is_put_back() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        p = parameter(4, 4)
-        run(SOAP([p], precondition_frequency=1), [p], range(3))
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+PRECISION_PROBE = """
+import torch
+from lather.optim import SOAP, eigenbasis, soap
+
+{setting}
+seen = []
+backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+now = lambda: [backend.fp32_precision for backend in backends]
+update, refresh = soap.soap_update, soap.soap_refresh
+soap.soap_update = lambda *a: (seen.append(now()), update(*a))[1]
+soap.soap_refresh = lambda *a: (seen.append(now()), refresh(*a))[1]
+before = now()
+p = torch.nn.Parameter(torch.randn(4, 4))
+p.grad = torch.randn(4, 4)
+SOAP([p], precondition_frequency=1, fp32_matmul_prec="highest", qr_fp32_matmul_prec="medium").step()
+assert seen == [["ieee", "ieee"], ["tf32", "bf16"]], seen
+assert now() == before, (now(), before)
+"""
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+    ],
+)
+def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after(setting: str) -> None:
+    """In a process of its own: torch refuses to go back from one way of setting it to another."""
+    probe = PRECISION_PROBE.format(setting=setting)
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_autocast_does_not_reach_the_update() -> None:
+    inside, outside = [parameter(4, 6)], [parameter(4, 6)]
+    a, b = SOAP(inside, precondition_frequency=1), SOAP(outside, precondition_frequency=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(a, inside, range(4))
+    run(b, outside, range(4))
+    assert same(inside[0].detach(), outside[0].detach())
+
+
+def test_shape_annotations_are_checked_here() -> None:
+    with pytest.raises(TypeError):
+        eigenbasis.precondition("abc", {}, "in")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        eigenbasis.update_eigenbasis_and_momentum({}, {}, torch.zeros(1, 2, 3), torch.zeros(1, 3, 2))
 
 
 def test_learning_rate_schedulers_and_options_per_group() -> None:

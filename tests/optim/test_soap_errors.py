@@ -1,6 +1,7 @@
 """Bad gradients and bad options: one clear error before anything is changed."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,26 @@ def test_warm_ups_are_brought_into_order_and_logged(adam: int, precondition: int
         optimizer = SOAP([parameter(2, 2)], adam_warmup_steps=adam, precondition_warmup_steps=precondition)
     assert optimizer.param_groups[0]["adam_warmup_steps"] == expected
     assert ("adam_warmup_steps" in caplog.text) == (adam != expected)
+
+
+@pytest.mark.parametrize("value", [0, 2.5, None])
+def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(value: Any) -> None:
+    p = parameter(3, 3)
+    optimizer = SOAP([p], precondition_frequency=lambda t: value if t == 3 else 1)
+    run(optimizer, [p], range(2))
+    before = snapshot(optimizer, [p])
+    with pytest.raises(ValueError, match=r"precondition_frequency.*step 3"):
+        run(optimizer, [p], range(2, 3))
+    assert all(map(same, before, snapshot(optimizer, [p])))
+
+
+def test_a_factor_that_overflows_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    p = parameter(4, 6)
+    optimizer = SOAP([p], precondition_frequency=1)
+    run(optimizer, [p], range(2))
+    basis = optimizer.state[p]["basis_0"].clone()
+    p.grad = torch.full((4, 6), 1e25)
+    optimizer.step()
+    assert optimizer.counters["refreshes_failed"] == 2
+    assert "shape (4, 6)" in caplog.text
+    assert same(optimizer.state[p]["basis_0"], basis)

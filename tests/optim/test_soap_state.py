@@ -103,3 +103,24 @@ def test_state_is_fp32_whatever_the_parameter_and_wide_parameters_are_not_rounde
     run(optimizer, [p], range(3))
     assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
     assert same(p.detach(), start)
+
+
+def test_hooks_around_loading_see_and_change_what_is_loaded() -> None:
+    a, b = parameter(3, 4), parameter(5, 6)
+    saved = SOAP([("a", a), ("b", b)])
+    run(saved, [a, b], range(3))
+    loaded = SOAP([("b", b), ("a", a)])
+
+    def by_name(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What was saved as a, b in the order b, a."""
+        state_dict["state"] = {0: state_dict["state"][1], 1: state_dict["state"][0]}
+        return state_dict
+
+    def double(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[a]["exp_avg"].mul_(2)
+
+    loaded.register_load_state_dict_pre_hook(by_name)
+    loaded.register_load_state_dict_post_hook(double)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded.state[b]["exp_avg"], saved.state[b]["exp_avg"])
+    assert torch.equal(loaded.state[a]["exp_avg"], 2 * saved.state[a]["exp_avg"])

@@ -118,7 +118,7 @@ def test_anything_else_gives_another_folder(config: Config, corpus: Path, datase
 def test_the_shards_decode_to_the_documents_in_order(config: Config, shard_tokens: int) -> None:
     data = replace(config.data, shard_tokens=shard_tokens)
     folder = prepare(data, config.model.vocab_size, quiet)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json", "")
     for split, documents in split_corpus(read_corpus(data), data.holdout_every).items():
         shards = shards_of(folder, split)
         assert [len(shard) for shard in shards[:-1]] == [shard_tokens] * (len(shards) - 1)
@@ -193,7 +193,7 @@ def test_a_document_that_spells_the_end_of_text_token_is_one_document(config: Co
     for path in corpus.rglob("*.txt"):
         path.write_text(text)
     folder = prepare(config.data, config.model.vocab_size, quiet)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json", "")
     tokens = np.concatenate(shards_of(folder, "train"))
     assert (tokens == tokenizer.token_to_id(END_OF_TEXT)).sum() == 6  # of eight documents two are held out
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -205,7 +205,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, contents: bytes | None) ->
     if contents is not None:
         path.write_bytes(contents)
     with pytest.raises(DataError, match=f"^{path}: "):
-        load_tokenizer(path)
+        load_tokenizer(path, "put it back")
 
 
 @pytest.mark.parametrize("sizes", [(41,), (40, 41, 42), (9, 5, 4, 1, 13)])

@@ -34,8 +34,8 @@ def rows_written(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> None:
-    """kill -9: sometimes while it starts, mostly a random few milliseconds after a random number of further steps or saves."""
+def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> bool:
+    """kill -9, sometimes while it starts, mostly a little after a random number of further steps; whether it was still alive."""
     if chance.random() < 0.2:
         time.sleep(chance.uniform(0.0, 3.0))
     else:
@@ -46,6 +46,7 @@ def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random
         time.sleep(chance.uniform(0.0, 0.03))
     process.kill()
     process.communicate()
+    return process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -54,8 +55,8 @@ def test_killed_five_times_at_random_moments(uninterrupted: tuple[Path, Path], t
     config, expected = uninterrupted
     run_dir = tmp_path / "run"
     chance = random.Random(seed)
-    for _ in range(5):
-        kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance)
+    killed = [kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance) for _ in range(5)]
+    assert all(killed)
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, out + err
     assert_same_end(run_dir, expected)

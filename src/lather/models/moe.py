@@ -6,7 +6,7 @@ every token, auxiliary balance loss. No token is ever dropped; an expert may hav
 Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, G = T * K dispatched rows grouped by expert.
 
 Every token has exactly K rows, so dispatch (copy each token to its rows) and combine (sum each token's rows) are each other's adjoint:
-both are gathers, forward and backward, which keep the index alone and give the same bits on every run, on CPU and on CUDA.
+both are gathers, forward and backward, which keep the index alone and add in an order that does not depend on threads.
 """
 
 from __future__ import annotations

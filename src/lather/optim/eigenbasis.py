@@ -28,8 +28,8 @@ DEFAULT_TOLERANCE = 1e-7
 
 
 def precondition(
-    x: Float[Tensor, b * dims], bases: Mapping[int, Float[Tensor, "b _ _"]], direction: Literal["in", "out"]
-) -> Float[Tensor, b * dims]:
+    x: Float[Tensor, "b *dims"], bases: Mapping[int, Float[Tensor, "b _ _"]], direction: Literal["in", "out"]
+) -> Float[Tensor, "b *dims"]:
     """ "in": into the eigenbases, Q_L^T X Q_R for a matrix and Q_i^T on each dim i in general. "out": back, Q_L X Q_R^T."""
     for dim, q in bases.items():
         x = _apply(x, q if direction == "in" else q.mT, dim)
@@ -117,8 +117,8 @@ class RefreshCounts:
 def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one argument over, none of them can be derived
     factors: Factors,
     bases: Factors,
-    exp_avg: Float[Tensor, b * dims],
-    exp_avg_sq: Float[Tensor, b * dims],
+    exp_avg: Float[Tensor, "b *dims"],
+    exp_avg_sq: Float[Tensor, "b *dims"],
     *,
     use_eigh: bool = False,
     second_moment: str = "permute",

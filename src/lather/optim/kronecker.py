@@ -17,12 +17,12 @@ Factors = dict[int, Tensor]
 """Inner dim i -> its matrices (B, n_i, n_i), symmetric."""
 
 
-def unfold(x: Float[Tensor, b * dims], dim: int) -> Float[Tensor, "b n rest"]:
+def unfold(x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b n rest"]:
     """Inner dim `dim` of `x` as rows, all other inner dims flattened into columns."""
     return x.movedim(dim + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
 
 
-def init_kronecker_factors(g: Float[Tensor, b * dims], dims: Iterable[int]) -> Factors:
+def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> Factors:
     """The factors of `g` alone, one (B, n, n) per inner dim in `dims`."""
     rows = {dim: unfold(g, dim) for dim in dims}
     return {dim: x @ x.mT for dim, x in rows.items()}
@@ -30,7 +30,7 @@ def init_kronecker_factors(g: Float[Tensor, b * dims], dims: Iterable[int]) -> F
 
 def update_kronecker_factors(
     factors: Mapping[int, Float[Tensor, "b _ _"]],
-    g: Float[Tensor, b * dims],
+    g: Float[Tensor, "b *dims"],
     beta: float,
     keep: Bool[Tensor, " b"] | None = None,
 ) -> None:

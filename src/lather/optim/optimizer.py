@@ -9,9 +9,10 @@ A rule sees a parameter only as a batch (B, n_0, n_1, ...) with a `MatrixState`;
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +27,12 @@ from lather.optim.eigenbasis import RefreshCounts
 from lather.optim.kronecker import Factors
 from lather.optim.layout import Layout, layout_of
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
+
+FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+"""torch's three levels, for cuBLAS and for oneDNN."""
 
 OTHER_GROUP_KEYS = {"params", "param_names", "initial_lr", "name"}
 """What a parameter group may hold besides options: torch's own keys, and a label."""
@@ -53,17 +59,25 @@ class _Work:
     group: dict[str, Any]
     layout: Layout
     state: MatrixState
+    refresh: bool
+    """The bases are refreshed at the end of this step."""
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """torch's fp32 matmul precision ("highest" | "high" | "medium") inside the block, the caller's own after it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
+
+    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
+    """
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
+            backend.fp32_precision = value
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -74,7 +88,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._counts: dict[str, Tensor | int] = {}
+        self._counts: dict[tuple[str, torch.device], Tensor | int] = {}
         super().__init__(params, defaults)
 
     # --- what a rule provides -------------------------------------------------------------------------------------------------------
@@ -142,13 +156,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with record_function("lather.optim.collect"):
             work = self._collect()
-        with record_function("lather.optim.update"):
-            for item in work:
-                self._update_param(item)
-        with record_function("lather.optim.refresh"):
-            for item in work:
-                if item.state.factors and self._refresh_due(item.state.step, item.group):
-                    self._refresh_param(item)
+        with ExitStack() as stack:
+            for device_type in {item.param.device.type for item in work}:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            with record_function("lather.optim.update"):
+                for precision, items in _by_option(work, "fp32_matmul_prec"):
+                    with matmul_precision(precision):
+                        for item in items:
+                            self._update_param(item)
+            with record_function("lather.optim.refresh"):
+                due = [item for item in work if item.refresh]
+                for precision, items in _by_option(due, "qr_fp32_matmul_prec"):
+                    with matmul_precision(precision):
+                        for item in items:
+                            self._refresh_param(item)
         return loss
 
     @torch.no_grad()
@@ -160,17 +181,31 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters."""
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, p in zip(saved_ids, params, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor):
-                    device = value.device if key == "step" else p.device
-                    self.state[p][key] = value.detach().to(device, copy=True)
-                else:
-                    self.state[p][key] = deepcopy(value)
+        """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters.
+
+        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded.
+        """
+        final: dict[str, Any] = {}
+
+        def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> None:
+            final.update(after_hooks)
+
+        def load_exactly(_: torch.optim.Optimizer) -> None:
+            saved_ids = chain.from_iterable(group["params"] for group in final["param_groups"])
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            for saved_id, p in zip(saved_ids, params, strict=True):
+                for key, value in final["state"].get(saved_id, {}).items():
+                    if isinstance(value, Tensor):
+                        self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                    else:
+                        self.state[p][key] = deepcopy(value)
+
+        handles = [self.register_load_state_dict_pre_hook(note), self.register_load_state_dict_post_hook(load_exactly, prepend=True)]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -186,7 +221,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def counters(self) -> dict[str, int]:
         """Since construction: matrices refreshed, skipped by the criterion or for want of tokens, failed; gradients skipped."""
         names = ("refreshes_done", "refreshes_skipped", "refreshes_failed", "nonfinite_skipped")
-        return {name: int(self._counts.get(name, 0)) for name in names}
+        return {name: sum(int(value) for (key, _), value in self._counts.items() if key == name) for name in names}
 
     # --- the phases -----------------------------------------------------------------------------------------------------------------
 
@@ -202,13 +237,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 kind = "sparse" if p.grad.is_sparse else "complex"
                 raise TypeError(f"gradient of {name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
         finite = self._check_finite(candidates)
+        used = [(p, group) for (p, group, _), is_finite in zip(candidates, finite, strict=True) if is_finite]
+        refresh = [self._refresh_due(int(self.state[p].get("step", 0)) + 1, group) for p, group in used]
         work = []
-        for (p, group, _), is_finite in zip(candidates, finite, strict=True):
-            if is_finite:
-                self._init_param_state(p, group)
-                self.state[p]["step"] += 1
-                if p.numel():
-                    work.append(self._work_of(p, group))
+        for (p, group), is_due in zip(used, refresh, strict=True):
+            self._init_param_state(p, group)
+            self.state[p]["step"] += 1
+            if p.numel():
+                work.append(self._work_of(p, group, is_due))
         return work
 
     def _check_finite(self, candidates: list[tuple[Tensor, dict[str, Any], str]]) -> list[bool]:
@@ -227,7 +263,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     "or set nonfinite='skip' to pass over the parameter"
                 )
         bad_params = {id(p) for p, _, _ in bad}
-        self._count("nonfinite_skipped", len(bad))
+        self._count("nonfinite_skipped", device, len(bad))
         return [id(p) not in bad_params for p, _, _ in candidates]
 
     def _init_param_state(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -243,7 +279,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             state[f"factor_{dim}"] = torch.zeros(shape, dtype=dtype, device=p.device)
             state[f"basis_{dim}"] = torch.eye(shape[-1], dtype=dtype, device=p.device).expand(shape).clone()
 
-    def _work_of(self, p: Tensor, group: dict[str, Any]) -> _Work:
+    def _work_of(self, p: Tensor, group: dict[str, Any], is_due: bool) -> _Work:
         layout, state = layout_of(tuple(p.shape), group), self.state[p]
         matrix_state = MatrixState(
             step=int(state["step"].item()),
@@ -252,25 +288,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
             factors={dim: layout.as_batch(state[f"factor_{dim}"]) for dim in layout.factor_dims},
             bases={dim: layout.as_batch(state[f"basis_{dim}"]) for dim in layout.factor_dims},
         )
-        return _Work(p, _grad(p), group, layout, matrix_state)
+        return _Work(p, _grad(p), group, layout, matrix_state, refresh=is_due and bool(layout.factor_dims))
 
     def _update_param(self, item: _Work) -> None:
         w = item.param.detach().to(torch.promote_types(item.param.dtype, item.group["state_dtype"]))
         g = item.grad.to(item.group["state_dtype"])
-        with matmul_precision(item.group["fp32_matmul_prec"]):
-            self._update(item.layout.as_batch(w), item.layout.as_batch(g), item.state, item.group)
+        self._update(item.layout.as_batch(w), item.layout.as_batch(g), item.state, item.group)
         if w.dtype != item.param.dtype:
             item.param.copy_(w)
 
     def _refresh_param(self, item: _Work) -> None:
-        with matmul_precision(item.group["qr_fp32_matmul_prec"]):
-            counts = self._refresh(item.layout.as_batch(item.grad), item.state, item.group)
-        self._count("refreshes_done", counts.done)
-        self._count("refreshes_skipped", counts.skipped)
-        self._count("refreshes_failed", counts.failed)
+        counts = self._refresh(item.layout.as_batch(item.grad), item.state, item.group)
+        device = item.param.device
+        self._count("refreshes_done", device, counts.done)
+        self._count("refreshes_skipped", device, counts.skipped)
+        self._count("refreshes_failed", device, counts.failed)
+        if device.type == "cpu" and int(counts.failed):  # elsewhere reading it would wait for the device: see `counters`
+            logger.warning(
+                "%d eigenbases of a parameter of shape %s could not be refreshed and stay", counts.failed, tuple(item.param.shape)
+            )
 
-    def _count(self, name: str, more: Tensor | int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + more
+    def _count(self, name: str, device: torch.device, more: Tensor | int) -> None:
+        self._counts[name, device] = self._counts.get((name, device), 0) + more
+
+
+def _by_option(work: list[_Work], name: str) -> Iterator[tuple[str, list[_Work]]]:
+    """The work by the value of a group's option, in order."""
+    for value in dict.fromkeys(item.group[name] for item in work):
+        yield value, [item for item in work if item.group[name] == value]
 
 
 def _grad(p: Tensor) -> Tensor:

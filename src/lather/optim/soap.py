@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PRECISIONS = ("highest", "high", "medium")
 
 
-def soap_update(w: Float[Tensor, b * dims], g: Float[Tensor, b * dims], s: MatrixState, o: Mapping[str, Any]) -> None:
+def soap_update(w: Float[Tensor, "b *dims"], g: Float[Tensor, "b *dims"], s: MatrixState, o: Mapping[str, Any]) -> None:
     """One step of SOAP for a batch of equal tensors, refresh aside; `w` and `s` change in place, `g` does not.
 
     `o` are the options of the parameter group, under the names of `SOAP`'s arguments.
@@ -71,11 +71,15 @@ def soap_refresh_due(t: int, o: Mapping[str, Any]) -> bool:
     if t <= o["adam_warmup_steps"]:
         return bool(t == o["adam_warmup_steps"])
     f = o["precondition_frequency"]
-    return bool(t <= o["precondition_warmup_steps"] or t % (f(t) if callable(f) else f) == 0)
+    interval = f(t) if callable(f) else f
+    if not _is_count(1)(interval):
+        raise ValueError(f"precondition_frequency gives {interval!r} for step {t}: it must give an integer >= 1")
+    return bool(t <= o["precondition_warmup_steps"] or t % interval == 0)
 
 
-def soap_refresh(g: Float[Tensor, b * dims], s: MatrixState, o: Mapping[str, Any]) -> RefreshCounts:
-    """Bring the bases up to date with the factors. The first ones, at the end of Adam's warm-up, are whole eigendecompositions."""
+def soap_refresh(g: Float[Tensor, "b *dims"], s: MatrixState, o: Mapping[str, Any]) -> RefreshCounts:
+    """Bring the bases up to date with the factors. The first ones, at the end of Adam's warm-up, are whole eigendecompositions,
+    for idle experts too: there is no basis to keep yet."""
     if s.step == o["adam_warmup_steps"]:
         return update_eigenbasis_and_momentum(s.factors, s.bases, s.exp_avg, s.exp_avg_sq, use_eigh=True, second_moment=o["second_moment"])
     tolerance = o["adaptive_update_tolerance"] or DEFAULT_TOLERANCE
@@ -92,7 +96,7 @@ def soap_refresh(g: Float[Tensor, b * dims], s: MatrixState, o: Mapping[str, Any
     )
 
 
-def idle_experts(g: Float[Tensor, b * dims], o: Mapping[str, Any]) -> Bool[Tensor, " b"] | None:
+def idle_experts(g: Float[Tensor, "b *dims"], o: Mapping[str, Any]) -> Bool[Tensor, " b"] | None:
     """The experts that saw no token in this step (their gradient is exactly zero); None where nothing is an expert."""
     if o["matrix_layout"] != "per_expert" or g.dim() < 3:
         return None
@@ -185,7 +189,9 @@ class SOAP(MatrixOptimizer):
         state_dtype: torch.dtype = torch.float32,
         max_state_bytes: int | None = None,
     ) -> None:
-        options = {key: value for key, value in locals().items() if key not in ("self", "params", "__class__")}
+        options = dict(locals())
+        for other in ("self", "params", "__class__"):
+            options.pop(other)
         check_soap_options(options)
         super().__init__(params, options)
 

@@ -8,6 +8,7 @@ pickled. Data order and initial weights are functions of the seed and the step, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -51,19 +52,11 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
     aside = folder / f".tmp-{target.name}"
     aside.mkdir(parents=True)
     sync(folder.parent)
-    save_file(model_tensors(model), aside / FILES[0])
-    save_file(optimizer_tensors(model, optimizer), aside / FILES[1])
-    state = {
-        "format": FORMAT,
-        "step": progress.step,
-        "seconds": progress.seconds,
-        "skipped_in_a_row": progress.skipped_in_a_row,
-        "optimizer": type(optimizer).__name__,
-        "files": {name: {"bytes": (aside / name).stat().st_size, "sha256": _sha256(aside / name)} for name in FILES},
-    }
-    (aside / "state.json").write_text(json.dumps({**state, "digest": _digest(state)}, indent=1))
-    for path in (*aside.iterdir(), aside):
-        sync(path)
+    try:
+        _write(aside, progress, model, optimizer)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
+        raise
     aside.rename(target)
     sync(folder)
     for old in list_checkpoints(folder)[:-keep_last]:
@@ -71,9 +64,31 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
     return target
 
 
+def _write(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """All files of a checkpoint, on disk when this returns."""
+    try:
+        save_file(model_tensors(model), folder / FILES[0])
+        save_file(optimizer_tensors(model, optimizer), folder / FILES[1])
+    except SafetensorError as error:
+        if f"os error {errno.ENOSPC}" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+        raise
+    state = {
+        "format": FORMAT,
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "skipped_in_a_row": progress.skipped_in_a_row,
+        "optimizer": type(optimizer).__name__,
+        "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in FILES},
+    }
+    (folder / "state.json").write_text(json.dumps({**state, "digest": _digest(state)}, indent=1))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted(path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:

@@ -213,6 +213,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
+        require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for byte-level BPE")
         require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
         require(
             self.train.sequence_length <= self.model.max_position_embeddings,

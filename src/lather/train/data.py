@@ -150,14 +150,14 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """A `tokenizer.json`; damaged ones are reported by name."""
+def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
+    """A `tokenizer.json`; a missing or damaged one is reported by name, with the remedy."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.encode_special_tokens = True
         return tokenizer
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{path}: not a usable tokenizer ({error}): restore it, or delete {path.parent} to make it anew") from None
+        raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
 
 
 def _write_shards(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer, shard_tokens: int) -> list[dict[str, Any]]:

@@ -12,10 +12,11 @@ from lather.train.metrics import StepRow
 
 
 class PlainDisplay:
-    """A line per `every` steps."""
+    """A line per `every` steps. A reader that has closed the pipe does not end the run."""
 
     def __init__(self, every: int) -> None:
         self.every = every
+        self.is_read = True
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -24,11 +25,15 @@ class PlainDisplay:
         pass
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        try:
+            if self.is_read:
+                print(text, flush=True)
+        except BrokenPipeError:
+            self.is_read = False
 
     def step(self, row: StepRow, num_steps: int) -> None:
         if row.step % self.every == 0 or row.step in (1, num_steps) or row.skipped:
-            print(f"step {row.step}/{num_steps}  {_summary(row)}", flush=True)
+            self.note(f"step {row.step}/{num_steps}  {_summary(row)}")
 
 
 class LiveDisplay:

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lather.errors import DataError
+from lather.errors import DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import build_deepseek_v2
 from lather.models.generate import generate
@@ -86,9 +86,15 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     device = pick_device(config.train.device)
     run_dir = RunDirectory.open(config)
     try:
-        dataset = prepare(config.data, config.model.vocab_size, display.note)
-        run_dir.adopt_dataset(dataset)
-        return _Run(config, run_dir, dataset, device, display).train(stop)
+        try:
+            dataset = prepare(config.data, config.model.vocab_size, display.note)
+            load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
+            run_dir.adopt_dataset(dataset)
+            run = _Run(config, run_dir, dataset, device, display)
+        except UserError:
+            run_dir.abandon()
+            raise
+        return run.train(stop)
     finally:
         run_dir.close()
 
@@ -222,8 +228,11 @@ def sample_text(
     top_k: int = 50,
 ) -> str:
     """`prompt` and what the model makes of it. Raises DataError if the prompt encodes to nothing."""
-    tokenizer = load_tokenizer(run_dir / "tokenizer.json")
-    tokens = tokenizer.encode(prompt).ids
+    tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
+    try:
+        tokens = tokenizer.encode(prompt).ids
+    except TypeError:
+        raise DataError(f"prompt {prompt!r} is not valid Unicode: give text in UTF-8") from None
     if not tokens:
         raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
     generator = torch.Generator().manual_seed(seed)

@@ -96,7 +96,9 @@ class MetricsWriter:
         kept = [] if resume_step is None else [row for row in read_rows(self.path) if row["step"] <= resume_step]
         aside = self.path.with_name(".tmp-metrics.jsonl")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        sync(aside)
         aside.rename(self.path)
+        sync(run_dir)
         self.file = self.path.open("a")
         self.sinks: list[_TensorBoard | _Wandb] = []
         if tensorboard:

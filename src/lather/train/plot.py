@@ -37,6 +37,15 @@ class Curves:
 
 def read_curves(run_dir: Path) -> Curves:
     """Raises RunError if the run has no training step to show."""
+    try:
+        return _curves(run_dir)
+    except RunError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{run_dir / 'metrics.jsonl'}: not the metrics of a run ({error!r}): restore the file") from None
+
+
+def _curves(run_dir: Path) -> Curves:
     rows = read_rows(run_dir / "metrics.jsonl")
     steps = list(training_rows(rows))
     if not steps:

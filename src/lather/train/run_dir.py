@@ -7,6 +7,7 @@ tokenizer.json     the data set's                    checkpoints/    complete on
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import platform
@@ -29,9 +30,10 @@ FREE_SECTIONS = ("checkpoint", "log")
 class RunDirectory:
     """An open run directory, locked until the process ends or `close`."""
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    def __init__(self, path: Path, lock: IO[str], *, is_new: bool) -> None:
         self.path = path
         self._lock = lock
+        self._is_new = is_new
 
     @classmethod
     def open(cls, config: Config) -> RunDirectory:
@@ -52,8 +54,9 @@ class RunDirectory:
             lock.close()
             raise RunError(f"run_dir = {config.run_dir!r} is in use by another process: wait for it, or give another --run-dir") from None
         _check_owner(path, config)  # another process may have been first
+        is_new = not (path / "config.toml").exists()
         write_aside(path / "config.toml", config_to_toml(config))
-        return cls(path, lock)
+        return cls(path, lock, is_new=is_new)
 
     @property
     def checkpoints(self) -> Path:
@@ -72,11 +75,20 @@ class RunDirectory:
                     f"run_dir = {str(self.path)!r} was trained on {before}, but data.source now gives {dataset.name}: "
                     "restore the text, or give another --run-dir"
                 )
-        if file.exists() and (self.path / "tokenizer.json").exists():
+        mine, theirs = self.path / "tokenizer.json", dataset / "tokenizer.json"
+        if file.exists() and mine.exists() and mine.read_bytes() == theirs.read_bytes():
             return
         shutil.copyfile(dataset / "tokenizer.json", self.path / ".tmp-tokenizer.json")
         (self.path / ".tmp-tokenizer.json").rename(self.path / "tokenizer.json")
         write_aside(file, json.dumps({"dataset": dataset.name, **provenance()}, indent=1))
+
+    def abandon(self) -> None:
+        """Leave no trace of a run that could not start; one that was there before stays as it is."""
+        if self._is_new:
+            for name in ("config.toml", "provenance.json", "tokenizer.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def close(self) -> None:
         self._lock.close()
