@@ -37,7 +37,7 @@ def rows_written(run_dir: Path) -> int:
 def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> bool:
     """kill -9, sometimes while it starts, mostly a little after a random number of further steps; whether it was still alive."""
     if chance.random() < 0.2:
-        time.sleep(chance.uniform(0.0, 3.0))
+        time.sleep(chance.uniform(0.0, 2.0))
     else:
         target = rows_written(run_dir) + chance.randint(1, 8)
         deadline = time.monotonic() + 60
@@ -56,7 +56,7 @@ def test_killed_five_times_at_random_moments(uninterrupted: tuple[Path, Path], t
     run_dir = tmp_path / "run"
     chance = random.Random(seed)
     killed = [kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance) for _ in range(5)]
-    assert all(killed)
+    assert sum(killed) >= 4  # on a fast machine one may have come to its end
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, out + err
     assert_same_end(run_dir, expected)
