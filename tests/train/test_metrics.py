@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lather.errors import RunError
+from lather.train import metrics
 from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows, training_rows
 
 MakeRow = Callable[..., StepRow]
@@ -218,3 +220,17 @@ def test_a_missing_wandb_names_field_and_remedy(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RunError, match=r"log\.wandb_project .* pip install 'lather\[wandb\]'"):
         MetricsWriter(tmp_path, None, wandb_project="soaps")
+
+
+def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss right after a rename, or after a checkpoint, must not cost rows."""
+    events: list[str] = []
+    rename, fsync = Path.rename, os.fsync
+    monkeypatch.setattr(metrics, "sync", lambda path: events.append(f"sync {path.name}"))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"rename {path.name}"), rename(path, to))[1])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync rows"), fsync(descriptor))[1])
+    writer = MetricsWriter(tmp_path, None)
+    assert events == ["sync .tmp-metrics.jsonl", "rename .tmp-metrics.jsonl", f"sync {tmp_path.name}"]
+    writer.sync()
+    writer.close()
+    assert events[3:] == ["fsync rows", f"sync {tmp_path.name}"]

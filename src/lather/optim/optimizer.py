@@ -1,6 +1,6 @@
 """`MatrixOptimizer`, the torch Optimizer under every rule of the family: it holds state, checks input and runs the phases of a step.
 
-    collect   check every gradient before anything is changed; create missing state; count the step
+    collect   check every gradient, and where a refresh is due, before anything is changed; create missing state; count the step
     update    per parameter, the rule's own update (lather.optim.soap)
     refresh   per parameter, new eigenbases where they are due
 
@@ -238,7 +238,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"gradient of {name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
         finite = self._check_finite(candidates)
         used = [(p, group) for (p, group, _), is_finite in zip(candidates, finite, strict=True) if is_finite]
-        refresh = [self._refresh_due(int(self.state[p].get("step", 0)) + 1, group) for p, group in used]
+        refresh = [self._refresh_due(int(self.state.get(p, {}).get("step", 0)) + 1, group) for p, group in used]
         work = []
         for (p, group), is_due in zip(used, refresh, strict=True):
             self._init_param_state(p, group)

@@ -92,9 +92,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
-    """Load weights, and optimizer state if an optimizer is given. Everything is read and checked before anything is changed.
+    """Load weights, and optimizer state if an optimizer is given. Files and model are compared before anything is changed.
 
-    Raises CheckpointError naming the file if one is missing or damaged, or if names, shapes or dtypes are not the model's.
+    Raises CheckpointError naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not the model's, or
+    if the optimizer is of another class or its moments of other shapes.
     """
     state = _read_state(path)
     device = next(model.parameters()).device
