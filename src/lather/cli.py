@@ -1,4 +1,4 @@
-"""The `lather` command: train, generate, plot.
+"""The `lather` command: train, generate, plot, bench.
 
 Every error that the user can put right is one line on standard error and exit status 2. A run that SIGTERM ends early has saved and exits
 with 0; SIGINT saves too and exits with 130.
@@ -39,6 +39,7 @@ usage: lather COMMAND ...
   train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows every field
   generate RUN --prompt TEXT         continue a text with a trained model
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
+  bench optimizer                    measure SOAP against heavyball and pytorch_optimizer (extra `bench`)
 
   -h, --help    --version            each command has a --help of its own
 """
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    commands = {"train": train_command, "generate": generate_command, "plot": plot_command}
+    commands = {"train": train_command, "generate": generate_command, "plot": plot_command, "bench": bench_command}
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -194,6 +195,19 @@ def plot_command(arguments: list[str]) -> int:
     draw(parsed.runs, out)
     print(out)
     return 0
+
+
+def bench_command(arguments: list[str]) -> int:
+    """`lather bench optimizer [options]`."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: lather bench optimizer [OPTIONS]\n\n  lather bench optimizer --help shows the options")
+        return 0
+    if not arguments or arguments[0] != "optimizer":
+        given = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"
+        raise UserError(f"{given}: use lather bench optimizer")
+    from lather.bench.optimizer import OptimizerBenchmark, run  # brings matplotlib
+
+    return run(_parse(OptimizerBenchmark, "lather bench optimizer", arguments[1:]))
 
 
 def _parse(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lather.optim.kronecker import Factors
+from lather.optim.kronecker import apply_transposed
+from lather.optim.orthogonal import orthonormal_rows, pick_refresh_method
 from lather.shapes import Bool, Float, Int
 
 logger = logging.getLogger(__name__)
@@ -32,18 +32,8 @@ def precondition(
 ) -> Float[Tensor, "b *dims"]:
     """ "in": into the eigenbases, Q_L^T X Q_R for a matrix and Q_i^T on each dim i in general. "out": back, Q_L X Q_R^T."""
     for dim, q in bases.items():
-        x = _apply(x, q if direction == "in" else q.mT, dim)
+        x = apply_transposed(q if direction == "in" else q.mT, x, dim)
     return x
-
-
-def _apply(x: Tensor, a: Tensor, dim: int) -> Tensor:
-    """a^T applied on inner dim `dim` of x."""
-    if x.dim() == 2:
-        return (x.unsqueeze(1) @ a).squeeze(1)
-    if x.dim() == 3:
-        return a.mT @ x if dim == 0 else x @ a
-    rows = x.movedim(dim + 1, -1)
-    return (rows.flatten(1, -2) @ a).view(rows.shape).movedim(-1, dim + 1)
 
 
 def get_eigenbasis_eigh(
@@ -81,20 +71,48 @@ def _eigh_retried(k: Tensor) -> Tensor:
     return torch.full_like(k, torch.nan)
 
 
+def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
+    """Eigenvectors of symmetric positive semi-definite `k`, eigenvalues descending, as its left singular vectors.
+
+    Slower than `get_eigenbasis_eigh`, and orthonormal to rounding also in the null space of a rank-deficient `k`.
+    """
+    u: Tensor = torch.linalg.svd(k).U
+    return u
+
+
 def get_eigenbasis_qr(
-    k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], power_iter_steps: int = 1
+    k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], power_iter_steps: int = 1, method: str = "auto"
 ) -> tuple[Float[Tensor, "b n n"], Int[Tensor, "b n"]]:
     """`power_iter_steps` of orthogonal iteration from the old basis `q`, and the order in which the old columns were taken.
 
-    The columns are first put in descending order of their Rayleigh quotients diag(Q^T K Q); K Q is formed once for both.
+    The columns are first put in descending order of their Rayleigh quotients diag(Q^T K Q); K Q is formed once for both. `method` is
+    "qr", "cholesky_qr" (see `lather.optim.orthogonal`), with QR for the matrices it fails on, or "auto", the faster of both.
     """
-    kq = k @ q
-    order = (q * kq).sum(-2).argsort(dim=-1, descending=True, stable=True)
-    kq = kq.gather(-1, order.unsqueeze(-2).expand_as(kq))
+    q_new, order, failed = iterate(k, q, power_iter_steps, method)
+    if method != "qr" and bool(failed.any()):
+        again, _, _ = iterate(k[failed], q[failed], power_iter_steps, "qr")
+        q_new = q_new.index_copy(0, failed.nonzero().squeeze(1), again)
+    return q_new, order
+
+
+def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
+    """As `get_eigenbasis_qr`, without help for the matrices that fail; they are the third result."""
+    if method == "auto":
+        method = pick_refresh_method(k.shape[-1], k.device.type)
+    rows = q.mT @ k
+    order = (rows.mT * q).sum(-2).argsort(dim=-1, descending=True, stable=True)
+    rows = rows.gather(-2, order.unsqueeze(-1).expand_as(rows))
+    failed = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     for remaining in reversed(range(power_iter_steps)):
-        q = torch.linalg.qr(kq).Q
-        kq = k @ q if remaining else kq
-    return q, order
+        rows, failed_now = orthonormal_rows(rows, method)
+        failed = failed | failed_now
+        rows = rows @ k if remaining else rows
+    return rows.mT, order, failed
+
+
+def rayleigh_quotients(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]) -> Float[Tensor, "b n"]:
+    """diag(Q^T K Q): the eigenvalues that a basis stands for."""
+    return (q * (k @ q)).sum(-2)
 
 
 def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float) -> Bool[Tensor, " b"]:
@@ -105,69 +123,77 @@ def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tole
     return still
 
 
-@dataclass
-class RefreshCounts:
-    """Matrices of one refresh by what happened to them, as 0-dim tensors (read later, so that CUDA need not wait)."""
-
-    done: Tensor | int = 0
-    skipped: Tensor | int = 0
-    failed: Tensor | int = 0
-
-
-def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one argument over, none of them can be derived
-    factors: Factors,
-    bases: Factors,
+def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in the paper's letters
+    k: Float[Tensor, "b n n"],
+    q: Float[Tensor, "b n n"],
     exp_avg: Float[Tensor, "b *dims"],
     exp_avg_sq: Float[Tensor, "b *dims"],
+    dim: int,
     *,
-    use_eigh: bool = False,
+    method: str = "auto",
     second_moment: str = "permute",
     power_iter_steps: int = 1,
-    tolerance: float | None = None,
-    keep: Bool[Tensor, " b"] | None = None,
-) -> RefreshCounts:
-    """Refresh every basis from its factor and carry both moments into the new coordinates; all in place.
+    eigenvalues: Float[Tensor, "b n"] | None = None,
+) -> Bool[Tensor, " b"]:
+    """Refresh the basis `q` of inner dim `dim` from its factor `k` and carry both moments into the new coordinates; all in place.
 
     Args:
-        use_eigh: a whole eigendecomposition instead of orthogonal iteration. New eigenvectors have no tie to the old columns, so
-            under "permute" exp_avg_sq then stays as it is.
+        method: "eigh", a whole eigendecomposition; "qr" or "cholesky_qr", orthogonal iteration; "auto", the faster of the latter two.
+            eigh's vectors have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
         second_moment: "permute" or "rotate", how exp_avg_sq follows (see the head of this file).
-        tolerance: if given, a factor that `is_still_diagonal` is skipped; the other factors of the parameter are refreshed all the same.
-        keep: batch entries (experts) whose bases stay as they are.
+        eigenvalues: if given, set to those of the new basis; columns are then in their order.
+
+    Returns:
+        Which matrices failed: nothing of theirs has changed. No device synchronisation is made for them.
     """
-    counts = RefreshCounts()
-    turns: Factors = {}
-    for dim, k in factors.items():
-        q_old = bases[dim]
-        order = torch.arange(k.shape[-1], device=k.device).expand(k.shape[:-1])
-        stay = torch.zeros(len(k), dtype=torch.bool, device=k.device) if keep is None else keep
-        if tolerance is not None:
-            stay = stay | is_still_diagonal(k, q_old, tolerance)
-        if use_eigh:
-            q_new, failed = get_eigenbasis_eigh(k, q_old)
-        else:
-            q_new, new_order = get_eigenbasis_qr(k, q_old, power_iter_steps)
-            failed = ~q_new.isfinite().all(-1).all(-1)
-            order = order.where((stay | failed)[:, None], new_order)
-        stay_or_failed = (stay | failed)[:, None, None]
-        q_new = q_old.where(stay_or_failed, q_new)
-        turn = q_new.mT @ q_old
-        # Exactly the identity where the basis stays, so that a skipped parameter keeps its moments to the bit.
-        turns[dim] = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).where(stay_or_failed, turn)
-        if second_moment == "permute":
-            _reorder_(exp_avg_sq, order, dim)
-        q_old.copy_(q_new)
-        counts.skipped = counts.skipped + stay.sum()
-        counts.failed = counts.failed + (failed & ~stay).sum()
-        counts.done = counts.done + (~stay & ~failed).sum()
-    exp_avg.copy_(precondition(exp_avg, turns, "out"))
+    if method == "eigh":
+        q_new, failed = get_eigenbasis_eigh(k, q)
+        order = None
+    else:
+        q_new, order, failed = iterate(k, q, power_iter_steps, method)
+        q_new = q.where(failed[:, None, None], q_new)
+    if eigenvalues is not None:
+        w = rayleigh_quotients(k, q_new)
+        if order is not None:
+            again = w.argsort(dim=-1, descending=True, stable=True)
+            w, order = w.gather(-1, again), order.gather(-1, again)
+            q_new = q_new.gather(-1, again.unsqueeze(-2).expand_as(q_new))
+        # An expert that never saw a token has no eigenvalues yet; with zeros its first gradient would count for 1 / eps.
+        unseen = (k == 0).all(-1).all(-1)
+        eigenvalues.copy_(eigenvalues.where((failed | unseen)[:, None], w))
+        q_new = q.where(failed[:, None, None], q_new)
+    turn = q_new.mT @ q if second_moment == "rotate" or _prefers_turn(exp_avg, dim) else None
+    _carry_(exp_avg, _turned(exp_avg, q, q_new, turn, dim), failed)
     if second_moment == "rotate":
-        exp_avg_sq.copy_(precondition(exp_avg_sq, {dim: s.square() for dim, s in turns.items()}, "out"))
-    return counts
+        assert turn is not None
+        _carry_(exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim), failed)
+    elif order is not None:
+        _carry_(exp_avg_sq, _reordered(exp_avg_sq, order, dim), failed)
+    q.copy_(q_new)
+    return failed
 
 
-def _reorder_(x: Tensor, order: Tensor, dim: int) -> None:
-    """In place: inner dim `dim` of x (B, ...) in the given order (B, n)."""
+def _prefers_turn(x: Tensor, dim: int) -> bool:
+    """Whether S = Q_new^T Q_old and one product with it are fewer flops than two products, with Q_old and Q_new^T."""
+    n = x.shape[dim + 1]
+    return n * n < x[0].numel()
+
+
+def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: int) -> Tensor:
+    if turn is not None:
+        return apply_transposed(turn.mT, x, dim)
+    return apply_transposed(q_new, apply_transposed(q_old.mT, x, dim), dim)
+
+
+def _carry_(x: Tensor, new: Tensor, failed: Tensor) -> None:
+    """x becomes `new` except where the refresh failed: there it stays, to the bit."""
+    if x.device.type != "cpu" or bool(failed.any()):  # on a CPU it costs nothing to look, elsewhere it would wait for the device
+        new = x.where(failed.view(-1, *[1] * (x.dim() - 1)), new)
+    x.copy_(new)
+
+
+def _reordered(x: Tensor, order: Tensor, dim: int) -> Tensor:
+    """Inner dim `dim` of x (B, ...) in the given order (B, n)."""
     shape = [len(order)] + [1] * (x.dim() - 1)
     shape[dim + 1] = order.shape[1]
-    x.copy_(x.gather(dim + 1, order.view(shape).expand_as(x)))
+    return x.gather(dim + 1, order.view(shape).expand_as(x))

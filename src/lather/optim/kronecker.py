@@ -1,7 +1,9 @@
-"""Kronecker factor statistics: an exponential moving average of a gradient's contractions with itself.
+"""Kronecker factor statistics: exponential moving averages of a gradient's contractions with itself.
 
 Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas et al., arXiv:2409.11321, algorithm 3). For a matrix
-G (m x n) the factors are L = E[G G^T] and R = E[G^T G]; a tensor has one per dim, contracted over all other dims.
+G (m x n) the factors are L = E[G G^T] and R = E[G^T G]; a tensor has one per dim, contracted over all other dims. The KL form
+(Lin et al., arXiv:2509.03378) weighs the other dims by their inverse: L = E[G R^{-1} G^T] / n, R = E[G^T L^{-1} G] / m, the fixed
+point of which minimises the KL divergence between the gradients' covariance and the Kronecker product.
 Everything carries a leading batch dim B.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from lather.shapes import Bool, Float
+from lather.shapes import Float, Int
 
 Factors = dict[int, Tensor]
 """Inner dim i -> its matrices (B, n_i, n_i), symmetric."""
@@ -20,6 +22,16 @@ Factors = dict[int, Tensor]
 def unfold(x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b n rest"]:
     """Inner dim `dim` of `x` as rows, all other inner dims flattened into columns."""
     return x.movedim(dim + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
+
+
+def apply_transposed(a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b *dims"]:
+    """a^T applied on inner dim `dim` of x."""
+    if x.dim() == 2:
+        return (x.unsqueeze(1) @ a).squeeze(1)
+    if x.dim() == 3:
+        return a.mT @ x if dim == 0 else x @ a
+    rows = x.movedim(dim + 1, -1)
+    return (rows.flatten(1, -2) @ a).view(rows.shape).movedim(-1, dim + 1)
 
 
 def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> Factors:
@@ -32,15 +44,55 @@ def update_kronecker_factors(
     factors: Mapping[int, Float[Tensor, "b _ _"]],
     g: Float[Tensor, "b *dims"],
     beta: float,
-    keep: Bool[Tensor, " b"] | None = None,
+    active: Int[Tensor, " k"] | None = None,
 ) -> None:
-    """In place: K_i = beta K_i + (1 - beta) (contraction of g with itself on dim i), except for the batch entries in `keep`."""
+    """In place: K_i = beta K_i + (1 - beta) (contraction of g with itself on dim i), for the batch entries `active` (None: all)."""
+    if active is not None:
+        if not len(active):
+            return
+        g = g[active]
     for dim, k in factors.items():
-        x = unfold(g, dim)
-        if keep is None:
-            k.baddbmm_(x, x.mT, beta=beta, alpha=1 - beta)
-        else:
-            k.copy_(k.where(keep[:, None, None], k.baddbmm(x, x.mT, beta=beta, alpha=1 - beta)))
+        _average_(k, unfold(g, dim), beta, 1 - beta, active)
+
+
+def update_kronecker_factors_kl(
+    factors: Mapping[int, Float[Tensor, "b _ _"]],
+    bases: Mapping[int, Float[Tensor, "b _ _"]],
+    eigenvalues: Mapping[int, Float[Tensor, "b _"]],
+    g: Float[Tensor, "b *dims"],
+    beta: float,
+    *,
+    eps: float,
+    active: Int[Tensor, " k"] | None = None,
+) -> None:
+    """In place: K_i = beta K_i + (1 - beta) n_i / numel(g) X X^T, where X is g unfolded on dim i and whitened on every other dim j
+    with a factor: Q_j^T applied and divided by the root of max(eigenvalues_j, eps). A dim that is not in `bases` has the identity as basis.
+    """
+    if active is not None:
+        if not len(active):
+            return
+        g = g[active]
+        bases = {dim: q[active] for dim, q in bases.items()}
+        eigenvalues = {dim: w[active] for dim, w in eigenvalues.items()}
+    for dim, k in factors.items():
+        x = g
+        for other in factors:
+            if other != dim:
+                x = _whitened(x, bases.get(other), eigenvalues[other].clamp_min(eps), other)
+        _average_(k, unfold(x, dim), beta, (1 - beta) * k.shape[-1] / g[0].numel(), active)
+
+
+def _whitened(x: Tensor, q: Tensor | None, w: Tensor, dim: int) -> Tensor:
+    shape = [len(x)] + [1] * (x.dim() - 1)
+    shape[dim + 1] = w.shape[-1]
+    return (x if q is None else apply_transposed(q, x, dim)) * w.rsqrt().view(shape)
+
+
+def _average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None) -> None:
+    if active is None:
+        k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
+    else:
+        k[active] = k[active].baddbmm_(x, x.mT, beta=beta, alpha=weight)
 
 
 def bias_corrected_beta(beta: float, step: int) -> float:

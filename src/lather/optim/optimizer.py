@@ -1,147 +1,143 @@
 """`MatrixOptimizer`, the torch Optimizer under every rule of the family: it holds state, checks input and runs the phases of a step.
 
-    collect   check every gradient, and where a refresh is due, before anything is changed; create missing state; count the step
-    update    per parameter, the rule's own update (lather.optim.soap)
-    refresh   per parameter, new eigenbases where they are due
+    collect      check every gradient and interval before anything is changed; create missing state; count the step; form the runs
+    statistics   Kronecker factors from the gradients (rules whose statistics come first)
+    refresh      new eigenbases where they are due
+    update       project, Adam, project back, change the parameters
 
-A rule sees a parameter only as a batch (B, n_0, n_1, ...) with a `MatrixState`; the layouts are `lather.optim.layout`'s business.
+A rule names its phases in order and implements them on batches (B, n_0, n_1, ...) with a `MatrixState`; layouts, buckets and chunks are
+`lather.optim.layout`'s and `lather.optim.buckets`' business.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.eigenbasis import RefreshCounts
-from lather.optim.kronecker import Factors
-from lather.optim.layout import Layout, layout_of
-
-logger = logging.getLogger(__name__)
+from lather.optim.buckets import Bucket, Chunk, Run, make_buckets, parameter_layout, runs_of
+from lather.optim.inspection import Gradient, inspect_gradients
+from lather.optim.options import check_options, refresh_interval
+from lather.optim.precision import matmul_precision, no_autocast, on_streams
+from lather.optim.refresh import FactorRefresh, Stagger, refresh, refresh_cost
+from lather.optim.state import MatrixState, kept_shape, layout_bytes, state_entries
 
 GIB = 2**30
-
-FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-"""torch's three levels, for cuBLAS and for oneDNN."""
 
 OTHER_GROUP_KEYS = {"params", "param_names", "initial_lr", "name"}
 """What a parameter group may hold besides options: torch's own keys, and a label."""
 
-
-@dataclass
-class MatrixState:
-    """One parameter's state seen as a batch; all tensors are views into `optimizer.state[p]`."""
-
-    step: int
-    """t: 1 at the first gradient."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    factors: Factors
-    bases: Factors
+RefreshKind = Literal["none", "first", "all", "interval"]
+"""What a step does to the bases: nothing; the first ones; all that saw a gradient; those whose interval is full."""
 
 
 @dataclass
-class _Work:
-    """What one step does to one parameter."""
+class _Taking:
+    """A parameter that takes the step."""
 
     param: Tensor
-    grad: Tensor
     group: dict[str, Any]
-    layout: Layout
-    state: MatrixState
-    refresh: bool
-    """The bases are refreshed at the end of this step."""
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
-
-    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
-    """
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
-            backend.fp32_precision = value
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
+    step: int
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base of the family. A rule implements `_check_options`, `_update`, `_refresh_due` and `_refresh`.
+    """Base of the family. A rule sets `_phases` and implements `_refresh_kind`, `_update` and, if it is a phase of its own, `_statistics`.
 
-    State per parameter, flat keys: `step`, `exp_avg`, `exp_avg_sq`, and `factor_i`, `basis_i` for each inner dim i with a factor. All but
-    `step` are in the group's `state_dtype`, whatever the parameter's dtype.
+    State per parameter, flat keys: `step`, `exp_avg`, `exp_avg_sq`, and `factor_i`, `basis_i` and, for some rules, `eigenvalues_i` for each
+    inner dim i with a factor. All but `step` are views of a stack that parameters with equal matrices share.
     """
 
+    _phases: ClassVar[tuple[str, ...]] = ("update", "refresh")
+    preset: ClassVar[dict[str, Any]] = {}
+    """Options whose defaults a subclass changes."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._counts: dict[tuple[str, torch.device], Tensor | int] = {}
+        self._buckets: list[Bucket] = []
+        self._stagger: Stagger | None = None
+        self._counts: dict[str, int] = {}
         super().__init__(params, defaults)
 
     # --- what a rule provides -------------------------------------------------------------------------------------------------------
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Raise on bad values; may set dependent ones."""
+        check_options(options)
+
+    def _refresh_kind(self, step: int, options: Mapping[str, Any]) -> RefreshKind:
         raise NotImplementedError
 
-    def _update(self, w: Tensor, g: Tensor, state: MatrixState, options: Mapping[str, Any]) -> None:
-        """Change w (B, ...) and the state in place, given the gradient g (B, ...), which stays as it is."""
+    def _refresh_method(self, kind: RefreshKind, options: Mapping[str, Any]) -> str:
+        """The first bases are whole eigendecompositions."""
+        return "eigh" if kind == "first" else str(options["refresh_method"])
+
+    def _statistics(self, g: Tensor, state: MatrixState, options: Mapping[str, Any]) -> None:
+        """Change the factors in place, given the gradient g (B, ...), which stays as it is."""
         raise NotImplementedError
 
-    def _refresh_due(self, step: int, options: Mapping[str, Any]) -> bool:
-        """Whether the bases are refreshed at the end of this step."""
+    def _update(self, g: Tensor, w: Tensor | None, state: MatrixState, options: Mapping[str, Any]) -> Tensor:
+        """Change the moments (and factors) in place and return U (B, ...), of which lr times is subtracted. w are the parameters, given
+        only if `_couples_decay`."""
         raise NotImplementedError
 
-    def _refresh(self, g: Tensor, state: MatrixState, options: Mapping[str, Any]) -> RefreshCounts:
-        """Refresh the bases and carry the moments over, in place."""
+    def _couples_decay(self, options: Mapping[str, Any]) -> bool:
+        """Whether weight decay is added to the gradient."""
         raise NotImplementedError
 
-    # --- torch.optim.Optimizer ------------------------------------------------------------------------------------------------------
+    def _decay(self, options: Mapping[str, Any]) -> float:
+        """Share of the parameter that decoupled weight decay takes away in this step."""
+        raise NotImplementedError
+
+    # --- parameter groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own options; a bad option, layout or parameter raises before the group is added."""
+        """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
+
+        A parameter that is given twice (tied weights) counts once.
+        """
         known = set(self.defaults) | OTHER_GROUP_KEYS
         if unknown := sorted(set(param_group) - known):
             raise ValueError(f"unknown option {unknown[0]!r} in a parameter group; known options: {', '.join(sorted(known))}")
         options = {**self.defaults, **param_group}
         self._check_options(options)
-        super().add_param_group({**param_group, **{key: options[key] for key in self.defaults}})
+        own = {key: options[key] for key in self.defaults}
+        super().add_param_group({**param_group, "params": _each_once(param_group["params"]), **own})
         try:
             self._check_group(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._stagger = None
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for index, p in enumerate(group["params"]):
             name = _param_name(group, index)
             if p.is_complex():
                 raise TypeError(f"{name} is complex ({p.dtype}); the SOAP family takes real parameters: give it to torch.optim.Adam")
-            if group["matrix_layout"] != "tensor" and p.dim() == 1:
+            if group["matrix_layout"] != "tensor" and p.dim() == 1 and group["max_precond_dim"] > 0:
                 raise ValueError(
                     f"{name} has shape {tuple(p.shape)}, but matrix_layout={group['matrix_layout']!r} needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
                 )
-            size = _state_bytes(layout_of(tuple(p.shape), group), group)
+            try:
+                layout = parameter_layout(p, group)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            size = layout_bytes(layout, group)
             if group["max_state_bytes"] is not None and size > group["max_state_bytes"]:
                 raise ValueError(
                     f"state of {name} with shape {tuple(p.shape)} would take {size / GIB:.3f} GiB, more than max_state_bytes "
                     f"({group['max_state_bytes'] / GIB:.3f} GiB): lower max_precond_dim for one-sided preconditioning, "
                     "use matrix_layout='per_expert' for stacked experts, or raise the limit"
                 )
+
+    # --- the step -------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -155,50 +151,170 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with record_function("lather.optim.collect"):
-            work = self._collect()
-        with ExitStack() as stack:
-            for device_type in {item.param.device.type for item in work}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            with record_function("lather.optim.update"):
-                for precision, items in _by_option(work, "fp32_matmul_prec"):
-                    with matmul_precision(precision):
-                        for item in items:
-                            self._update_param(item)
-            with record_function("lather.optim.refresh"):
-                due = [item for item in work if item.refresh]
-                for precision, items in _by_option(due, "qr_fp32_matmul_prec"):
-                    with matmul_precision(precision):
-                        for item in items:
-                            self._refresh_param(item)
+            runs = self._collect()
+        with no_autocast(run.bucket.params[0].device.type for run in runs):
+            for phase in self._phases:
+                with record_function(f"lather.optim.{phase}"):
+                    if phase == "refresh":
+                        self._refresh_bases(runs)
+                    else:
+                        self._work_through(runs, self._statistics_of if phase == "statistics" else self._update_of)
         return loss
+
+    def _collect(self) -> list[Run]:
+        """Everything that can be refused is refused here, before the first change."""
+        gradients = [
+            Gradient(p, group, _param_name(group, index))
+            for group in self.param_groups
+            for index, p in enumerate(group["params"])
+            if p.grad is not None
+        ]
+        usable, idle = inspect_gradients(gradients)
+        taking = [_Taking(one.param, one.group, self._next_step(one.param)) for one in usable]
+        for step, group in {(one.step, id(one.group)): (one.step, one.group) for one in taking}.values():
+            refresh_interval(step, group)
+        self._bring_buckets_up_to_date()
+        self._count("nonfinite_skipped", len(gradients) - len(usable))
+        self._create_state([(one.param, one.group) for one in taking])
+        torch._foreach_add_([self.state[one.param]["step"] for one in taking], 1) if taking else None
+        alike = self._equal_groups()
+        steps = {id(one.param): one.step for one in taking if one.param.numel()}
+        return [run for bucket in self._buckets for run in runs_of(bucket, steps, idle, alike)]
+
+    def _work_through(self, runs: list[Run], work: Callable[[Chunk], None]) -> None:
+        for precision, some in _by_option(runs, "fp32_matmul_prec"):
+            with matmul_precision(precision):
+                for chunk in on_streams(chain.from_iterable(run.chunks() for run in some), _device(some), self.defaults["num_streams"]):
+                    work(chunk)
+
+    def _statistics_of(self, chunk: Chunk) -> None:
+        if chunk.run.bucket.factor_dims:
+            state = chunk.state()
+            self._statistics(chunk.gradients(), state, chunk.run.options)
+            chunk.store(state)
+
+    def _update_of(self, chunk: Chunk) -> None:
+        options, state = chunk.run.options, chunk.state()
+        w = chunk.weights() if self._couples_decay(options) else None
+        u = self._update(chunk.gradients(), w, state, options)
+        chunk.apply(u, float(options["lr"]), self._decay(options))
+        chunk.store(state)
+
+    def _refresh_bases(self, runs: list[Run]) -> None:
+        for precision, some in _by_option(runs, "qr_fp32_matmul_prec"):
+            jobs = []
+            for run in some:
+                kind = self._refresh_kind(run.step, run.options)
+                rows = self._due_rows(run, kind)
+                method = self._refresh_method(kind, run.options)
+                jobs += [FactorRefresh(run, dim, rows, method, first=kind == "first") for dim in run.bucket.factor_dims if len(rows)]
+            with matmul_precision(precision):
+                refresh(jobs, self._count)
+
+    def _due_rows(self, run: Run, kind: RefreshKind) -> Sequence[int]:
+        """Rows of the bucket whose bases are refreshed in this step. Idle experts keep theirs, except for the first ones."""
+        if not run.bucket.factor_dims or kind == "none":
+            return []
+        rows: Sequence[int] = run.rows
+        if kind == "first":
+            return rows
+        interval = refresh_interval(run.step, run.options)
+        if kind == "interval" and run.options["stagger_refresh"]:
+            rows = [row for row, shift in zip(rows, self._shifts(run, interval), strict=True) if (run.step + shift) % interval == 0]
+        elif kind == "interval" and run.step % interval:
+            rows = []
+        if run.idle:
+            idle = {row for row, mark in zip(run.rows, run.idle, strict=True) if mark}
+            self._count("refreshes_skipped", len(run.bucket.factor_dims) * len(idle & set(rows)))
+            rows = [row for row in rows if row not in idle]
+        return rows
+
+    def _shifts(self, run: Run, interval: int) -> Iterator[int]:
+        """Per row of the run, by how many steps its refreshes are early."""
+        if self._stagger is None:
+            costs = []
+            for group in self.param_groups:
+                for p in group["params"] if group["stagger_refresh"] else []:
+                    layout = parameter_layout(p, group)
+                    costs.append((id(p), layout.batch, refresh_cost(layout.inner, layout.factor_dims)))
+            self._stagger = Stagger.of(costs)
+        for i in range(run.first, run.last):
+            for matrix in range(run.bucket.layouts[i].batch):
+                yield self._stagger.shift(id(run.bucket.params[i]), matrix, interval)
+
+    # --- state ----------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def init_state(self) -> None:
         """Create the state of every parameter that has none, as it is before the first gradient (for loading checkpoints)."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._init_param_state(p, group)
+        self._create_state([(p, group) for group in self.param_groups for p in group["params"]])
+
+    def _next_step(self, p: Tensor) -> int:
+        return int(self.state[p]["step"]) + 1 if self.state.get(p) else 1
+
+    def _create_state(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        new = [(p, group) for p, group in members if not self.state.get(p)]
+        for bucket in make_buckets(new):
+            self._buckets.append(bucket)
+            for p, views in zip(bucket.params, bucket.views, strict=True):
+                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), **views}
+
+    def _bring_buckets_up_to_date(self) -> None:
+        """State that is not a view of a bucket (it was loaded, unpickled, or replaced by the user) is stacked anew."""
+        seen = set()
+        for bucket in self._buckets:
+            for p, views in zip(bucket.params, bucket.views, strict=True):
+                state = self.state.get(p, {})
+                if all(state.get(name) is view for name, view in views.items()):
+                    seen.add(id(p))
+        members = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p)]
+        if len(seen) == len(members) and all(id(p) in seen for p, _ in members):
+            return
+        self._buckets = make_buckets(members, apart={id(p): int(self.state[p]["step"]) for p, _ in members})
+        for bucket in self._buckets:
+            for p, views in zip(bucket.params, bucket.views, strict=True):
+                for name, view in views.items():
+                    view.copy_(self.state[p][name])
+                    self.state[p][name] = view
+
+    def _equal_groups(self) -> dict[int, int]:
+        """id of a group -> a number shared by the groups whose options are equal."""
+        numbers: dict[Any, int] = {}
+        return {
+            id(group): numbers.setdefault(tuple(_hashable(group[key]) for key in self.defaults), len(numbers))
+            for group in self.param_groups
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, without options that are functions: like those of torch's learning-rate schedulers, they are not saved."""
+        saved = super().state_dict()
+        groups = [{key: value for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters.
 
-        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded.
+        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded. A state that does not fit
+        the parameters raises ValueError, and nothing has been changed.
         """
         final: dict[str, Any] = {}
+        functions = [{key: value for key, value in group.items() if callable(value)} for group in self.param_groups]
 
-        def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> None:
-            final.update(after_hooks)
+        def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
+            self._check_loaded(after_hooks)
+            saved_groups = after_hooks["param_groups"]
+            groups = [{**own, **saved} for own, saved in zip(functions, saved_groups, strict=True)]
+            final.update({**after_hooks, "param_groups": groups})
+            return final
 
         def load_exactly(_: torch.optim.Optimizer) -> None:
-            saved_ids = chain.from_iterable(group["params"] for group in final["param_groups"])
-            params = chain.from_iterable(group["params"] for group in self.param_groups)
-            for saved_id, p in zip(saved_ids, params, strict=True):
-                for key, value in final["state"].get(saved_id, {}).items():
-                    if isinstance(value, Tensor):
-                        self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
-                    else:
-                        self.state[p][key] = deepcopy(value)
+            for p, _group, saved in self._saved_states(final):
+                for key, value in saved.items():
+                    exact = value.detach().to("cpu" if key == "step" else p.device, copy=True) if isinstance(value, Tensor) else value
+                    self.state[p][key] = exact if isinstance(value, Tensor) else deepcopy(value)
+            self._reset_buckets()
+            self._bring_buckets_up_to_date()
 
         handles = [self.register_load_state_dict_pre_hook(note), self.register_load_state_dict_post_hook(load_exactly, prepend=True)]
         try:
@@ -207,8 +323,35 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for handle in handles:
                 handle.remove()
 
+    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+        """(parameter, its saved group, its saved state)."""
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
+                yield p, {**self.defaults, **saved_group}, state_dict["state"].get(saved_id, {})
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        own, saved = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"]))
+        if own != saved:
+            raise ValueError(f"the saved optimizer has parameter groups of {saved} parameters, this one of {own}: they must be equal")
+        for number, (p, group, state) in enumerate(self._saved_states(state_dict)):
+            if not state:
+                continue
+            layout = parameter_layout(p, group)
+            expected = {name: kept_shape(name, entry, layout) for name, entry in state_entries(layout, group).items()}
+            found = {name: tuple(value.shape) for name, value in state.items() if name != "step"}
+            if found != expected:
+                name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
+                raise ValueError(
+                    f"the saved state of parameter {number} with shape {tuple(p.shape)} has {name} {found.get(name, 'missing')}, expected "
+                    f"{expected.get(name, 'none')}: it was saved for another parameter or with other options"
+                )
+
+    def _reset_buckets(self) -> None:
+        self._buckets, self._stagger = [], None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._reset_buckets()
         self.__dict__.setdefault("_counts", {})
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -221,118 +364,38 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def counters(self) -> dict[str, int]:
         """Since construction: matrices refreshed, skipped by the criterion or for want of tokens, failed; gradients skipped."""
         names = ("refreshes_done", "refreshes_skipped", "refreshes_failed", "nonfinite_skipped")
-        return {name: sum(int(value) for (key, _), value in self._counts.items() if key == name) for name in names}
+        return {name: self._counts.get(name, 0) for name in names}
 
-    # --- the phases -----------------------------------------------------------------------------------------------------------------
-
-    def _collect(self) -> list[_Work]:
-        candidates = [
-            (p, group, _param_name(group, index))
-            for group in self.param_groups
-            for index, p in enumerate(group["params"])
-            if p.grad is not None
-        ]
-        for p, _, name in candidates:
-            if p.grad.is_sparse or p.grad.is_complex():
-                kind = "sparse" if p.grad.is_sparse else "complex"
-                raise TypeError(f"gradient of {name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
-        finite = self._check_finite(candidates)
-        used = [(p, group) for (p, group, _), is_finite in zip(candidates, finite, strict=True) if is_finite]
-        refresh = [self._refresh_due(int(self.state.get(p, {}).get("step", 0)) + 1, group) for p, group in used]
-        work = []
-        for (p, group), is_due in zip(used, refresh, strict=True):
-            self._init_param_state(p, group)
-            self.state[p]["step"] += 1
-            if p.numel():
-                work.append(self._work_of(p, group, is_due))
-        return work
-
-    def _check_finite(self, candidates: list[tuple[Tensor, dict[str, Any], str]]) -> list[bool]:
-        """Whether each gradient is to be used; raises where its group says so. One device synchronisation in all."""
-        checked = [i for i, (_, group, _) in enumerate(candidates) if group["nonfinite"] != "ignore"]
-        use = [True] * len(candidates)
-        if not checked:
-            return use
-        device = candidates[checked[0]][0].device
-        flags = torch.stack([_grad(candidates[i][0]).isfinite().all().to(device) for i in checked])
-        bad = [candidates[i] for i, flag in zip(checked, flags.tolist(), strict=True) if not flag]
-        for _, group, name in bad:
-            if group["nonfinite"] == "raise":
-                raise ValueError(
-                    f"gradient of {name} is not finite; nothing was changed. Skip such steps, lower the learning rate, "
-                    "or set nonfinite='skip' to pass over the parameter"
-                )
-        bad_params = {id(p) for p, _, _ in bad}
-        self._count("nonfinite_skipped", device, len(bad))
-        return [id(p) not in bad_params for p, _, _ in candidates]
-
-    def _init_param_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        if state:
-            return
-        layout, dtype = layout_of(tuple(p.shape), group), group["state_dtype"]
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"] = torch.zeros(p.shape, dtype=dtype, device=p.device)
-        state["exp_avg_sq"] = torch.zeros(p.shape, dtype=dtype, device=p.device)
-        for dim in layout.factor_dims:
-            shape = layout.factor_shape(dim)
-            state[f"factor_{dim}"] = torch.zeros(shape, dtype=dtype, device=p.device)
-            state[f"basis_{dim}"] = torch.eye(shape[-1], dtype=dtype, device=p.device).expand(shape).clone()
-
-    def _work_of(self, p: Tensor, group: dict[str, Any], is_due: bool) -> _Work:
-        layout, state = layout_of(tuple(p.shape), group), self.state[p]
-        matrix_state = MatrixState(
-            step=int(state["step"].item()),
-            exp_avg=layout.as_batch(state["exp_avg"]),
-            exp_avg_sq=layout.as_batch(state["exp_avg_sq"]),
-            factors={dim: layout.as_batch(state[f"factor_{dim}"]) for dim in layout.factor_dims},
-            bases={dim: layout.as_batch(state[f"basis_{dim}"]) for dim in layout.factor_dims},
-        )
-        return _Work(p, _grad(p), group, layout, matrix_state, refresh=is_due and bool(layout.factor_dims))
-
-    def _update_param(self, item: _Work) -> None:
-        w = item.param.detach().to(torch.promote_types(item.param.dtype, item.group["state_dtype"]))
-        g = item.grad.to(item.group["state_dtype"])
-        self._update(item.layout.as_batch(w), item.layout.as_batch(g), item.state, item.group)
-        if w.dtype != item.param.dtype:
-            item.param.copy_(w)
-
-    def _refresh_param(self, item: _Work) -> None:
-        counts = self._refresh(item.layout.as_batch(item.grad), item.state, item.group)
-        device = item.param.device
-        self._count("refreshes_done", device, counts.done)
-        self._count("refreshes_skipped", device, counts.skipped)
-        self._count("refreshes_failed", device, counts.failed)
-        if device.type == "cpu" and int(counts.failed):  # elsewhere reading it would wait for the device: see `counters`
-            logger.warning(
-                "%d eigenbases of a parameter of shape %s could not be refreshed and stay", counts.failed, tuple(item.param.shape)
-            )
-
-    def _count(self, name: str, device: torch.device, more: Tensor | int) -> None:
-        self._counts[name, device] = self._counts.get((name, device), 0) + more
+    def _count(self, name: str, more: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + more
 
 
-def _by_option(work: list[_Work], name: str) -> Iterator[tuple[str, list[_Work]]]:
-    """The work by the value of a group's option, in order."""
-    for value in dict.fromkeys(item.group[name] for item in work):
-        yield value, [item for item in work if item.group[name] == value]
+def _by_option(runs: list[Run], name: str) -> Iterator[tuple[str, list[Run]]]:
+    """The runs by the value of a group's option, in order."""
+    for value in dict.fromkeys(run.options[name] for run in runs):
+        yield value, [run for run in runs if run.options[name] == value]
 
 
-def _grad(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad.detach()
+def _device(runs: list[Run]) -> torch.device:
+    return runs[0].bucket.params[0].device
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _each_once(params: Any) -> Any:
+    """The parameters (or (name, parameter) pairs) without repetitions, in order."""
+    if isinstance(params, Tensor):
+        return params
+    items = list(params)
+    return list({id(item[1] if isinstance(item, tuple) else item): item for item in items}.values())
 
 
 def _param_name(group: Mapping[str, Any], index: int) -> str:
     names = group.get("param_names")
     return f"parameter {names[index]!r}" if names else f"parameter {index} of its group"
-
-
-def _state_bytes(layout: Layout, options: Mapping[str, Any]) -> int:
-    itemsize: int = options["state_dtype"].itemsize
-    return layout.state_numel() * itemsize + torch.float32.itemsize
-
-
-def is_finite_number(value: object) -> bool:
-    """A plain finite int or float (bool is not one)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

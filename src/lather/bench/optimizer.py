@@ -1,0 +1,204 @@
+"""`lather bench optimizer`: our SOAP against heavyball's and pytorch_optimizer's, set to the same rule, on the same gradients.
+
+Per set of matrices and frequency: the correctness check of the case (`lather.bench.check`); then all contestants, alive in one process,
+do their first step (whose rule differs, not timed) and one interval of warm-up in which temporary memory is measured; then rounds, each
+of one whole interval per contestant, are timed. On CUDA the refresh of a whole transformer's factors follows (`lather.bench.refresh`).
+
+Trade-off: interleaved rounds keep every contestant's state in memory at once, so that they all meet the same noise of a shared machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from lather.bench import refresh, report
+from lather.bench.check import CheckError, check_case
+from lather.bench.contestants import (
+    DEFAULT_SETS,
+    LATHER_OPTIONS,
+    OURS,
+    PEERS,
+    RULE,
+    SETS,
+    Contestant,
+    MatrixSet,
+    check_installed,
+    gradient_pool,
+    make_contestant,
+)
+from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, steps_per_round, time_rounds
+from lather.bench.report import Row
+from lather.bench.roofline import Rates, flops_per_step, measure_rates, roofline_ms
+from lather.errors import UserError, require
+
+MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class OptimizerBenchmark:
+    """Time and memory of SOAP against heavyball and pytorch_optimizer, set to the same rule."""
+
+    sets: tuple[str, ...] = DEFAULT_SETS
+    """Sets of matrices: many_small (128 of 64x128), experts (8 x 16 of 128x256, 2-D), experts_3d (the same, ours in 3-D parameters),
+    wide (24 of 256x512), big (4 of 768x2048)."""
+    frequencies: tuple[int, ...] = (1, 10)
+    """Steps between refreshes."""
+    rounds: int = 7
+    """Timed rounds, each of one whole interval per contestant."""
+    out: Path = Path("benchmarks/results")
+    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same device."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to run."""
+    peers: tuple[str, ...] = PEERS
+    """heavyball, pytorch_optimizer, both, or none."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.sets if name not in SETS]
+        if unknown or not self.sets:
+            raise UserError(f"--sets {' '.join(unknown)} is not valid: use some of {', '.join(DEFAULT_SETS)}")
+        require(bool(self.frequencies) and min(self.frequencies) >= 1, "--frequencies", self.frequencies, "numbers of at least 1")
+        require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
+        known = self.peers == ("none",) or (bool(self.peers) and set(self.peers) <= set(PEERS))
+        require(known, "--peers", " ".join(self.peers), f"some of {', '.join(PEERS)}, or none")
+
+    @property
+    def chosen_peers(self) -> tuple[str, ...]:
+        return () if self.peers == ("none",) else tuple(dict.fromkeys(self.peers))
+
+
+def run(options: OptimizerBenchmark) -> int:
+    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    check_installed(options.chosen_peers)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
+    device, console = torch.device(options.device), report.wide_console()
+    common = report.environment(device, options.chosen_peers)
+    file = report.RowFile(options.out / f"optimizer-{device.type}.jsonl")
+    rows: list[Row] = []
+    failures = 0
+    for measured in _cases(options, device, console):
+        failures += measured is None
+        new = [{**common, **row} for row in measured or []]
+        file.write(new)
+        rows += new
+    if not rows:
+        file.discard()
+        console.print("no case passed its check: nothing was measured", style="red")
+        return 1
+    file.finish()
+    picture = file.path.with_suffix(".png")
+    if any(row["benchmark"] == "optimizer" for row in rows):
+        report.draw(rows, picture)
+    report.print_table(rows, console)
+    for line in report.summary(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"rows {file.path}   picture {picture}", highlight=False, soft_wrap=True)
+    return 1 if failures else 0
+
+
+def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) -> Iterator[list[Row] | None]:
+    """Rows of one case after the other; None for a case whose check failed."""
+    for name in options.sets:
+        matrices = SETS[name]
+        rates = measure_rates(matrices, device)
+        for frequency in options.frequencies:
+            start = time.perf_counter()
+            try:
+                rows = measure_case(matrices, frequency, options, device, rates)
+            except CheckError as error:
+                console.print(f"{name} f={frequency}: check failed, not measured: {error}", style="red", highlight=False)
+                yield None
+                continue
+            shown = "  ".join(f"{row['config']['contestant']} {row['step_ms']['median']:.2f} ms" for row in rows)
+            console.print(f"{name} f={frequency}: checked  {shown}  ({time.perf_counter() - start:.0f} s)", highlight=False)
+            yield rows
+    if device.type == "cuda":
+        for hidden, mlp in refresh.HIDDEN_AND_MLP:
+            try:
+                yield measure_refresh_case(hidden, mlp, options.rounds, device)
+            except CheckError as error:
+                console.print(f"refresh at {hidden} / {mlp}: check failed, not measured: {error}", style="red", highlight=False)
+                yield None
+
+
+def measure_case(matrices: MatrixSet, frequency: int, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
+    """A row per contestant, ours first. Raises CheckError."""
+    peers = options.chosen_peers
+    checked = check_case(matrices, frequency, peers, device)
+    pool = gradient_pool(matrices, device)
+    contestants = [make_contestant(name, matrices, frequency, pool) for name in (OURS, *peers)]
+    peaks = {contestant.name: _warm_up(contestant, frequency, device) for contestant in contestants}
+    times = time_rounds(contestants, frequency, options.rounds, device)
+    rows = []
+    for contestant in contestants:
+        step_ms = percentiles(times[contestant.name])
+        best_ms = roofline_ms(matrices, frequency, rates)
+        rows.append(
+            {
+                "benchmark": "optimizer",
+                "config": _config(matrices, contestant.name, frequency, options, device),
+                "baseline": list(peers) if contestant.name == OURS else OURS,
+                "check": checked,
+                "step_ms": step_ms,
+                "round_ms": times[contestant.name],
+                "roofline_ms": best_ms,
+                "roofline_fraction": best_ms / step_ms["median"],
+                "flops_per_step": matrices.num_matrices * flops_per_step(*matrices.shape, frequency),
+                "matmul_gflops_per_second": rates.matmul / 1e9,
+                "qr_ms": {str(size): 1e3 * seconds for size, seconds in rates.qr_seconds.items()},
+                "state_bytes": state_bytes(contestant),
+                "state_bound_bytes": matrices.state_bound_bytes(),
+                "peak_temporary_bytes": peaks[contestant.name],
+            }
+        )
+    for row in rows:
+        row["times_of_lather"] = report.ratio(row, rows[0])
+    return rows
+
+
+def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> int:
+    """The first step and one interval; the most temporary bytes of that interval."""
+    run_steps(contestant, 1)
+    return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
+
+
+def _config(matrices: MatrixSet, contestant: str, frequency: int, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
+    ours = contestant == OURS
+    return {
+        "set": matrices.name,
+        "num_matrices": matrices.num_matrices,
+        "shape": list(matrices.shape),
+        "experts": matrices.experts if ours else 1,
+        "matrix_layout": matrices.matrix_layout if ours else None,
+        "contestant": contestant,
+        "frequency": frequency,
+        "rounds": options.rounds,
+        "steps_per_round": steps_per_round(frequency),
+        "device": device.type,
+        "options": {**RULE, **(LATHER_OPTIONS if ours else {})},
+    }
+
+
+def measure_refresh_case(hidden: int, mlp: int, rounds: int, device: torch.device) -> list[Row]:
+    """A row for ours and one for the baseline. Raises CheckError."""
+    factors = refresh.transformer_factors(hidden, mlp, device)
+    checked = refresh.check_refreshes(factors)
+    measured = refresh.measure_refreshes(factors, rounds)
+    name = " + ".join(f"{len(f.k)} of {f.k.shape[-1]}" for f in factors)
+    return [
+        {
+            "benchmark": "refresh",
+            "config": {"factors": name, "hidden": hidden, "mlp": mlp, "contestant": contestant, "rounds": rounds, "device": device.type},
+            "baseline": "one_by_one",
+            "check": checked,
+            **numbers,
+        }
+        for contestant, numbers in measured.items()
+    ]

@@ -1,0 +1,197 @@
+"""Buckets: parameters whose matrices are alike share one stack of state, and a step works on slices of it.
+
+A bucket holds the state of several parameters as tensors with a leading batch dim over all their matrices, in the order of the
+parameter groups; `optimizer.state[p]` holds views of its slice. In a step the members of a bucket that have a gradient, the same step
+count and the same options form runs of neighbours, and a run is worked through in chunks small enough to bound temporary memory and, on
+a CPU, to stay in the cache.
+
+    Bucket   the stacks, and which rows belong to which parameter
+    Run      neighbouring members that take this step alike
+    Chunk    some rows of a run: gradients in, state as a batch, update out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.optim.layout import Layout, layout_of
+from lather.optim.state import MatrixState, compute_dtype, kept_shape, matrix_state, state_entries, write_back
+
+TEMPORARIES = 6
+"""Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
+
+CPU_CACHE_BYTES = 2**21
+"""On a CPU a chunk's gradients take at most this, so that the passes of an update find them in the cache (measured: 1 to 4 MiB)."""
+
+
+def parameter_layout(p: Tensor, group: Mapping[str, Any]) -> Layout:
+    """The layout of `p` in its group."""
+    return layout_of(tuple(p.shape), group, contiguous=p.is_contiguous())
+
+
+class Bucket:
+    """Parameters with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
+
+    def __init__(self, members: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        self.params = [p for p, _ in members]
+        self.groups = [group for _, group in members]
+        self.layouts = [parameter_layout(p, group) for p, group in members]
+        self.first_row = [0, *accumulate(layout.batch for layout in self.layouts)]
+        entries = state_entries(self.layouts[0], self.groups[0])
+        device = self.params[0].device
+        self.stacks = {name: entry.allocate(self.first_row[-1], device) for name, entry in entries.items()}
+        self.views = [
+            {name: stack[start:stop].view(kept_shape(name, entries[name], layout)) for (name, stack) in self.stacks.items()}
+            for (start, stop), layout in zip(pairwise(self.first_row), self.layouts, strict=True)
+        ]
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        return self.layouts[0].inner
+
+    @property
+    def factor_dims(self) -> tuple[int, ...]:
+        return self.layouts[0].factor_dims
+
+
+def make_buckets(members: Iterable[tuple[Tensor, dict[str, Any]]], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
+    """The fewest buckets for these parameters, each with its group; those with different values in `apart` (by id) stay apart."""
+    alike: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
+    for p, group in members:
+        layout = parameter_layout(p, group)
+        entries = tuple(state_entries(layout, group).items())
+        key = (layout.kind, layout.inner, entries, p.dtype, p.device, (apart or {}).get(id(p)))
+        alike.setdefault(key, []).append((p, group))
+    return [Bucket(same) for same in alike.values()]
+
+
+@dataclass
+class Run:
+    """Members first to last (exclusive) of a bucket, which take this step with the same t and the same options."""
+
+    bucket: Bucket
+    first: int
+    last: int
+    step: int
+    options: Mapping[str, Any]
+    idle: list[bool] = field(default_factory=list)
+    """Per row, whether it is an expert that got no token; empty where nothing is an expert."""
+
+    @property
+    def rows(self) -> range:
+        return range(self.bucket.first_row[self.first], self.bucket.first_row[self.last])
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The run in pieces of at most `bucket_bytes` of temporaries (but at least one matrix)."""
+        on_cpu = self.bucket.params[0].device.type == "cpu"
+        numel = math.prod(self.bucket.inner)
+        limit = self.options["bucket_bytes"] // (TEMPORARIES * compute_dtype(self.options).itemsize)
+        limit = min(limit, CPU_CACHE_BYTES // 4) if on_cpu else limit
+        count = max(1, limit // numel)
+        if not self.options["batched"] and self.bucket.factor_dims:
+            count = 1
+        for start in range(self.rows.start, self.rows.stop, count):
+            yield Chunk(self, start, min(start + count, self.rows.stop))
+
+
+def runs_of(bucket: Bucket, taking: Mapping[int, int], idle: Mapping[int, list[bool]], options: Mapping[int, int]) -> list[Run]:
+    """The runs of a step.
+
+    Args:
+        taking: id of a parameter that takes the step -> its t.
+        idle: id of a parameter -> which of its experts got no token.
+        options: id of a group -> a number that is equal for groups with equal options.
+    """
+    runs: list[Run] = []
+    last_key = None
+    for i, (p, group) in enumerate(zip(bucket.params, bucket.groups, strict=True)):
+        key = (taking[id(p)], options[id(group)]) if id(p) in taking else None
+        if key is not None and key == last_key:
+            runs[-1].last = i + 1
+        elif key is not None:
+            runs.append(Run(bucket, i, i + 1, taking[id(p)], group))
+        last_key = key
+    for run in runs:
+        marks = [mark for p in bucket.params[run.first : run.last] for mark in idle.get(id(p), [])]
+        run.idle = marks if any(marks) else []
+    return runs
+
+
+@dataclass
+class Chunk:
+    """Rows start to stop of a bucket, all within one run."""
+
+    run: Run
+    start: int
+    stop: int
+
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(member, from, to): the members that the chunk touches, with the range of their own tensors."""
+        first_row = self.run.bucket.first_row
+        for i in range(self.run.first, self.run.last):
+            start, stop = max(self.start, first_row[i]), min(self.stop, first_row[i + 1])
+            if start < stop:
+                yield i, start - first_row[i], stop - first_row[i]
+
+    def _gather(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """Parameter-shaped tensors, by member, as one contiguous batch (B, ...) in the dtype of computation; a view if one suffices."""
+        dtype = compute_dtype(self.run.options)
+        batches = [self.run.bucket.layouts[i].as_batch(tensors[i], start, stop) for i, start, stop in self._pieces()]
+        if len(batches) == 1:
+            return batches[0].to(dtype).contiguous()
+        out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=dtype)
+        torch._foreach_copy_(list(out.split([len(batch) for batch in batches])), batches)
+        return out
+
+    def gradients(self) -> Tensor:
+        """(B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
+        grads = {i: grad_of(self.run.bucket.params[i]) for i, _, _ in self._pieces()}
+        g = self._gather(grads)
+        return -g if self.run.options["maximize"] else g
+
+    def weights(self) -> Tensor:
+        """The parameters as a batch, for reading."""
+        return self._gather({i: self.run.bucket.params[i].detach() for i, _, _ in self._pieces()})
+
+    def state(self) -> MatrixState:
+        """The state of these rows; `store` it after changing it."""
+        active = None
+        if self.run.idle:
+            offset = self.run.rows.start
+            marks = self.run.idle[self.start - offset : self.stop - offset]
+            rows = [row for row, mark in enumerate(marks) if not mark]
+            active = torch.tensor(rows, dtype=torch.long, device=self.run.bucket.params[0].device)
+        return matrix_state(self._stacks(), self.run.step, compute_dtype(self.run.options), active)
+
+    def store(self, state: MatrixState) -> None:
+        write_back(state, self._stacks())
+
+    def _stacks(self) -> dict[str, Tensor]:
+        return {name: stack[self.start : self.stop] for name, stack in self.run.bucket.stacks.items()}
+
+    def apply(self, u: Tensor, lr: float, decay: float) -> None:
+        """W = (1 - decay) W - lr U, rounded once to the parameter's dtype."""
+        parts, updates = [], []
+        for (i, start, stop), piece in zip(self._pieces(), u.split([b - a for _, a, b in self._pieces()]), strict=True):
+            layout = self.run.bucket.layouts[i]
+            parts.append(layout.part(self.run.bucket.params[i].detach(), start, stop))
+            updates.append(layout.as_parameter(piece))
+        wide = parts if torch.promote_types(parts[0].dtype, u.dtype) == parts[0].dtype else [part.to(u.dtype) for part in parts]
+        if decay:
+            torch._foreach_mul_(wide, 1 - decay)
+        torch._foreach_add_(wide, updates, alpha=-lr)
+        if wide is not parts:
+            torch._foreach_copy_(parts, wide)
+
+
+def grad_of(p: Tensor) -> Tensor:
+    """The gradient, which the caller knows to be there."""
+    assert p.grad is not None
+    return p.grad.detach()

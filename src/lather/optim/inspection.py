@@ -1,0 +1,84 @@
+"""What a step must know of the gradients before it changes anything: whether they are dense, real and finite, and which experts got no
+token. One pass over each gradient, and one synchronisation with the device in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.optim.buckets import grad_of
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter with a gradient, its group, and the name that errors give it."""
+
+    param: Tensor
+    group: dict[str, Any]
+    name: str
+
+    @property
+    def has_experts(self) -> bool:
+        return self.group["matrix_layout"] == "per_expert" and self.param.dim() > 2 and self.param.numel() > 0
+
+
+def inspect_gradients(gradients: list[Gradient]) -> tuple[list[Gradient], dict[int, list[bool]]]:
+    """The gradients to be used, and per parameter with experts (by id) which of those got no token (an exactly zero gradient).
+
+    Raises TypeError for a sparse or complex gradient, and ValueError for a non-finite one whose group says "raise".
+    """
+    for one in gradients:
+        grad = grad_of(one.param)
+        if grad.is_sparse or grad.is_complex():
+            kind = "sparse" if grad.is_sparse else "complex"
+            raise TypeError(f"gradient of {one.name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
+    norms = _norms([one for one in gradients if one.has_experts or one.group["nonfinite"] != "ignore"])
+    bad = [one for one in gradients if one.group["nonfinite"] != "ignore" and not _is_finite(one, norms)]
+    for one in bad:
+        if one.group["nonfinite"] == "raise":
+            raise ValueError(
+                f"gradient of {one.name} is not finite; nothing was changed. Skip such steps, lower the learning rate, "
+                "or set nonfinite='skip' to pass over the parameter"
+            )
+    idle = {
+        id(one.param): [norm == 0 and _is_zero(one, expert) for expert, norm in enumerate(norms[id(one.param)])]
+        for one in gradients
+        if one.has_experts
+    }
+    bad_params = {id(one.param) for one in bad}
+    return [one for one in gradients if id(one.param) not in bad_params], idle
+
+
+def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
+    """id of a parameter -> the norm of each expert's gradient, or of the whole as a list of one."""
+    if not gradients:
+        return {}
+    norms = []
+    for one in gradients:
+        grad = grad_of(one.param)
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        dims = tuple(range(1, grad.dim())) if one.has_experts else None
+        norms.append(torch.linalg.vector_norm(grad, dim=dims, dtype=dtype).reshape(-1))
+    device = norms[0].device
+    values = torch.cat([norm.to(device, torch.float64, non_blocking=True) for norm in norms]).tolist()
+    out, place = {}, 0
+    for one, norm in zip(gradients, norms, strict=True):
+        out[id(one.param)] = values[place : place + len(norm)]
+        place += len(norm)
+    return out
+
+
+# A norm may overflow or underflow where no element does: what it calls infinite or zero is looked at again.
+
+
+def _is_finite(one: Gradient, norms: Mapping[int, list[float]]) -> bool:
+    total = sum(norms[id(one.param)])
+    return total - total == 0 or bool(grad_of(one.param).isfinite().all())
+
+
+def _is_zero(one: Gradient, expert: int) -> bool:
+    return not bool(grad_of(one.param)[expert].any())

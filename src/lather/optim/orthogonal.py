@@ -1,0 +1,89 @@
+"""Q of Y = Q R for batches of square matrices: by LAPACK or cuSOLVER one by one, or by blocked Cholesky-QR in batched products.
+
+`torch.linalg.qr` works through a batch one matrix at a time. `cholesky_qr` does the same factorisation as batched products: block
+Gram-Schmidt, each block made orthogonal to all earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in
+itself by Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), twice as well (Yamamoto et al. 2015: CholeskyQR2). Cholesky does not mind how the
+columns are scaled, so eigenvalues that differ by many orders of magnitude do no harm; only columns that nearly depend on the others of
+their block do, and those matrices are reported as failed, for the caller to send to QR.
+
+Everything here works on rows: x (B, n, n) holds Y^T, since K Q is at hand as (Q^T K), which is row-contiguous.
+
+Trade-off: 4 n^3 flops instead of Householder's 8/3 n^3, but at the rate of matrix products. On a CPU that pays up to about n = 400.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lather.shapes import Bool, Float
+
+BLOCK = 32
+"""Rows that are made orthonormal by one Cholesky factorisation."""
+
+MAX_FIRST_ERROR = 0.3
+"""Largest deviation from orthonormality that the first Cholesky-QR of a block may leave for the second; it is about eps times the squared
+condition of the block, so that rows may depend on each other down to about one part in a thousand."""
+
+CPU_CHOLESKY_QR = range(1, 385)
+"""Sizes at which Cholesky-QR is faster than LAPACK's QR (measured at 64 to 2048, docs/log.md)."""
+
+CUDA_CHOLESKY_QR = range(1, 4097)
+"""On CUDA a batched QR is a loop over kernel chains; products win at every size in use (an estimate, not yet measured)."""
+
+
+def pick_refresh_method(n: int, device_type: str) -> str:
+    """ "cholesky_qr" or "qr", whichever is faster for n x n matrices on this kind of device: what `refresh_method="auto"` means.
+
+    It depends on nothing else, so that a matrix is refreshed alike alone and in company, on one rank and on many.
+    """
+    return "cholesky_qr" if n in (CPU_CHOLESKY_QR if device_type == "cpu" else CUDA_CHOLESKY_QR) else "qr"
+
+
+def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tensor, "b n n"], Bool[Tensor, " b"]]:
+    """The rows of `y` made orthonormal in order (Gram-Schmidt, up to signs), and which matrices failed (are not to be used).
+
+    `method` is "qr" or "cholesky_qr". `y` may be overwritten.
+    """
+    if method == "qr":
+        q: Tensor = torch.linalg.qr(y.mT).Q.mT
+        failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+    else:
+        failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        _orthonormalise_(y, 0, y.shape[1], failed)
+        q = y
+    return q, failed | ~q.sum((1, 2)).isfinite()
+
+
+def _orthonormalise_(x: Tensor, start: int, stop: int, failed: Tensor) -> None:
+    """Rows start to stop of x (B, n, n), given that those before are orthonormal and taken out of them once."""
+    if stop - start <= BLOCK:
+        block, earlier = x[:, start:stop], x[:, :start]
+        if start:
+            block = torch.baddbmm(block, block @ earlier.mT, earlier, alpha=-1)
+        block, dependent = _cholesky_qr(block)
+        x[:, start:stop] = block
+        failed |= dependent
+        return
+    middle = start + BLOCK * max(1, round((stop - start) / (2 * BLOCK)))
+    _orthonormalise_(x, start, middle, failed)
+    first, second = x[:, start:middle], x[:, middle:stop]
+    x[:, middle:stop] = torch.baddbmm(second, second @ first.mT, first, alpha=-1)
+    _orthonormalise_(x, middle, stop, failed)
+
+
+def _cholesky_qr(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of x (B, w, n) orthonormal, and which of the batch have rows too dependent for it."""
+    x = _inverse_cholesky(x @ x.mT) @ x
+    gram = x @ x.mT
+    error = gram - torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    dependent = ~(error.flatten(1).amax(1).maximum(-error.flatten(1).amin(1)) <= MAX_FIRST_ERROR)
+    return _inverse_cholesky(gram) @ x, dependent
+
+
+def _inverse_cholesky(gram: Tensor) -> Tensor:
+    """L^{-1} of gram = L L^T (B, w, w); useless, perhaps not finite, where gram is not positive definite."""
+    factor = torch.linalg.cholesky_ex(gram).L
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return inverse

@@ -1,0 +1,167 @@
+"""`lather bench optimizer` as a user meets it: rows, table, picture, and one clear line for everything that can be put right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lather.bench import contestants, optimizer, report
+from lather.bench.check import CheckError
+from lather.bench.report import RowFile, draw, summary
+from lather.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a run without peers."""
+    out = tmp_path_factory.mktemp("bench")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    command = ["bench", "optimizer", "--sets", "tiny", "tiny_3d", "--frequencies", "1", "3", "--rounds", "5", "--peers", "none"]
+    assert main([*command, "--out", str(out)]) == 0
+    torch.set_num_threads(before)
+    return out
+
+
+@pytest.fixture
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "optimizer-cpu.jsonl").read_text().splitlines()]
+
+
+def with_peer(rows: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
+    """The rows, and a peer's that takes `times` as long."""
+    peers = []
+    for row in rows:
+        ms = {key: times * value for key, value in row["step_ms"].items()}
+        round_ms = [times * value for value in row["round_ms"]]
+        peers.append({**row, "config": {**row["config"], "contestant": "heavyball"}, "step_ms": ms, "round_ms": round_ms})
+    return [*rows, *peers]
+
+
+def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
+    cases = [(row["config"]["set"], row["config"]["frequency"]) for row in rows]
+    assert cases == [("tiny", 1), ("tiny", 3), ("tiny_3d", 1), ("tiny_3d", 3)]
+    for row in rows:
+        assert row.keys() >= {"commit", "dirty", "baseline", "check", "flops_per_step", "matmul_gflops_per_second", "qr_ms"}
+        assert row["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
+        assert row["versions"].keys() == {"python", "torch", "lather"}
+        assert row["config"]["options"]["betas"] == [0.95, 0.95]
+        assert row["config"]["matrix_layout"] == ("per_expert" if row["config"]["set"] == "tiny_3d" else "tensor")
+        assert len(row["round_ms"]) == row["config"]["rounds"] == 5
+        assert 0 < row["step_ms"]["p20"] <= row["step_ms"]["median"] <= row["step_ms"]["p80"]
+        assert 0 < row["roofline_fraction"] == pytest.approx(row["roofline_ms"] / row["step_ms"]["median"])
+        assert 0 < row["state_bytes"] <= row["state_bound_bytes"]
+        assert row["peak_temporary_bytes"] > 0
+        assert row["check"]["error_of_lather"] < 1e-3
+        assert row["times_of_lather"] == 1
+
+
+def test_only_finished_files_are_left(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["optimizer-cpu.jsonl", "optimizer-cpu.png"]
+    assert (folder / "optimizer-cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_with_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for peer in contestants.PEERS:
+        pytest.importorskip(peer)
+    assert main(["bench", "optimizer", "--sets", "tiny", "--frequencies", "2", "--rounds", "5", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
+    assert [row["config"]["contestant"] for row in rows] == ["lather", *contestants.PEERS]
+    assert rows[0]["baseline"] == list(contestants.PEERS)
+    assert rows[0]["versions"]["heavyball"]
+    out = capsys.readouterr().out
+    for peer in contestants.PEERS:
+        assert f"against {peer}: geometric mean" in out
+
+
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "optimizer", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'lather[bench]'" in line
+    assert "--peers none" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ([], "lather bench optimizer"),
+        (["memory"], "'memory'"),
+        (["optimizer", "--sets", "huge"], "huge"),
+        (["optimizer", "--peers", "none", "heavyball"], "--peers"),
+        (["optimizer", "--rounds", "4"], "--rounds"),
+        (["optimizer", "--frequencies", "0"], "--frequencies"),
+        (["optimizer", "--device", "tpu"], "tpu"),
+        (["optimizer", "--peers", "none", "--out", "/proc/nowhere"], "--out"),
+    ],
+)
+def test_what_can_be_put_right_is_one_line(arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lather: error: ")
+    assert names in line
+
+
+def test_a_case_that_fails_its_check_has_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_for_frequency_2(matrices: Any, frequency: int, *_: Any) -> dict[str, Any]:
+        if frequency == 2:
+            raise CheckError("no good")
+        return {}
+
+    monkeypatch.setattr(optimizer, "check_case", fail_for_frequency_2)
+    command = ["bench", "optimizer", "--sets", "tiny", "--rounds", "5", "--peers", "none", "--out", str(tmp_path)]
+    assert main([*command, "--frequencies", "2"]) == 1
+    assert not list(tmp_path.iterdir())
+    assert main([*command, "--frequencies", "1", "2"]) == 1
+    assert "tiny f=2: check failed, not measured: no good" in capsys.readouterr().out
+    (row,) = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
+    assert row["config"]["frequency"] == 1
+
+
+def test_rows_replace_the_last_runs_only_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer-cpu.jsonl"
+    path.write_text("old\n")
+    file = RowFile(path)
+    file.write([{"a": 1}])
+    assert path.read_text() == "old\n"
+    file.finish()
+    assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_summary_holds_each_target(rows: list[dict[str, Any]]) -> None:
+    renamed = [{**row, "config": {**row["config"], "set": row["config"]["set"].replace("tiny", "experts")}} for row in rows]
+    for row in renamed:
+        row["config"]["frequency"] = {1: 1, 3: 10}[row["config"]["frequency"]]
+    lines = summary(with_peer(renamed, times=1.6))
+    assert lines[0].startswith("against heavyball: geometric mean 1.60 x faster")
+    for beginning in ("against the roofline", "experts: frequency 10", "experts_3d: frequency 10", "state: at most"):
+        assert any(line.startswith(beginning) for line in lines), beginning
+
+
+def test_summary_of_refreshes() -> None:
+    refreshes = [
+        {"benchmark": "refresh", "config": {"factors": "72 of 1024", "contestant": name}, "ms": {"median": ms}}
+        for name, ms in (("lather", 5.0), ("one_by_one", 20.0))
+    ]
+    assert summary(refreshes) == ["refresh of 72 of 1024: 4.00 x faster than one by one"]
+
+
+def test_picture_has_bars_of_all_and_the_roofline(rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, out, **_: (figures.append(figure), Path(out).write_bytes(b"")))
+    draw(with_peer(rows, times=2.0), tmp_path / "a.png")
+    (axes,) = figures[0].axes
+    ours, peer = axes.containers[0], axes.containers[-1]
+    assert axes.get_yscale() == "log"
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"lather", "heavyball", "roofline"}
+    bars = {
+        container.get_label(): [bar.get_height() for bar in container] for container in axes.containers if hasattr(container, "patches")
+    }
+    assert bars["heavyball"] == pytest.approx([2 * height for height in bars["lather"]])
+    assert ours is not peer

@@ -1,0 +1,107 @@
+"""Time, temporary memory and state, on cases whose answer is known."""
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.bench import measure
+from lather.bench.contestants import SETS, Contestant, gradient_pool, make_contestant
+from lather.bench.measure import peak_temporary_bytes, percentiles, state_bytes, steps_per_round, time_rounds
+
+CPU = torch.device("cpu")
+SIZE = 4 * 1000 * 1000
+SCALARS = 64
+"""Bytes that torch allocates for the numbers in an expression."""
+
+
+@pytest.fixture
+def a() -> Tensor:
+    return torch.ones(1000, 1000)
+
+
+def test_peak_counts_what_is_alive_at_one_time(a: Tensor) -> None:
+    def run() -> None:
+        for _ in range(3):
+            b = a + a
+            c = b * 2  # b and c
+            del b
+            c.add_(c)  # in place
+            del c
+
+    assert 2 * SIZE <= peak_temporary_bytes(run, CPU) <= 2 * SIZE + SCALARS
+
+
+def test_peak_sees_foreach_and_the_inside_of_operations(a: Tensor) -> None:
+    assert 3 * SIZE <= peak_temporary_bytes(lambda: torch._foreach_mul([a, a, a], 2.0), CPU) <= 3 * SIZE + SCALARS
+    inside = peak_temporary_bytes(lambda: torch.linalg.qr(a[:100, :100]), CPU)
+    assert inside > 2 * 4 * 100 * 100  # Q and R, and the workspace
+
+
+def test_peak_of_nothing_and_of_releases_is_zero(a: Tensor) -> None:
+    held = [a + 1]
+    assert peak_temporary_bytes(lambda: None, CPU) == 0
+    assert peak_temporary_bytes(held.clear, CPU) == 0
+    assert peak_temporary_bytes(a.t, CPU) == 0
+
+
+def test_profiler_leaves_standard_error_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    peak_temporary_bytes(lambda: None, CPU)
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "after\n"
+
+
+def test_state_counts_each_storage_once_and_no_parameter() -> None:
+    p, g, batch = torch.zeros(10), torch.zeros(10), torch.zeros(4, 5)
+    hidden = SimpleNamespace(cache=(torch.zeros(7), {"again": batch}))
+    optimizer: Any = torch.optim.SGD([p])
+    optimizer.state[p] = {"views": [batch[0], batch[1:]], "step": torch.zeros(())}
+    optimizer.other, optimizer.loop = hidden, optimizer
+    assert state_bytes(Contestant("fake", [p], optimizer, [[g]])) == 4 * (20 + 1 + 7)
+
+
+def test_state_of_ours_is_within_the_bound() -> None:
+    for name in ("tiny", "tiny_3d"):
+        matrices = SETS[name]
+        contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
+        measure.run_steps(contestant, 4)
+        m, n = matrices.shape
+        floats = 2 * m * n + 2 * m * m + 2 * n * n
+        assert 4 * matrices.num_matrices * floats <= state_bytes(contestant) <= matrices.state_bound_bytes()
+
+
+def test_rounds_hold_whole_intervals_of_every_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [steps_per_round(f) for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
+    calls: list[tuple[str, int]] = []
+
+    def fake(contestant: Contestant, num_steps: int, _: torch.device) -> float:
+        calls.append((contestant.name, num_steps))
+        return float(len(calls))
+
+    monkeypatch.setattr(measure, "time_steps", fake)
+    contestants = [Contestant(name, [], torch.optim.SGD([torch.zeros(1)]), []) for name in "abc"]
+    times = time_rounds(contestants, 10, 2, CPU)
+    assert calls == [(name, 10) for name in "abcbca"]
+    assert times == {"a": [1.0, 6.0], "b": [2.0, 4.0], "c": [3.0, 5.0]}
+
+
+def test_timed_steps_leave_out_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock() -> Iterator[float]:
+        yield from range(100)
+
+    ticks = clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
+    matrices = SETS["tiny"]
+    contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
+    monkeypatch.setattr(contestant.optimizer, "step", lambda: next(ticks))  # one tick of work, one until the clock is read
+    monkeypatch.setattr(contestant, "set_gradients", lambda: [next(ticks) for _ in range(5)])
+    assert measure.time_steps(contestant, 3, CPU) == pytest.approx(2000.0)
+    assert contestant.num_steps == 3
+
+
+def test_percentiles() -> None:
+    assert percentiles([1, 2, 3, 4, 5, 6]) == {"median": 3.5, "p20": 2.0, "p80": 5.0}
