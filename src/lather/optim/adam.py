@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from lather.shapes import Float
@@ -29,9 +32,10 @@ def adam_update(
     def correction(beta: float, t: int) -> float:
         return 1 - beta**t if correct_bias else 1.0
 
+    c1, c2 = correction(beta1, step), correction(beta2, step)
+    numerator, scale = exp_avg, c1
     if nesterov:
-        numerator = exp_avg * (beta1 / correction(beta1, step + 1))
-        numerator.add_(g, alpha=(1 - beta1) / correction(beta1, step))
-    else:
-        numerator = exp_avg / correction(beta1, step)
-    return numerator.div_((exp_avg_sq / correction(beta2, step)).sqrt_().add_(eps))
+        numerator, scale = (exp_avg * (beta1 / correction(beta1, step + 1))).add_(g, alpha=(1 - beta1) / c1), 1.0
+    # numerator / scale over sqrt(v / c2) + eps, in as few passes over memory as it takes
+    denominator = exp_avg_sq.sqrt().mul_(scale / math.sqrt(c2)).add_(eps * scale)
+    return torch.div(numerator, denominator, out=denominator)

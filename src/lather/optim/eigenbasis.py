@@ -101,13 +101,20 @@ def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[T
         method = pick_refresh_method(k.shape[-1], k.device.type)
     rows = q.mT @ k
     order = (rows.mT * q).sum(-2).argsort(dim=-1, descending=True, stable=True)
-    rows = rows.gather(-2, order.unsqueeze(-1).expand_as(rows))
+    rows = _select_rows(rows, order)
     failed = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     for remaining in reversed(range(power_iter_steps)):
         rows, failed_now = orthonormal_rows(rows, method)
         failed = failed | failed_now
         rows = rows @ k if remaining else rows
     return rows.mT, order, failed
+
+
+def _select_rows(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of each matrix of x (B, n, k) in the given order (B, n)."""
+    b, n, k = x.shape
+    first = torch.arange(0, b * n, n, device=x.device).unsqueeze(1)
+    return x.reshape(b * n, k).index_select(0, (order + first).flatten()).view(b, n, k)
 
 
 def rayleigh_quotients(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]) -> Float[Tensor, "b n"]:
@@ -151,7 +158,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         order = None
     else:
         q_new, order, failed = iterate(k, q, power_iter_steps, method)
-        q_new = q.where(failed[:, None, None], q_new)
+        q_new = _unless(failed, q, q_new)
     if eigenvalues is not None:
         w = rayleigh_quotients(k, q_new)
         if order is not None:
@@ -161,14 +168,14 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         # An expert that never saw a token has no eigenvalues yet; with zeros its first gradient would count for 1 / eps.
         unseen = (k == 0).all(-1).all(-1)
         eigenvalues.copy_(eigenvalues.where((failed | unseen)[:, None], w))
-        q_new = q.where(failed[:, None, None], q_new)
+        q_new = _unless(failed, q, q_new)
     turn = q_new.mT @ q if second_moment == "rotate" or _prefers_turn(exp_avg, dim) else None
-    _carry_(exp_avg, _turned(exp_avg, q, q_new, turn, dim), failed)
+    exp_avg.copy_(_unless(failed, exp_avg, _turned(exp_avg, q, q_new, turn, dim)))
     if second_moment == "rotate":
         assert turn is not None
-        _carry_(exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim), failed)
+        exp_avg_sq.copy_(_unless(failed, exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim)))
     elif order is not None:
-        _carry_(exp_avg_sq, _reordered(exp_avg_sq, order, dim), failed)
+        exp_avg_sq.copy_(_unless(failed, exp_avg_sq, _reordered(exp_avg_sq, order, dim)))
     q.copy_(q_new)
     return failed
 
@@ -185,15 +192,17 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
     return apply_transposed(q_new, apply_transposed(q_old.mT, x, dim), dim)
 
 
-def _carry_(x: Tensor, new: Tensor, failed: Tensor) -> None:
-    """x becomes `new` except where the refresh failed: there it stays, to the bit."""
-    if x.device.type != "cpu" or bool(failed.any()):  # on a CPU it costs nothing to look, elsewhere it would wait for the device
-        new = x.where(failed.view(-1, *[1] * (x.dim() - 1)), new)
-    x.copy_(new)
+def _unless(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """`new`, and where the refresh failed `old`, to the bit."""
+    if new.device.type == "cpu" and not bool(failed.any()):  # elsewhere to look would be to wait for the device
+        return new
+    return old.where(failed.view(-1, *[1] * (old.dim() - 1)), new)
 
 
 def _reordered(x: Tensor, order: Tensor, dim: int) -> Tensor:
     """Inner dim `dim` of x (B, ...) in the given order (B, n)."""
+    if dim == 0:
+        return _select_rows(x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1), order).view(x.shape)
     shape = [len(order)] + [1] * (x.dim() - 1)
     shape[dim + 1] = order.shape[1]
     return x.gather(dim + 1, order.view(shape).expand_as(x))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.buckets import CPU_CACHE_BYTES, Run
+from lather.optim.buckets import Run
 from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, rayleigh_quotients, update_eigenbasis_and_momentum
 from lather.optim.state import compute_dtype
 
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 FACTOR_TEMPORARIES = 6
 """n x n matrices of temporary memory per factor that a refresh holds at once, beside two of a moment's size."""
+
+CPU_REFRESH_BYTES = 2**24
+"""Temporary memory of a batch on a CPU: more launches below, more cache misses above."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class FactorRefresh:
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 2 * math.prod(bucket.inner)
         limit = options["bucket_bytes"] // compute_dtype(options).itemsize
         if bucket.params[0].device.type == "cpu":
-            limit = min(limit, FACTOR_TEMPORARIES * CPU_CACHE_BYTES // 4)
+            limit = min(limit, CPU_REFRESH_BYTES // 4)
         count = max(1, limit // numel) if options["batched"] else 1
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
