@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test lint bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,10 @@ lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(READY)  ## the optimizer benchmark against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/lather bench optimizer $(ARGS)
 
 clean:  ## remove the environment and what training wrote
 	rm -rf $(VENV) runs data

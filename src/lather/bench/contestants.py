@@ -32,7 +32,7 @@ from lather.optim import SOAP
 from lather.shapes import Float
 
 RULE: dict[str, Any] = {"lr": 1e-3, "betas": (0.95, 0.95), "shampoo_beta": 0.95, "eps": 1e-8, "weight_decay": 0.01}
-LATHER_OPTIONS: dict[str, Any] = {}
+LATHER_OPTIONS: dict[str, Any] = {"refresh_method": "auto"}
 """Further options of our own SOAP in all rows; they are part of each row's configuration."""
 NO_LIMIT = 1 << 20
 """A dim that no set reaches: every dim gets a factor."""

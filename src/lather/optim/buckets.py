@@ -90,11 +90,12 @@ class Run:
 
     def chunks(self) -> Iterator[Chunk]:
         """The run in pieces of at most `bucket_bytes` of temporaries (but at least one matrix)."""
-        on_cpu = self.bucket.params[0].device.type == "cpu"
-        numel = math.prod(self.bucket.inner)
-        limit = self.options["bucket_bytes"] // (TEMPORARIES * compute_dtype(self.options).itemsize)
-        limit = min(limit, CPU_CACHE_BYTES // 4) if on_cpu else limit
-        count = max(1, limit // numel)
+        dtype, numel = compute_dtype(self.options), math.prod(self.bucket.inner)
+        copied = sum(stack[0].numel() for stack in self.bucket.stacks.values() if self.idle or stack.dtype != dtype)
+        count = self.options["bucket_bytes"] // (dtype.itemsize * (TEMPORARIES * numel + copied))
+        if self.bucket.params[0].device.type == "cpu":
+            count = min(count, CPU_CACHE_BYTES // (dtype.itemsize * numel))
+        count = max(1, count)
         if not self.options["batched"] and self.bucket.factor_dims:
             count = 1
         for start in range(self.rows.start, self.rows.stop, count):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,19 +58,24 @@ def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
     """id of a parameter -> the norm of each expert's gradient, or of the whole as a list of one."""
     if not gradients:
         return {}
-    norms = []
+    norms: dict[int, Tensor] = {}
     for one in gradients:
-        grad = grad_of(one.param)
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        dims = tuple(range(1, grad.dim())) if one.has_experts else None
-        norms.append(torch.linalg.vector_norm(grad, dim=dims, dtype=dtype).reshape(-1))
-    device = norms[0].device
-    values = torch.cat([norm.to(device, torch.float64, non_blocking=True) for norm in norms]).tolist()
-    out, place = {}, 0
-    for one, norm in zip(gradients, norms, strict=True):
-        out[id(one.param)] = values[place : place + len(norm)]
-        place += len(norm)
-    return out
+        if one.has_experts:
+            grad = grad_of(one.param)
+            norms[id(one.param)] = torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=_wide(grad))
+    whole = [one.param for one in gradients if not one.has_experts]
+    for dtype in {_wide(p) for p in whole}:
+        same = [p for p in whole if _wide(p) == dtype]
+        for p, norm in zip(same, torch._foreach_norm([grad_of(p) for p in same], 2, dtype=dtype), strict=True):
+            norms[id(p)] = norm.view(1)
+    device = next(iter(norms.values())).device
+    values = torch.cat([norm.to(device, torch.float64, non_blocking=True) for norm in norms.values()]).tolist()
+    stops = list(accumulate(norm.numel() for norm in norms.values()))
+    return {key: values[start:stop] for key, start, stop in zip(norms, [0, *stops], stops, strict=False)}
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 # A norm may overflow or underflow where no element does: what it calls infinite or zero is looked at again.

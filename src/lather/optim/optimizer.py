@@ -176,7 +176,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._bring_buckets_up_to_date()
         self._count("nonfinite_skipped", len(gradients) - len(usable))
         self._create_state([(one.param, one.group) for one in taking])
-        torch._foreach_add_([self.state[one.param]["step"] for one in taking], 1) if taking else None
+        for one in taking:
+            self.state[one.param]["step"] += 1
         alike = self._equal_groups()
         steps = {id(one.param): one.step for one in taking if one.param.numel()}
         return [run for bucket in self._buckets for run in runs_of(bucket, steps, idle, alike)]
