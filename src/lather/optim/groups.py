@@ -12,12 +12,17 @@ ADAM_NAMES = ("embed_tokens", "lm_head")
 
 
 def parameter_groups(
-    model: nn.Module, *, expert_names: Sequence[str] = EXPERT_NAMES, adam_names: Sequence[str] = ADAM_NAMES
+    model: nn.Module,
+    *,
+    expert_names: Sequence[str] = EXPERT_NAMES,
+    adam_names: Sequence[str] = ADAM_NAMES,
+    expert_layout: str = "per_expert",
 ) -> list[dict[str, Any]]:
     """Groups for `SOAP(parameter_groups(model))`; a parameter that does not require a gradient is left out, a tied one counted once.
 
     - matrices: two or more dims, preconditioned as they are (`matrix_layout="tensor"`);
-    - experts: three or more dims and a component of the name in `expert_names` (`matrix_layout="per_expert"`);
+    - experts: three or more dims and a component of the name in `expert_names` (`matrix_layout=expert_layout`: "per_expert", or
+      "stacked" for `StackedSOAP`);
     - the rest, AdamW (`max_precond_dim=0`): fewer than two dims, the weights of `nn.Embedding`, and whatever has a component of its name
       in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary).
 
@@ -36,7 +41,7 @@ def parameter_groups(
                 kinds["matrices"].append((name, p))
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor"},
-        "experts": {"matrix_layout": "per_expert"},
+        "experts": {"matrix_layout": expert_layout},
         "rest": {"matrix_layout": "tensor", "max_precond_dim": 0},
     }
     return [{"params": params, **options[kind]} for kind, params in kinds.items() if params]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.buckets import grad_of
+from lather.optim.buckets import grad_of, parameter_layout
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,11 @@ class Gradient:
 
     @property
     def has_experts(self) -> bool:
-        return self.group["matrix_layout"] == "per_expert" and self.param.dim() > 2 and self.param.numel() > 0
+        """Whether its matrices have factors of their own, which stay as they are where there is no gradient."""
+        if self.group["matrix_layout"] != "per_expert":
+            return False
+        layout = parameter_layout(self.param, self.group)
+        return layout.kind == "per_expert" and bool(layout.factor_dims)
 
 
 def inspect_gradients(gradients: list[Gradient]) -> tuple[list[Gradient], dict[int, list[bool]]]:
@@ -34,8 +38,8 @@ def inspect_gradients(gradients: list[Gradient]) -> tuple[list[Gradient], dict[i
     """
     for one in gradients:
         grad = grad_of(one.param)
-        if grad.is_sparse or grad.is_complex():
-            kind = "sparse" if grad.is_sparse else "complex"
+        if grad.layout is not torch.strided or grad.is_complex():
+            kind = "complex" if grad.is_complex() else "sparse"
             raise TypeError(f"gradient of {one.name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
     norms = _norms([one for one in gradients if one.has_experts or one.group["nonfinite"] != "ignore"])
     bad = [one for one in gradients if one.group["nonfinite"] != "ignore" and not _is_finite(one, norms)]

@@ -117,7 +117,8 @@ class KLSOAP(MatrixOptimizer):
         self._check_options(options)
         super().__init__(params, options)
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> None:
         check_options(options)
         if options["adam_warmup_steps"] < 0 or options["shampoo_beta"] < 0:
             name = "adam_warmup_steps" if options["adam_warmup_steps"] < 0 else "shampoo_beta"

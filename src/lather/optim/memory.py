@@ -7,7 +7,6 @@ from typing import Any
 
 from lather.optim.layout import layout_of
 from lather.optim.optimizer import MatrixOptimizer
-from lather.optim.options import check_options
 from lather.optim.soap import SOAP
 from lather.optim.state import layout_bytes
 
@@ -28,6 +27,6 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] = SOAP,
             defaults |= {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
     if unknown := sorted(set(options) - set(defaults) - {"lr"}):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(defaults))}")
-    check_options(options)
     merged = {**defaults, **optimizer.preset, **options}
+    optimizer._check_options(merged)
     return layout_bytes(layout_of(tuple(shape), merged), merged)

@@ -66,7 +66,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # --- what a rule provides -------------------------------------------------------------------------------------------------------
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> None:
         """Raise on bad values; may set dependent ones."""
         check_options(options)
 
@@ -134,7 +135,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"state of {name} with shape {tuple(p.shape)} would take {size / GIB:.3f} GiB, more than max_state_bytes "
                     f"({group['max_state_bytes'] / GIB:.3f} GiB): lower max_precond_dim for one-sided preconditioning, "
-                    "use matrix_layout='per_expert' for stacked experts, or raise the limit"
+                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, or raise the limit"
                 )
 
     # --- the step -------------------------------------------------------------------------------------------------------------------
@@ -185,7 +186,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _work_through(self, runs: list[Run], work: Callable[[Chunk], None]) -> None:
         for precision, some in _by_option(runs, "fp32_matmul_prec"):
             with matmul_precision(precision):
-                for chunk in on_streams(chain.from_iterable(run.chunks() for run in some), _device(some), self.defaults["num_streams"]):
+                chunks = chain.from_iterable(run.chunks() for run in some)
+                num_streams = max(run.options["num_streams"] for run in some)
+                for chunk in on_streams(chunks, some[0].bucket.params[0].device, num_streams):
                     work(chunk)
 
     def _statistics_of(self, chunk: Chunk) -> None:
@@ -300,12 +303,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         the parameters raises ValueError, and nothing has been changed.
         """
         final: dict[str, Any] = {}
-        functions = [{key: value for key, value in group.items() if callable(value)} for group in self.param_groups]
+        own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
             self._check_loaded(after_hooks)
-            saved_groups = after_hooks["param_groups"]
-            groups = [{**own, **saved} for own, saved in zip(functions, saved_groups, strict=True)]
+            groups = [{**options, **saved} for options, saved in zip(own, after_hooks["param_groups"], strict=True)]
             final.update({**after_hooks, "param_groups": groups})
             return final
 
@@ -375,10 +377,6 @@ def _by_option(runs: list[Run], name: str) -> Iterator[tuple[str, list[Run]]]:
     """The runs by the value of a group's option, in order."""
     for value in dict.fromkeys(run.options[name] for run in runs):
         yield value, [run for run in runs if run.options[name] == value]
-
-
-def _device(runs: list[Run]) -> torch.device:
-    return runs[0].bucket.params[0].device
 
 
 def _hashable(value: Any) -> Any:

@@ -18,6 +18,9 @@ PRECISIONS = ("highest", "high", "medium")
 REFRESH_METHODS = ("qr", "eigh", "cholesky_qr", "auto")
 WEIGHT_DECAY_METHODS = ("decoupled", "independent", "l2", "palm")
 
+MAX_BF16_BETA = 1 - 2**-8
+"""Largest decay rate that bf16, with its 8 significant bits, can carry out."""
+
 Check = tuple[str, Callable[[Any], bool]]
 """The constraint in words, and whether a value holds it."""
 
@@ -104,6 +107,13 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in CONSTRAINTS and not CONSTRAINTS[name][1](value):
             raise ValueError(f"{name}={value!r} is not valid: give {CONSTRAINTS[name][0]}")
+    dtype, betas = options.get("state_dtype"), options.get("betas", (0.0, 0.0))
+    moments = dtype.get("moments") if isinstance(dtype, Mapping) else dtype
+    if moments is torch.bfloat16 and max(betas) > MAX_BF16_BETA:
+        raise ValueError(
+            f"betas={tuple(betas)!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
+            f"what it was. Give betas up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
+        )
 
 
 def arguments_of(local_names: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,12 +122,12 @@ class SOAP(MatrixOptimizer):
             matrix, (m, b*n) if n <= m, else (b*m, n)).
         maximize: ascend instead of descend.
         nonfinite: a non-finite gradient: "raise" before anything changes, "skip" that parameter and count it, or "ignore".
-        state_dtype: dtype of the state, whatever the parameter's. torch.bfloat16 means moments and bases; factors stay fp32.
-            {"moments": dtype} or {"bases": dtype} set one of the two.
+        state_dtype: dtype of the state, whatever the parameter's: torch.float32, torch.float64 (then all arithmetic is fp64), or
+            torch.bfloat16 for moments and bases, while factors stay fp32; {"moments": dtype} or {"bases": dtype} set one of the two.
         max_state_bytes: refuse a parameter whose state would take more bytes.
         batched: work on equal matrices together; False: one by one, with the same result to rounding.
         bucket_bytes: bound on the temporary memory of a step (that of one matrix is the least).
-        num_streams: CUDA streams over which the batches of a step are spread.
+        num_streams: CUDA streams over which the batches of the update are spread (the most that any group asks for).
 
     Raises:
         ValueError, TypeError: at construction, for a value out of range or a parameter that the layout cannot take; names the remedy.
@@ -175,7 +175,8 @@ class SOAP(MatrixOptimizer):
         check_soap_options(options)
         super().__init__(params, options)
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> None:
         check_soap_options(options)
 
     def _refresh_kind(self, step: int, options: Mapping[str, Any]) -> RefreshKind:
