@@ -13,8 +13,6 @@ The toy experts are so few and small that stacking saves next to nothing, or eve
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -53,20 +51,11 @@ class MoE(nn.Module):
         return y
 
 
-def layout_groups(model: nn.Module, layout: str) -> list[dict[str, Any]]:
-    """`parameter_groups`, with another layout for the experts: a group's option wins over the optimizer's."""
-    groups = parameter_groups(model)
-    for group in groups:
-        if group["matrix_layout"] == "per_expert":
-            group["matrix_layout"] = layout
-    return groups
-
-
 def make_optimizer(name: str, model: nn.Module) -> MatrixOptimizer:
     if name == "per_expert":
         return SOAP(parameter_groups(model), lr=1e-2, second_moment="rotate", precondition_frequency=1)
     if name == "stacked":
-        return StackedSOAP(layout_groups(model, "stacked"), lr=1e-2)
+        return StackedSOAP(parameter_groups(model, expert_layout="stacked"), lr=1e-2)
     return SOAP(model.parameters(), lr=1e-2, max_precond_dim=0)
 
 

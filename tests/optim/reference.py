@@ -305,7 +305,7 @@ def refresh(matrix: MatrixState, options: Options) -> None:
             new_bases[dim] = q
             if options.second_moment == "permute":
                 v[...] = np.take(v, order, axis=dim)
-        if dim in eigenvalues:
+        if dim in eigenvalues and k.any():  # zeros would have the first gradient count for 1 / eps
             eigenvalues[dim][...] = values
     if refreshed:  # otherwise M, V and Q stay exactly what they were
         change_bases(matrix, new_bases, options)

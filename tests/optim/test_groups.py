@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lather.optim import SOAP, parameter_groups
+from lather.optim import SOAP, StackedSOAP, parameter_groups
 
 
 class Tiny(nn.Module):
@@ -53,3 +53,12 @@ def test_groups_make_an_optimizer_that_steps() -> None:
 
 def test_empty_groups_are_left_out() -> None:
     assert [group["max_precond_dim"] for group in parameter_groups(nn.LayerNorm(3))] == [0]
+
+
+def test_experts_may_be_stacked() -> None:
+    model = Tiny()
+    optimizer = StackedSOAP(parameter_groups(model, expert_layout="stacked"), 1e-3)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[model.experts["up"]]["factor_0"].shape == (12, 12)

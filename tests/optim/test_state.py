@@ -1,39 +1,112 @@
-"""SOAP's state: exact when saved and loaded, as large as predicted, fp32 whatever the parameter."""
+"""The state of an optimizer: exact when saved and loaded, refused when it does not fit, made on request."""
 
 import copy
 import io
-import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from soap_helpers import parameter, run, same
+from optim_helpers import FEW_KINDS, KINDS, all_same, clones, give_gradients, make, parameter, parameters, run, run_both, same, same_state
 
-from lather.optim import SOAP, state_bytes
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim.schedules import LinearFrequency
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 4, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_state_dict_is_exact_and_the_next_steps_are_the_same(dtype: torch.dtype, steps_before: int) -> None:
-    options = {"precondition_frequency": 3, "second_moment": "rotate"}
-    params = [parameter(5, 6, dtype=dtype), parameter(2, 4, 3, dtype=dtype), parameter(6, dtype=dtype), parameter(dtype=dtype)]
-    optimizer = SOAP(params, **options)
-    run(optimizer, params, range(steps_before))
-
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(state_dict, file)
     file.seek(0)
-    resumed_params = copy.deepcopy(params)
-    resumed = SOAP(resumed_params, **options)
-    resumed.load_state_dict(torch.load(file))
-    for p, q in zip(params, resumed_params, strict=True):
-        assert optimizer.state[p].keys() == resumed.state[q].keys()
-        assert all(same(value, resumed.state[q][key]) for key, value in optimizer.state[p].items())
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
 
-    run(optimizer, params, range(steps_before, steps_before + 5))
-    run(resumed, resumed_params, range(steps_before, steps_before + 5))
-    for p, q in zip(params, resumed_params, strict=True):
-        assert same(p.detach(), q.detach())
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), *((kind, torch.bfloat16) for kind in FEW_KINDS)], ids=str
+)
+def test_state_is_exact_when_saved_and_loaded_at_any_time(kind: str, dtype: torch.dtype) -> None:
+    """Before the first step, after it, in mid-interval, and after a refresh; the steps that follow are the same to the bit."""
+    params = parameters([(5, 6), (2, 4, 3), (6,), ()], dtype)
+    optimizer = make(kind, params)
+    for step in range(7):
+        if step in (0, 1, 3, 6):
+            others = clones(params)
+            resumed = make(kind, others)
+            resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+            assert same_state(optimizer, params, resumed, others)
+            assert {value.dtype for p in others for value in resumed.state.get(p, {}).values()} <= {torch.float32}
+            carried_on, its_params = copy.deepcopy((optimizer, params))
+            run_both((carried_on, its_params), (resumed, others), range(step, step + 2))
+            assert all_same(its_params, others)
+            assert same_state(carried_on, its_params, resumed, others)
+        give_gradients(params, step)
+        optimizer.step()
+
+
+STATE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bf16_moments": {"moments": torch.bfloat16},
+    "bf16_bases": {"bases": torch.bfloat16},
+    "fp64": torch.float64,
+}
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES.values(), ids=STATE_DTYPES.keys())
+@pytest.mark.parametrize("kind", ["soap", "kl_soap_per_expert", "stacked_soap"])
+def test_state_of_other_dtypes_is_exact_too(kind: str, state_dtype: Any) -> None:
+    params = parameters([(5, 6), (2, 4, 3), (6,)])
+    optimizer = make(kind, params, state_dtype=state_dtype)
+    run(optimizer, params, range(4))
+    others = clones(params)
+    resumed = make(kind, others)  # the saved groups say which dtype
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert same_state(optimizer, params, resumed, others)
+    run_both((optimizer, params), (resumed, others), range(4, 7))
+    assert all_same(params, others)
+    moments, bases = (
+        (state_dtype.get("moments", torch.float32), state_dtype.get("bases", torch.float32))
+        if isinstance(state_dtype, dict)
+        else (state_dtype, state_dtype)
+    )
+    wide = torch.float64 if state_dtype is torch.float64 else torch.float32
+    for name, value in optimizer.state[params[0]].items():
+        expected = moments if name.startswith("exp_avg") else bases if name.startswith("basis") else wide
+        assert value.dtype == (torch.float32 if name == "step" else expected), name
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "bf16_moments", "bf16_bases"])
+@pytest.mark.parametrize("kind", ["soap", "kl_soap"])
+def test_narrow_state_stays_near_the_wide_one(kind: str, state_dtype: str) -> None:
+    narrow, wide, still = parameters([(8, 8)]), parameters([(8, 8)]), parameters([(8, 8)])
+    options = {"second_moment": "rotate", "weight_decay": 0.0, "lr": 1e-2, "betas": (0.9, 0.95)}
+    a = make(kind, narrow, state_dtype=STATE_DTYPES[state_dtype], **options)
+    run_both((a, narrow), (make(kind, wide, **options), wide), range(12))
+    moved = (wide[0] - still[0]).norm()
+    assert 0 < (narrow[0] - wide[0]).norm() < 0.1 * moved
+
+
+def test_a_schedule_of_refreshes_is_not_saved_and_the_loader_keeps_its_own() -> None:
+    schedule = LinearFrequency(1, 4, 6)
+    params = parameters()
+    optimizer = make("soap", params, precondition_frequency=schedule)
+    run(optimizer, params, range(4))
+    saved = through_a_file(optimizer.state_dict())
+    assert not any(callable(value) for group in saved["param_groups"] for value in group.values())
+    others = clones(params)
+    resumed = make("soap", others, precondition_frequency=schedule)
+    resumed.load_state_dict(saved)
+    assert [group["precondition_frequency"] for group in resumed.param_groups] == [schedule, schedule]
+    run_both((optimizer, params), (resumed, others), range(4, 9))
+    assert all_same(params, others)
+
+
+def test_the_loader_keeps_its_own_interval_of_each_group_where_none_is_saved() -> None:
+    optimizer = SOAP([parameter(4, 4)], precondition_frequency=LinearFrequency(1, 4, 6))
+    resumed = SOAP([{"params": [parameter(4, 4)], "precondition_frequency": 3}])
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["precondition_frequency"] == 3
 
 
 def test_loaded_state_is_a_copy() -> None:
@@ -46,63 +119,21 @@ def test_loaded_state_is_a_copy() -> None:
     assert same(first.state[p]["exp_avg"], before)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_of_the_optimizer_go_on_by_themselves(how: Any) -> None:
-    p = parameter(4, 6)
-    optimizer = SOAP([p], precondition_frequency=2)
-    run(optimizer, [p], range(3))
-    other = how(optimizer)
-    q = other.param_groups[0]["params"][0]
-    assert other.counters == optimizer.counters
-    run(optimizer, [p], range(3, 6))
-    run(other, [q], range(3, 6))
-    assert q is not p
-    assert same(p.detach(), q.detach())
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((5, 6), {}),
-        ((3, 4, 5), {}),
-        ((3, 4, 5), {"matrix_layout": "per_expert"}),
-        ((7,), {}),
-        ((7,), {"precondition_1d": True}),
-        ((), {}),
-        ((9, 4), {"max_precond_dim": 8}),
-        ((4, 4), {"state_dtype": torch.float64}),
-        ((0, 5), {}),
-    ],
-    ids=str,
-)
-def test_state_bytes_is_what_is_allocated(shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    p = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = SOAP([p], **options)
-    optimizer.init_state()
-    assert state_bytes(shape, options) == sum(value.numel() * value.element_size() for value in optimizer.state[p].values())
-
-
-def test_init_state_makes_the_keys_that_the_first_step_makes_and_changes_nothing() -> None:
-    params = [parameter(4, 5), parameter(3, 4, 5), parameter(6)]
-    prepared, plain = SOAP(params), SOAP(copy.deepcopy(params))
-    plain_params = plain.param_groups[0]["params"]
+@every_kind
+def test_init_state_makes_the_keys_that_the_first_step_makes_and_changes_nothing(kind: str) -> None:
+    params = parameters()
+    others = clones(params)
+    prepared, plain = make(kind, params), make(kind, others)
     prepared.init_state()
-    run(prepared, params, range(4))
-    run(plain, plain_params, range(4))
-    for p, q in zip(params, plain_params, strict=True):
-        assert prepared.state[p].keys() == plain.state[q].keys()
-        assert same(p.detach(), q.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_state_is_fp32_whatever_the_parameter_and_wide_parameters_are_not_rounded(dtype: torch.dtype) -> None:
-    p = parameter(4, 6, dtype=dtype)
-    p.data += 1e-10
-    start = p.detach().clone()
-    optimizer = SOAP([p], lr=0.0, weight_decay=0.0)
-    run(optimizer, [p], range(3))
-    assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
-    assert same(p.detach(), start)
+    keys = {"step", "exp_avg", "exp_avg_sq", "factor_0", "factor_1", "basis_0", "basis_1"}
+    keys |= set() if kind.startswith("soap") else {"eigenvalues_0", "eigenvalues_1"}
+    assert prepared.state[params[0]].keys() == keys
+    assert prepared.state[params[-1]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(int(prepared.state[p]["step"]) == 0 for p in params)
+    assert torch.equal(prepared.state[params[0]]["basis_0"], torch.eye(6))
+    run_both((prepared, params), (plain, others), range(3))
+    assert same_state(prepared, params, plain, others)
+    assert all_same(params, others)
 
 
 def test_hooks_around_loading_see_and_change_what_is_loaded() -> None:
@@ -124,3 +155,74 @@ def test_hooks_around_loading_see_and_change_what_is_loaded() -> None:
     loaded.load_state_dict(saved.state_dict())
     assert torch.equal(loaded.state[b]["exp_avg"], saved.state[b]["exp_avg"])
     assert torch.equal(loaded.state[a]["exp_avg"], 2 * saved.state[a]["exp_avg"])
+
+
+# --- states that do not fit -----------------------------------------------------------------------------------------------------------
+
+
+def trained(cls: type[MatrixOptimizer], *shapes: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    params = parameters(shapes)
+    optimizer = cls(params, lr=1e-2, **options)
+    run(optimizer, params, range(2))
+    return optimizer.state_dict()
+
+
+def without(key: str) -> dict[str, Any]:
+    saved = trained(SOAP, (4, 6), (5, 5))
+    return {**saved, "state": {i: {name: x for name, x in state.items() if name != key} for i, state in saved["state"].items()}}
+
+
+def with_a_number_for_a_tensor() -> dict[str, Any]:
+    saved = trained(SOAP, (4, 6), (5, 5))
+    return {**saved, "state": {i: {**state, "exp_avg": 1.0} for i, state in saved["state"].items()}}
+
+
+def of_adamw() -> dict[str, Any]:
+    params = parameters([(4, 6), (5, 5)])
+    optimizer = torch.optim.AdamW(params)
+    run(optimizer, params, range(2))
+    return optimizer.state_dict()
+
+
+def of_two_groups() -> dict[str, Any]:
+    p, q = parameters([(4, 6), (5, 5)])
+    return SOAP([{"params": [p]}, {"params": [q]}]).state_dict()
+
+
+MISFITS: dict[str, Callable[[], dict[str, Any]]] = {
+    "transposed": lambda: trained(SOAP, (6, 4), (5, 5)),
+    "larger": lambda: trained(SOAP, (4, 6), (5, 6)),
+    "more_dims": lambda: trained(SOAP, (4, 6), (1, 5, 5)),
+    "one_more": lambda: trained(SOAP, (4, 6), (5, 5), (3, 3)),
+    "two_groups": of_two_groups,
+    "no_step": lambda: without("step"),
+    "no_basis": lambda: without("basis_1"),
+    "no_moment": lambda: without("exp_avg"),
+    "a_number": with_a_number_for_a_tensor,
+    "adamw": of_adamw,
+    "kl_soap": lambda: trained(KLSOAP, (4, 6), (5, 5)),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(misfit: str) -> None:
+    params = parameters([(4, 6), (5, 5)])
+    optimizer = SOAP(params, precondition_frequency=7)
+    run(optimizer, params, range(3))
+    twin = copy.deepcopy(optimizer)
+    twins = twin.param_groups[0]["params"]
+    with pytest.raises(ValueError, match=r"saved"):
+        optimizer.load_state_dict(MISFITS[misfit]())
+    assert optimizer.param_groups[0]["precondition_frequency"] == 7
+    assert same_state(optimizer, params, twin, twins)
+    run_both((optimizer, params), (twin, twins), range(3, 5))
+    assert all_same(params, twins)
+
+
+def test_a_misfit_of_kl_soap_and_of_a_layout() -> None:
+    with pytest.raises(ValueError, match="eigenvalues_0 missing"):
+        KLSOAP(parameters([(4, 6)]), 1e-2).load_state_dict(trained(SOAP, (4, 6)))
+    saved = trained(StackedSOAP, (2, 4, 6))
+    saved["param_groups"][0]["matrix_layout"] = "per_expert"
+    with pytest.raises(ValueError, match=r"exp_avg \(8, 6\), expected \(2, 4, 6\)"):
+        StackedSOAP(parameters([(2, 4, 6)]), 1e-2).load_state_dict(saved)

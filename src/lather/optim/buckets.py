@@ -36,6 +36,12 @@ def parameter_layout(p: Tensor, group: Mapping[str, Any]) -> Layout:
     return layout_of(tuple(p.shape), group, contiguous=p.is_contiguous())
 
 
+def layout_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the layouts of a group's parameters, and so its buckets, depend on."""
+    limits = group["max_update_rms"] > 0 or group.get("normalize_preconditioned_grads", False)
+    return (group["matrix_layout"], group["max_precond_dim"], group["precondition_1d"], str(group["state_dtype"]), limits)
+
+
 class Bucket:
     """Parameters with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
 
@@ -43,6 +49,7 @@ class Bucket:
         self.params = [p for p, _ in members]
         self.groups = [group for _, group in members]
         self.layouts = [parameter_layout(p, group) for p, group in members]
+        self.made_for = [layout_options(group) for group in self.groups]
         self.first_row = [0, *accumulate(layout.batch for layout in self.layouts)]
         entries = state_entries(self.layouts[0], self.groups[0])
         device = self.params[0].device
@@ -196,3 +203,17 @@ def grad_of(p: Tensor) -> Tensor:
     """The gradient, which the caller knows to be there."""
     assert p.grad is not None
     return p.grad.detach()
+
+
+def check_state(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError unless `state` has the entries and shapes that `p` has under the options in `group`."""
+    layout = parameter_layout(p, group)
+    expected: dict[str, tuple[int, ...]] = {"step": ()}
+    expected |= {key: kept_shape(key, entry, layout) for key, entry in state_entries(layout, group).items()}
+    found = {key: tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()}
+    if found != expected:
+        key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
+        raise ValueError(
+            f"{what} has {key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}: "
+            "it belongs to another parameter, or to other options"
+        )

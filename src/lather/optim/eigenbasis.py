@@ -48,7 +48,7 @@ def get_eigenbasis_eigh(
     q = _eigh_or_none(k)
     if q is None:
         q = torch.stack([_eigh_retried(one) for one in k])
-    q = eye.where((k == 0).all(-1).all(-1)[:, None, None], q)
+    q = eye.where(is_zero(k)[:, None, None], q)
     failed = ~q.isfinite().all(-1).all(-1)
     return (eye if fallback is None else fallback).where(failed[:, None, None], q), failed
 
@@ -122,6 +122,11 @@ def rayleigh_quotients(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]) -> 
     return (q * (k @ q)).sum(-2)
 
 
+def is_zero(k: Float[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
+    """Which factors have never seen a gradient."""
+    return (k == 0).all(-1).all(-1)
+
+
 def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float) -> Bool[Tensor, " b"]:
     """The skip criterion: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in Frobenius norm, per matrix."""
     rotated = q.mT @ k @ q
@@ -166,8 +171,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
             w, order = w.gather(-1, again), order.gather(-1, again)
             q_new = q_new.gather(-1, again.unsqueeze(-2).expand_as(q_new))
         # An expert that never saw a token has no eigenvalues yet; with zeros its first gradient would count for 1 / eps.
-        unseen = (k == 0).all(-1).all(-1)
-        eigenvalues.copy_(eigenvalues.where((failed | unseen)[:, None], w))
+        eigenvalues.copy_(eigenvalues.where((failed | is_zero(k))[:, None], w))
         q_new = _unless(failed, q, q_new)
     turn = q_new.mT @ q if second_moment == "rotate" or _prefers_turn(exp_avg, dim) else None
     exp_avg.copy_(_unless(failed, exp_avg, _turned(exp_avg, q, q_new, turn, dim)))

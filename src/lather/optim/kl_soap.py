@@ -81,7 +81,7 @@ class KLSOAP(MatrixOptimizer):
     def __init__(  # noqa: PLR0913 - the options are the interface
         self,
         params: ParamsT,
-        lr: float,
+        lr: float | Tensor,
         betas: tuple[float, float] = (0.9, 0.95),
         shampoo_beta: float = 0.95,
         eps: float = 1e-8,
@@ -153,7 +153,7 @@ class REKLS(KLSOAP):
 
     preset: ClassVar = {"refresh_method": "eigh", "precondition_frequency": 1}
 
-    def __init__(self, params: ParamsT, lr: float, *args: Any, **options: Any) -> None:
+    def __init__(self, params: ParamsT, lr: float | Tensor, *args: Any, **options: Any) -> None:
         super().__init__(params, lr, *args, **{**self.preset, **options})
 
 
@@ -165,5 +165,5 @@ class StackedSOAP(KLSOAP):
 
     preset: ClassVar = {"matrix_layout": "stacked"}
 
-    def __init__(self, params: ParamsT, lr: float, *args: Any, **options: Any) -> None:
+    def __init__(self, params: ParamsT, lr: float | Tensor, *args: Any, **options: Any) -> None:
         super().__init__(params, lr, *args, **{**self.preset, **options})

@@ -5,8 +5,7 @@
     stacked     three dims (b, m, n) are one matrix, merged along the smaller edge: (m, b*n) if n <= m, else (b*m, n)
     elements    no dim has a factor: every element is a tensor of its own (a scalar), so that parameters of any shape share one batch
 
-The first three are the user's choice; `elements` is found. The batch dim is always there, also when it has size one: batched products,
-QR and eigh then give a matrix the same bits alone as in company.
+The first three are the user's choice; `elements` is found. The batch dim is always there, also when it has size one.
 
 Letters: B batch (experts, elements, or 1), n_i the size of inner dim i.
 """

@@ -11,6 +11,7 @@ A rule names its phases in order and implements them on batches (B, n_0, n_1, ..
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.buckets import Bucket, Chunk, Run, make_buckets, parameter_layout, runs_of
+from lather.optim.buckets import Bucket, Chunk, Run, check_state, layout_options, make_buckets, parameter_layout, runs_of
 from lather.optim.inspection import Gradient, inspect_gradients
 from lather.optim.options import check_options, refresh_interval
 from lather.optim.precision import matmul_precision, no_autocast, on_streams
 from lather.optim.refresh import FactorRefresh, Stagger, refresh, refresh_cost
-from lather.optim.state import MatrixState, kept_shape, layout_bytes, state_entries
+from lather.optim.state import MatrixState, layout_bytes
 
 GIB = 2**30
 
@@ -264,16 +265,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self.state[p] = {"step": torch.zeros((), dtype=torch.float32), **views}
 
     def _bring_buckets_up_to_date(self) -> None:
-        """State that is not a view of a bucket (it was loaded, unpickled, or replaced by the user) is stacked anew."""
-        seen = set()
-        for bucket in self._buckets:
-            for p, views in zip(bucket.params, bucket.views, strict=True):
-                state = self.state.get(p, {})
-                if all(state.get(name) is view for name, view in views.items()):
-                    seen.add(id(p))
+        """State is stacked anew if some of it is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
+        which layouts depend was changed. Raises ValueError, before it changes anything, for state that no longer fits.
+        """
         members = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p)]
-        if len(seen) == len(members) and all(id(p) in seen for p, _ in members):
+        options = {id(group): layout_options(group) for group in self.param_groups}
+        current = [
+            all(self.state.get(p, {}).get(name) is view for name, view in views.items()) and made_for == options.get(id(group))
+            for bucket in self._buckets
+            for p, group, views, made_for in zip(bucket.params, bucket.groups, bucket.views, bucket.made_for, strict=True)
+        ]
+        if all(current) and len(current) == len(members):
             return
+        for p, group in members:
+            check_state(self.state[p], p, group, f"the state of a parameter of shape {tuple(p.shape)}")
         self._buckets = make_buckets(members, apart={id(p): int(self.state[p]["step"]) for p, _ in members})
         for bucket in self._buckets:
             for p, views in zip(bucket.params, bucket.views, strict=True):
@@ -330,24 +335,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """(parameter, its saved group, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
-                yield p, {**self.defaults, **saved_group}, state_dict["state"].get(saved_id, {})
+                options = {key: saved_group.get(key, default) for key, default in self.defaults.items()}
+                yield p, options, state_dict["state"].get(saved_id, {})
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> None:
         own, saved = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"]))
         if own != saved:
             raise ValueError(f"the saved optimizer has parameter groups of {saved} parameters, this one of {own}: they must be equal")
         for number, (p, group, state) in enumerate(self._saved_states(state_dict)):
-            if not state:
-                continue
-            layout = parameter_layout(p, group)
-            expected = {name: kept_shape(name, entry, layout) for name, entry in state_entries(layout, group).items()}
-            found = {name: tuple(value.shape) for name, value in state.items() if name != "step"}
-            if found != expected:
-                name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
-                raise ValueError(
-                    f"the saved state of parameter {number} with shape {tuple(p.shape)} has {name} {found.get(name, 'missing')}, expected "
-                    f"{expected.get(name, 'none')}: it was saved for another parameter or with other options"
-                )
+            if state:
+                check_state(state, p, group, f"the saved state of parameter {number} with shape {tuple(p.shape)}")
 
     def _reset_buckets(self) -> None:
         self._buckets, self._stagger = [], None
@@ -361,7 +358,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_counts": self._counts}
+        """Views become tensors of their own: pickle would write the whole stack for each."""
+        state = super().__getstate__()
+        apart = {p: {name: value.clone() for name, value in entries.items()} for p, entries in state["state"].items()}
+        return {**state, "state": defaultdict(dict, apart), "_counts": self._counts}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -389,7 +389,7 @@ def _hashable(value: Any) -> Any:
 
 def _each_once(params: Any) -> Any:
     """The parameters (or (name, parameter) pairs) without repetitions, in order."""
-    if isinstance(params, Tensor):
+    if isinstance(params, Tensor | set):  # torch takes the one and refuses the other
         return params
     items = list(params)
     return list({id(item[1] if isinstance(item, tuple) else item): item for item in items}.values())

@@ -1,7 +1,7 @@
 """Q of Y = Q R for batches of square matrices: by LAPACK or cuSOLVER one by one, or by blocked Cholesky-QR in batched products.
 
 `torch.linalg.qr` works through a batch one matrix at a time. `cholesky_qr` does the same factorisation as batched products: block
-Gram-Schmidt, each block made orthogonal to all earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in
+Gram-Schmidt, each block made orthogonal to the earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in
 itself by Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), twice as well (Yamamoto et al. 2015: CholeskyQR2). Cholesky does not mind how the
 columns are scaled, so eigenvalues that differ by many orders of magnitude do no harm; only columns that nearly depend on the others of
 their block do, and those matrices are reported as failed, for the caller to send to QR.
@@ -22,8 +22,8 @@ BLOCK = 32
 """Rows that are made orthonormal by one Cholesky factorisation."""
 
 MAX_FIRST_ERROR = 0.3
-"""Largest deviation from orthonormality that the first Cholesky-QR of a block may leave for the second; it is about eps times the squared
-condition of the block, so that rows may depend on each other down to about one part in a thousand."""
+"""Largest deviation from orthonormality that a block may have before its second Cholesky-QR, which then is exact to rounding. Rows may
+depend on each other, and on those of earlier blocks, down to about one part in a thousand."""
 
 CPU_CHOLESKY_QR = range(1, 385)
 """Sizes at which Cholesky-QR is faster than LAPACK's QR (measured at 64 to 2048, docs/log.md)."""
@@ -58,12 +58,7 @@ def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tens
 def _orthonormalise_(x: Tensor, start: int, stop: int, failed: Tensor) -> None:
     """Rows start to stop of x (B, n, n), given that those before are orthonormal and taken out of them once."""
     if stop - start <= BLOCK:
-        block, earlier = x[:, start:stop], x[:, :start]
-        if start:
-            block = torch.baddbmm(block, block @ earlier.mT, earlier, alpha=-1)
-        block, dependent = _cholesky_qr(block)
-        x[:, start:stop] = block
-        failed |= dependent
+        x[:, start:stop] = _orthonormal_block(x[:, start:stop], x[:, :start], failed)
         return
     middle = start + BLOCK * max(1, round((stop - start) / (2 * BLOCK)))
     _orthonormalise_(x, start, middle, failed)
@@ -72,13 +67,18 @@ def _orthonormalise_(x: Tensor, start: int, stop: int, failed: Tensor) -> None:
     _orthonormalise_(x, middle, stop, failed)
 
 
-def _cholesky_qr(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of x (B, w, n) orthonormal, and which of the batch have rows too dependent for it."""
+def _orthonormal_block(x: Tensor, earlier: Tensor, failed: Tensor) -> Tensor:
+    """The rows of x (B, w, n) orthonormal, also to `earlier` (B, k, n); notes in `failed` where they depend too much on each other.
+
+    Between the two Cholesky-QRs, when rows have norm 1, what the first has magnified of the earlier rows is taken out.
+    """
     x = _inverse_cholesky(x @ x.mT) @ x
+    if earlier.shape[1]:
+        x = torch.baddbmm(x, x @ earlier.mT, earlier, alpha=-1)
     gram = x @ x.mT
-    error = gram - torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    dependent = ~(error.flatten(1).amax(1).maximum(-error.flatten(1).amin(1)) <= MAX_FIRST_ERROR)
-    return _inverse_cholesky(gram) @ x, dependent
+    error = (gram - torch.eye(x.shape[1], dtype=x.dtype, device=x.device)).flatten(1)
+    failed |= ~(error.amax(1).maximum(-error.amin(1)) <= MAX_FIRST_ERROR)
+    return _inverse_cholesky(gram) @ x
 
 
 def _inverse_cholesky(gram: Tensor) -> Tensor:

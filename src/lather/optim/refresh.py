@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.buckets import Run
-from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, rayleigh_quotients, update_eigenbasis_and_momentum
+from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
 from lather.optim.state import compute_dtype
 
 logger = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ def _without_good_ones(jobs: list[FactorRefresh], count: Callable[[str, int], No
 
 
 def _still_good(job: FactorRefresh) -> Tensor:
-    take, _ = _access(job)
+    take, put = _access(job)
     k, q = take(f"factor_{job.dim}"), take(f"basis_{job.dim}")
     good = is_still_diagonal(k, q, job.run.options["adaptive_update_tolerance"] or DEFAULT_TOLERANCE)
     if f"eigenvalues_{job.dim}" in job.run.bucket.stacks:
-        _, put = _access(job)
         w = take(f"eigenvalues_{job.dim}")
-        put(f"eigenvalues_{job.dim}", w.where(~good[:, None], rayleigh_quotients(k, q)))
+        renewed = good & ~is_zero(k)
+        put(f"eigenvalues_{job.dim}", w.copy_(w.where(~renewed[:, None], rayleigh_quotients(k, q))))
     return good
 
 

@@ -136,7 +136,7 @@ class SOAP(MatrixOptimizer):
     def __init__(  # noqa: PLR0913 - the options are the interface
         self,
         params: ParamsT,
-        lr: float = 3e-3,
+        lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         shampoo_beta: float = -1,
         eps: float = 1e-8,

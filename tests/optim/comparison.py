@@ -1,0 +1,231 @@
+"""The package's optimizers side by side with the NumPy reference, on the same parameters and gradients.
+
+Two right implementations agree only where the step is well-conditioned: the eigenvectors of a null space are arbitrary, and an entry
+of the projected gradient that is zero but for rounding has an arbitrary sign. Shapes and warm-ups of the fixed tests are therefore such
+that factors have full rank when the first basis is taken. A column of a basis is free up to its sign, which no comparison here sees.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jaxtyping
+import numpy as np
+import torch
+from reference import Array, Reference, ReferenceKLSOAP, ReferenceSOAP, project_out, unstacked
+
+from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP
+
+Shape = tuple[int, ...]
+Gradients = list[list[Array | None]]
+"""Per step, per parameter; None: it has no gradient."""
+
+TOLERANCE = 1e-7
+"""Of lr for parameters (a step is of its order), of the largest entry for state; rounding gives 1e-13 before eigenvectors amplify it."""
+
+CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference], dict[str, Any]]] = {
+    "SOAP": (SOAP, ReferenceSOAP, {}),
+    "KLSOAP": (KLSOAP, ReferenceKLSOAP, {}),
+    "REKLS": (REKLS, ReferenceKLSOAP, {"refresh_method": "eigh", "precondition_frequency": 1}),
+    "StackedSOAP": (StackedSOAP, ReferenceKLSOAP, {"matrix_layout": "stacked"}),
+}
+"""Name -> the package's class, the reference's, and what the reference calls it."""
+
+OF_THE_PACKAGE_ALONE = (
+    "batched",
+    "bucket_bytes",
+    "fp32_matmul_prec",
+    "max_state_bytes",
+    "nonfinite",
+    "num_streams",
+    "qr_fp32_matmul_prec",
+    "stagger_refresh",
+    "state_dtype",
+)
+"""Options that say how something is computed, not what."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with options of their own, on top of those of all groups."""
+
+    shapes: Sequence[Shape]
+    options: dict[str, Any] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)
+    """Options for the reference alone."""
+
+
+@dataclass
+class Difference:
+    """The largest over all parameters and steps."""
+
+    params: float = 0.0
+    """In units of lr."""
+    state: float = 0.0
+    """Relative to each tensor's largest entry."""
+
+    @property
+    def is_rounding(self) -> bool:
+        return max(self.params, self.state) < TOLERANCE
+
+
+@contextmanager
+def without_type_checks() -> Iterator[None]:
+    """Annotations of the package unchecked inside the block: checking them takes ten times as long as what they annotate."""
+    config = jaxtyping.config
+    before = config.jaxtyping_disable
+    config.update("jaxtyping_disable", True)
+    try:
+        with mock.patch.object(jaxtyping, "jaxtyped", _leave_alone):  # what decorates functions inside functions, at every call
+            yield
+    finally:
+        config.update("jaxtyping_disable", before)
+
+
+def _leave_alone(**_: Any) -> Callable[[Any], Any]:
+    return lambda function: function
+
+
+def described(options: dict[str, Any]) -> str:
+    """An id for pytest, the same in every process."""
+    return ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items()) or "defaults"
+
+
+def gradients(
+    shapes: Sequence[Shape], steps: int, *, seed: int = 1, idle: bool = False, missing: tuple[int, ...] = (1,), scale: float = 1.0
+) -> Gradients:
+    """Ill-scaled Gaussians, a scale per step and one per column.
+
+    Args:
+        idle: in every step but the second, one slice along the leading dim of each parameter with more than two dims is zero.
+        missing: indices of the parameters that have no gradient in the fourth and tenth step.
+        scale: of all.
+    """
+    rng = np.random.default_rng(seed)
+    plan: Gradients = []
+    for step in range(steps):
+        grads: list[Array | None] = []
+        for index, shape in enumerate(shapes):
+            g = np.asarray(rng.normal(size=shape) * (0.2 + rng.random(shape[-1:] or None)) * scale * 10.0 ** rng.integers(-1, 2))
+            if idle and len(shape) > 2 and step != 1:
+                g[(step + index) % shape[0]] = 0.0
+            grads.append(None if step in (3, 9) and index in missing else g)
+        plan.append(grads)
+    return plan
+
+
+def starting_points(shapes: Sequence[Shape], seed: int = 0) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    return [np.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def optimizer_of(kind: str, groups: Sequence[Group], start: Sequence[Array], **options: Any) -> tuple[MatrixOptimizer, list[torch.Tensor]]:
+    """The package's optimizer, with fp64 parameters and state unless `options` say otherwise, and its parameters in order."""
+    params = [torch.nn.Parameter(torch.tensor(p)) for p in start]
+    remaining = iter(params)
+    own = [{"params": [next(remaining) for _ in group.shapes], **group.options} for group in groups]
+    with without_type_checks():
+        return CLASSES[kind][0](own, **{"lr": 1e-2, "state_dtype": torch.float64, **options}), list(params)
+
+
+def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> Reference:
+    """The reference with the meaning of the package's options."""
+    _, reference, preset = CLASSES[kind]
+    known = {key: value for key, value in {"lr": 1e-2, **preset, **options}.items() if key not in OF_THE_PACKAGE_ALONE}
+    if known.get("refresh_method") in ("cholesky_qr", "auto"):
+        known["refresh_method"] = "qr"
+    return reference(list(start), **known)
+
+
+def compare(
+    kind: str,
+    groups: Sequence[Group],
+    options: dict[str, Any],
+    plan: Gradients | None = None,
+    *,
+    ours: dict[str, Any] | None = None,
+    steps: int = 12,
+    checked: bool = False,
+) -> Difference:
+    """Run both and compare parameters after every step and state after every fourth and the last.
+
+    Args:
+        kind: a key of CLASSES.
+        options: of all groups, for both.
+        plan: the gradients, in the order of the groups' parameters; given none, `gradients` of as many `steps`.
+        ours: options for the package alone.
+        checked: also check the package's annotations.
+    """
+    shapes = [shape for group in groups for shape in group.shapes]
+    start = starting_points(shapes)
+    optimizer, params = optimizer_of(kind, groups, start, **{**options, **(ours or {})})
+    ends = np.cumsum([len(group.shapes) for group in groups])
+    references = [
+        reference_of(kind, start[end - len(group.shapes) : end], {**options, **group.options, **group.theirs})
+        for group, end in zip(groups, ends, strict=True)
+    ]
+    worst = Difference()
+    plan = gradients(shapes, steps) if plan is None else plan
+    for number, grads in enumerate(plan, 1):
+        step_package(optimizer, params, grads, checked=checked)
+        for group, end, reference in zip(groups, ends, references, strict=True):
+            first = end - len(group.shapes)
+            reference.step(grads[first:end])
+            for p, w, state in zip(params[first:end], reference.params, reference.state, strict=True):
+                worst.params = max(worst.params, largest(p.detach().numpy() - w) / reference.options.lr)
+                if number % 4 == 0 or number == len(plan):
+                    worst.state = max(worst.state, state_difference(optimizer.state.get(p, {}), state, w.shape))
+    return worst
+
+
+def step_package(
+    optimizer: MatrixOptimizer, params: Sequence[torch.Tensor], grads: Sequence[Array | None], *, checked: bool = False
+) -> None:
+    """One step with these gradients, which must come out as they went in."""
+    for p, g in zip(params, grads, strict=True):
+        p.grad = None if g is None else torch.tensor(g, dtype=p.dtype)
+    with nullcontext() if checked else without_type_checks():
+        optimizer.step()
+    for p, g in zip(params, grads, strict=True):
+        assert g is None or torch.equal(p.grad, torch.tensor(g, dtype=p.dtype))
+
+
+def largest(x: Array) -> float:
+    """The largest magnitude in x; infinite if an entry is not a number."""
+    value = float(np.abs(x).max(initial=0.0))
+    return value if np.isfinite(value) else np.inf
+
+
+def relative(ours: Array, expected: Array) -> float:
+    return largest(ours - expected) / (largest(expected) or 1.0)
+
+
+def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shape) -> float:
+    """Between two states of a parameter of this shape, bases and exp_avg up to the signs of the bases' columns."""
+    assert set(ours) == set(expected)
+    if not expected:
+        return 0.0
+    assert int(ours["step"]) == expected["step"]
+    got = {key: value.double().numpy() for key, value in ours.items()}
+    worst = 0.0
+    for key, value in expected.items():
+        if key.startswith(("factor", "eigenvalues")):
+            worst = max(worst, relative(got[key], value))
+        elif key.startswith("basis"):
+            cosines = (got[key] * value).sum(-2)
+            worst = max(worst, largest(np.abs(cosines) - 1.0))
+    v, m = expected["exp_avg_sq"], moment_in_parameter_coordinates(expected)
+    v_got, m_got = got["exp_avg_sq"], moment_in_parameter_coordinates(got)
+    if v_got.shape != v.shape:  # a stacked parameter without any factor keeps its moments in its own shape
+        v, m = unstacked(v, shape), unstacked(m, shape)
+    return max(worst, relative(v_got, v), relative(m_got, m))
+
+
+def moment_in_parameter_coordinates(state: dict[str, Any]) -> Array:
+    """exp_avg out of the eigenbases."""
+    bases = {int(key.removeprefix("basis_")): q for key, q in state.items() if key.startswith("basis_")}
+    if any(q.ndim == 3 for q in bases.values()):
+        return np.stack([project_out(m, {dim: q[e] for dim, q in bases.items()}) for e, m in enumerate(state["exp_avg"])])
+    return project_out(state["exp_avg"], bases)

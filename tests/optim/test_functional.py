@@ -1,0 +1,177 @@
+"""The building blocks against direct formulas: batched, and pure or in place as documented."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.optim import eigenbasis, kronecker
+from lather.optim.functional import (
+    adam_update,
+    init_kronecker_factors,
+    precondition,
+    update_kronecker_factors,
+    update_kronecker_factors_kl,
+)
+from lather.optim.kronecker import bias_corrected_beta
+
+LETTERS = "acd"
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spd(batch: int, n: int, seed: int = 0) -> Tensor:
+    x = randn(batch, n, 2 * n, seed=seed)
+    return x @ x.mT
+
+
+def contraction(x: Tensor, y: Tensor, dim: int) -> Tensor:
+    """Of two tensors (B, n_0, ...) over all dims but the batch and inner dim `dim`, spelt out."""
+    ours = "b" + LETTERS[: x.dim() - 1]
+    theirs = ours.replace(ours[dim + 1], "z")
+    return torch.einsum(f"{ours},{theirs}->b{ours[dim + 1]}z", x, y)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)], ids=str)
+def test_factors_are_contractions_of_the_gradient(shape: tuple[int, ...]) -> None:
+    g = randn(2, *shape)
+    before = g.clone()
+    factors = init_kronecker_factors(g, range(len(shape)))
+    for dim, k in factors.items():
+        torch.testing.assert_close(k, contraction(g, g, dim), rtol=1e-13, atol=1e-13)
+    old = {dim: k.clone() for dim, k in factors.items()}
+    h = randn(2, *shape, seed=1)
+    update_kronecker_factors(factors, h, 0.8)
+    for dim, k in factors.items():
+        torch.testing.assert_close(k, 0.8 * old[dim] + 0.2 * contraction(h, h, dim), rtol=1e-13, atol=1e-13)
+        assert not torch.allclose(k, 0.802 * old[dim] + 0.198 * contraction(h, h, dim), rtol=1e-4)
+    assert torch.equal(g, before)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)], ids=str)
+@pytest.mark.parametrize("rotated", [False, True], ids=["identity", "bases"])
+def test_kl_factors_weigh_the_other_dims_by_their_inverse(shape: tuple[int, ...], rotated: bool) -> None:
+    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, both factors from the old inverses."""
+    g, eps = randn(2, *shape), 0.3
+    factors = {dim: spd(2, n, seed=dim) for dim, n in enumerate(shape)}
+    bases = {dim: torch.linalg.qr(randn(2, n, n, seed=7 + dim)).Q for dim, n in enumerate(shape)} if rotated else {}
+    eigenvalues = {dim: randn(2, n, seed=20 + dim).abs() for dim, n in enumerate(shape)}
+    assert min(float(w.min()) for w in eigenvalues.values()) < eps
+    inverses = {}
+    for dim, w in eigenvalues.items():
+        q = bases.get(dim, torch.eye(shape[dim], dtype=torch.float64).expand(2, -1, -1))
+        inverses[dim] = q @ torch.diag_embed(1 / w.clamp_min(eps)) @ q.mT
+    expected = {}
+    for dim, k in factors.items():
+        x = g
+        for other, inverse in inverses.items():
+            if other != dim:
+                x = torch.einsum("bij,b...j->b...i", inverse, x.movedim(other + 1, -1)).movedim(-1, other + 1)
+        expected[dim] = 0.9 * k + 0.1 * shape[dim] / g[0].numel() * contraction(x, g, dim)
+    wrong = {dim: 0.9 * k + 1.01 * (expected[dim] - 0.9 * k) for dim, k in factors.items()}
+    kept = {dim: w.clone() for dim, w in eigenvalues.items()}
+    update_kronecker_factors_kl(factors, bases, eigenvalues, g, 0.9, eps=eps)
+    for dim, k in factors.items():
+        torch.testing.assert_close(k, expected[dim], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(k, wrong[dim], rtol=1e-5, atol=1e-5)
+        assert torch.equal(eigenvalues[dim], kept[dim])
+
+
+def test_a_dim_without_factor_is_not_whitened() -> None:
+    g = randn(1, 4, 6)
+    factors = {0: torch.zeros(1, 4, 4, dtype=torch.float64)}
+    update_kronecker_factors_kl(factors, {}, {0: randn(1, 4).abs()}, g, 0.0, eps=1e-8)
+    torch.testing.assert_close(factors[0], g @ g.mT / 6, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("active", [[0, 2], [1], []], ids=str)
+def test_only_the_active_entries_of_a_batch_change(active: list[int]) -> None:
+    g, index = randn(3, 4, 5), torch.tensor(active, dtype=torch.long)
+    for kl in (False, True):
+        factors = {dim: spd(3, n) for dim, n in enumerate((4, 5))}
+        whole = {dim: k.clone() for dim, k in factors.items()}
+        before = {dim: k.clone() for dim, k in factors.items()}
+        if kl:
+            w = {dim: randn(3, n).abs() + 0.1 for dim, n in enumerate((4, 5))}
+            q = {dim: torch.linalg.qr(randn(3, n, n)).Q for dim, n in enumerate((4, 5))}
+            update_kronecker_factors_kl(factors, q, w, g, 0.7, eps=1e-8, active=index)
+            update_kronecker_factors_kl(whole, q, w, g, 0.7, eps=1e-8)
+        else:
+            update_kronecker_factors(factors, g, 0.7, index)
+            update_kronecker_factors(whole, g, 0.7)
+        for dim, k in factors.items():
+            for entry in range(3):
+                expected = whole if entry in active else before
+                torch.testing.assert_close(k[entry], expected[dim][entry], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("active", [None, [0, 2]], ids=["all", "some"])
+@pytest.mark.parametrize("shape", [(0, 0), (3, 5), (1, 17)], ids=["even", "uneven", "more_uneven"])
+def test_large_statistics_by_block_rows_are_the_same_and_symmetric(shape: tuple[int, int], active: list[int] | None) -> None:
+    m, n = (kronecker.SYMMETRIC_FROM + extra for extra in shape)
+    g = randn(3, m, n)
+    x = randn(3, m, 4, seed=1)
+    k = x @ x.mT
+    expected = 0.9 * k + 0.1 * (g @ g.mT)
+    if active is not None:
+        expected[1] = k[1]
+    factors = {0: k.clone()}
+    update_kronecker_factors(factors, g, 0.9, None if active is None else torch.tensor(active))
+    torch.testing.assert_close(factors[0], expected, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(factors[0], factors[0].mT, rtol=0, atol=1e-12)
+
+
+def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
+    """From the first sample on: sum of beta^(t-i) x_i over its weights, to which the first counts as every other."""
+    beta, samples = 0.9, [1.0, 5.0, -2.0, 3.0]
+    average = samples[0]
+    for t, x in enumerate(samples[1:], start=1):
+        now = bias_corrected_beta(beta, t)
+        average = now * average + (1 - now) * x
+        weights = [beta ** (t - i) for i in range(t + 1)]
+        mean = sum(w * s for w, s in zip(weights, samples, strict=False)) / sum(weights)
+        assert average == pytest.approx(mean, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 5)], ids=str)
+def test_in_and_out_are_products_with_each_basis_and_each_others_inverse(shape: tuple[int, ...]) -> None:
+    x = randn(2, *shape)
+    before = x.clone()
+    bases = {dim: torch.linalg.qr(randn(2, n, n, seed=dim + 1)).Q for dim, n in enumerate(shape) if dim != 1 or len(shape) < 3}
+    inside = precondition(x, bases, "in")
+    expected = x
+    for dim, q in bases.items():
+        expected = torch.einsum("bji,b...j->b...i", q, expected.movedim(dim + 1, -1)).movedim(-1, dim + 1)
+    torch.testing.assert_close(inside, expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(precondition(inside, bases, "out"), x, rtol=1e-12, atol=1e-12)
+    assert torch.equal(x, before)
+    assert precondition(x, {}, "in") is x
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("correct_bias", [False, True])
+def test_adam_in_plain_numbers(nesterov: bool, correct_bias: bool) -> None:
+    b1, b2, eps = 0.9, 0.99, 1e-3
+    m, v = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
+    m_expected, v_expected = m.clone(), v.clone()
+    for t in range(1, 5):
+        g = randn(2, 3, seed=t)
+        before = g.clone()
+        u = adam_update(g, m, v, t, betas=(b1, b2), eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+        m_expected, v_expected = b1 * m_expected + (1 - b1) * g, b2 * v_expected + (1 - b2) * g**2
+        c1, c1_next, c2 = (1 - b1**t, 1 - b1 ** (t + 1), 1 - b2**t) if correct_bias else (1, 1, 1)
+        numerator = b1 * m_expected / c1_next + (1 - b1) * g / c1 if nesterov else m_expected / c1
+        expected = numerator / ((v_expected / c2).sqrt() + eps)
+        torch.testing.assert_close(u, expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(m, m_expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(v, v_expected, rtol=1e-13, atol=1e-13)
+        assert not torch.allclose(u, 1.01 * expected, rtol=1e-3)
+        assert torch.equal(g, before)
+
+
+def test_shape_annotations_are_checked_here() -> None:
+    with pytest.raises(TypeError):
+        eigenbasis.precondition("abc", {}, "in")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        eigenbasis.get_eigenbasis_svd(torch.zeros(2, 3, 4))

@@ -1,0 +1,124 @@
+"""Cholesky-QR: orthonormal, the same as QR up to signs, or flagged as failed; never silently wrong."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.optim.functional import get_eigenbasis_qr
+from lather.optim.orthogonal import orthonormal_rows, pick_refresh_method
+
+SIZES = [1, 2, 31, 32, 33, 63, 64, 65, 100]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+BATCH = 4
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def basis(n: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(randn(BATCH, n, n, seed=100 + seed)).Q
+
+
+def of_spectrum(w: Tensor, n: int) -> Tensor:
+    """Q_0^T K, the rows of one step of orthogonal iteration, where K has eigenvalues w and Q_0 is as good as random."""
+    u = basis(n, 1)
+    return basis(n, 2).mT @ ((u * w) @ u.mT)
+
+
+def clustered(n: int) -> Tensor:
+    w = torch.ones(n, dtype=torch.float64)
+    w[: n // 2] = 1e3
+    return of_spectrum(w * (1 + 1e-6 * randn(n).abs()), n)
+
+
+def rank_deficient(n: int, rank: int) -> Tensor:
+    return of_spectrum((torch.arange(n) < rank).double(), n)
+
+
+KINDS = {
+    "gaussian": lambda n: randn(BATCH, n, n),
+    "diagonal": lambda n: torch.eye(n, dtype=torch.float64).expand(BATCH, n, n) * torch.logspace(0, -6, n, dtype=torch.float64),
+    "wide_spectrum": lambda n: of_spectrum(torch.logspace(0, -5, n, dtype=torch.float64), n),
+    "gaussian_factor": lambda n: basis(n).mT @ (randn(BATCH, n, n) @ randn(BATCH, n, n).mT),
+    "clustered": clustered,
+    "half_rank": lambda n: rank_deficient(n, n // 2),
+    "rank_one_less": lambda n: rank_deficient(n, n - 1),
+    "equal_rows": lambda n: randn(BATCH, 1, n).expand(BATCH, n, n),
+    "zero": lambda n: torch.zeros(BATCH, n, n, dtype=torch.float64),
+}
+
+
+def error(q: Tensor) -> Tensor:
+    """Distance from orthonormal, per matrix."""
+    return (q @ q.mT - torch.eye(q.shape[-1], dtype=q.dtype)).abs().amax((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cholesky_qr_is_orthonormal_or_flagged(kind: str, dtype: torch.dtype) -> None:
+    for n in SIZES:
+        for scale in (1.0, 1e-20, 1e15):
+            y = (KINDS[kind](n) * scale).to(dtype)
+            q, failed = orthonormal_rows(y.clone(), "cholesky_qr")
+            worst = error(q).nan_to_num(nan=torch.inf)
+            assert bool((failed | (worst <= TOLERANCE[dtype])).all()), (n, scale, worst.tolist(), failed.tolist())
+            assert bool((error(orthonormal_rows(y, "qr")[0]) <= TOLERANCE[dtype]).all())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_cholesky_qr_is_qr_up_to_signs_and_does_not_fail_where_it_need_not(n: int) -> None:
+    y = torch.eye(n, dtype=torch.float64) + 0.3 / n**0.5 * randn(BATCH, n, n)
+    scales = torch.logspace(0, -12, n, dtype=torch.float64)[:, None]
+    for rows in (y, y * scales):  # rows of any scale are no harder
+        q, failed = orthonormal_rows(rows.clone(), "cholesky_qr")
+        expected, _ = orthonormal_rows(rows.clone(), "qr")
+        assert not failed.any()
+        signs = (q * expected).sum(-1, keepdim=True).sign()
+        torch.testing.assert_close(q, signs * expected, rtol=0, atol=1e-12)
+        lower = rows @ q.mT
+        torch.testing.assert_close(lower, lower.tril(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [5, 40])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_what_is_not_finite_is_flagged_and_the_others_are_not_touched_by_it(n: int, value: float) -> None:
+    y = (torch.eye(n) + 0.1 / n**0.5 * randn(3, n, n)).float()
+    alone = torch.cat([orthonormal_rows(y[i : i + 1].clone(), "cholesky_qr")[0] for i in range(3)])
+    y[1, n // 2, 1] = value
+    q, failed = orthonormal_rows(y.clone(), "cholesky_qr")
+    assert failed.tolist() == [False, True, False]
+    torch.testing.assert_close(q[::2], alone[::2], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [8, 33, 64, 65])
+def test_the_eigenbasis_falls_back_to_qr_for_exactly_the_matrices_that_fail(n: int) -> None:
+    q = basis(n)[:3].float()
+    good = (q * torch.linspace(2, 1, n)) @ q.mT
+    k = torch.stack([good[0], torch.zeros(n, n), good[2]])
+    q_new, order = get_eigenbasis_qr(k, q, method="cholesky_qr")
+    by_qr, order_by_qr = get_eigenbasis_qr(k, q, method="qr")
+    ordered = torch.stack([one[:, columns] for one, columns in zip(q, order, strict=True)])
+    by_cholesky, failed = orthonormal_rows((k @ ordered).mT.contiguous(), "cholesky_qr")
+    assert failed.tolist() == [False, True, False]
+    assert torch.equal(order, order_by_qr)
+    assert torch.equal(q_new[1], by_qr[1])
+    torch.testing.assert_close(q_new[::2], by_cholesky.mT[::2], rtol=0, atol=1e-5)
+    assert error(q_new).max() <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["qr", "cholesky_qr", "auto"])
+@pytest.mark.parametrize("kind", ["gaussian_factor", "clustered", "half_rank", "zero"])
+def test_every_eigenbasis_is_orthonormal(kind: str, method: str) -> None:
+    for n in (1, 2, 33, 64, 65):
+        x = {"gaussian_factor": randn(BATCH, n, n), "clustered": clustered(n), "half_rank": rank_deficient(n, n // 2)}.get(kind)
+        k = torch.zeros(BATCH, n, n) if x is None else (x @ x.mT).float()
+        q_new, order = get_eigenbasis_qr(k, basis(n).float(), power_iter_steps=2, method=method)
+        assert error(q_new).max() <= 1e-5, n
+        assert torch.equal(order.sort(-1).values, torch.arange(n).expand(BATCH, n))
+
+
+def test_auto_is_cholesky_qr_for_small_and_qr_for_large_matrices() -> None:
+    assert pick_refresh_method(64, "cpu") == "cholesky_qr"
+    assert pick_refresh_method(10**5, "cpu") == "qr"
+    assert pick_refresh_method(10**5, "cuda") == "qr"

@@ -1,0 +1,101 @@
+"""Ready-made intervals between refreshes: their numbers, their limits, and how often they refresh."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from optim_helpers import FEW_KINDS, make, parameter, run
+
+from lather.optim.schedules import CosineFrequency, LinearFrequency, StepFrequency
+
+SCHEDULES = [LinearFrequency, CosineFrequency, StepFrequency]
+by_class = pytest.mark.parametrize("cls", SCHEDULES, ids=[cls.__name__ for cls in SCHEDULES])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (LinearFrequency(1, 5, 4, start_step=2), [1, 1, 1, 2, 3, 4, 5, 5, 5]),
+        (CosineFrequency(1, 11, 4, start_step=2), [1, 1, 1, 2, 6, 10, 11, 11, 11]),
+        (StepFrequency(1, 10, 2, start_step=2), [1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 10, 10]),
+        (StepFrequency(3, 7, 1), [3, 6, 7, 7]),
+        (LinearFrequency(4, 4, 1), [4, 4, 4]),
+    ],
+    ids=["linear", "cosine", "step", "step_from_three", "constant"],
+)
+def test_in_numbers(schedule: Any, expected: list[int]) -> None:
+    assert [schedule(t) for t in range(len(expected))] == expected
+
+
+@by_class
+def test_from_the_least_to_the_most_without_a_step_back(cls: Any) -> None:
+    schedule = cls(2, 50, 40, start_step=10)
+    values = [schedule(t) for t in range(1, 1000)]
+    assert all(isinstance(value, int) for value in values)
+    assert values == sorted(values)
+    assert set(values[:10]) == {2}
+    assert values[-1] == 50
+    assert schedule(10**12) == 50
+
+
+@by_class
+def test_equal_pickled_and_shown(cls: Any) -> None:
+    schedule = cls(1, 8, 5)
+    assert pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule != cls(1, 8, 6)
+    assert hash(schedule) == hash(cls(1, 8, 5))
+    assert repr(schedule).startswith(f"{cls.__name__}(min_frequency=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0, 5, 10), "min_frequency"),
+        ((5, 4, 10), "max_frequency"),
+        ((1, 5, 0), "num_steps"),
+        ((1, 5, 10, -1), "start_step"),
+        ((True, 5, 10), "min_frequency"),
+    ],
+    ids=str,
+)
+@by_class
+def test_limits_are_named(cls: Any, arguments: tuple[int, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* is not valid: give "):
+        cls(*arguments)
+
+
+def doubling(t: int) -> int:
+    return 1 if t < 4 else 4
+
+
+@pytest.mark.parametrize(
+    "frequency",
+    [1, 3, doubling, LinearFrequency(1, 4, 8), CosineFrequency(1, 4, 8), StepFrequency(1, 4, 4)],
+    ids=["one", "three", "function", "linear", "cosine", "step"],
+)
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, frequency: Any) -> None:
+    p = parameter(3, 4, 4)
+    optimizer = make(kind, [p], precondition_frequency=frequency)
+    first = 1 if kind.startswith("soap") else 2  # of KL: the step after the warm-up
+    per_refresh = 2 * 3 if "per_expert" in kind else 2 if "stacked" in kind else 3
+    expected, refreshed = [], []
+    for t in range(1, 13):
+        before = optimizer.counters["refreshes_done"]
+        run(optimizer, [p], range(t, t + 1))
+        done = optimizer.counters["refreshes_done"] - before
+        assert done in (0, per_refresh)
+        interval = frequency(t) if callable(frequency) else frequency
+        expected.append(t == first or (t > first and t % interval == 0))
+        refreshed.append(done > 0)
+    assert refreshed == expected
+
+
+def test_every_step_of_the_warm_up_refreshes() -> None:
+    p = parameter(4, 4)
+    optimizer = make("soap", [p], precondition_frequency=5, precondition_warmup_steps=4, adam_warmup_steps=2)
+    done = []
+    for t in range(1, 11):
+        run(optimizer, [p], range(t, t + 1))
+        done.append(optimizer.counters["refreshes_done"] // 2)
+    assert done == [0, 1, 2, 3, 4, 4, 4, 4, 4, 5]

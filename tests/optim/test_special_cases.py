@@ -1,0 +1,148 @@
+"""Special cases in which the family is another optimizer, or one of its members is another."""
+
+from typing import Any
+
+import pytest
+import torch
+from optim_helpers import (
+    FEW_KINDS,
+    FULL_RANK,
+    KINDS,
+    all_same,
+    clones,
+    coupled_decay,
+    give_gradients,
+    largest_difference,
+    make,
+    parameter,
+    parameters,
+    run,
+    run_both,
+    same,
+)
+
+from lather.optim import KLSOAP, SOAP, StackedSOAP
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
+
+
+@pytest.mark.parametrize("identity_basis", [{"max_precond_dim": 0}, {"adam_warmup_steps": 100}], ids=["no_factor", "warm_up"])
+@every_kind
+def test_identity_basis_equals_adamw(kind: str, identity_basis: dict[str, Any]) -> None:
+    settings = {"lr": 1e-2, "betas": (0.9, 0.97), "eps": 1e-6, "weight_decay": 0.1}
+    ours = parameters(dtype=torch.float64)
+    theirs, wrong = clones(ours), clones(ours)
+    optimizer = make(kind, ours, **settings, **identity_basis, state_dtype=torch.float64)
+    run_both((optimizer, ours), (torch.optim.AdamW(theirs, **settings), theirs), range(8))
+    run(torch.optim.AdamW(wrong, **{**settings, "lr": 1.01e-2}), wrong, range(8))
+    assert largest_difference(ours, theirs) <= 1e-14
+    assert largest_difference(ours, wrong) > 1e-4
+
+
+@pytest.mark.parametrize("cls", [SOAP, KLSOAP], ids=["SOAP", "KLSOAP"])
+def test_coupled_decay_with_identity_basis_equals_adam(cls: Any) -> None:
+    coupled = coupled_decay("soap" if cls is SOAP else "kl")
+    ours = parameters(dtype=torch.float64)
+    theirs = clones(ours)
+    a = cls(ours, lr=1e-2, weight_decay=0.3, max_precond_dim=0, betas=(0.9, 0.95), state_dtype=torch.float64, **coupled)
+    b = torch.optim.Adam(theirs, lr=1e-2, weight_decay=0.3, betas=(0.9, 0.95))
+    run_both((a, ours), (b, theirs), range(8))
+    assert largest_difference(ours, theirs) <= 1e-14
+
+
+@pytest.mark.parametrize(("method", "share"), [("decoupled", 0.1 * 0.5), ("independent", 0.5), ("palm", 0.1**2 * 0.5)])
+def test_decoupled_decays_take_their_share(method: str, share: float) -> None:
+    p = parameter(4, 5, dtype=torch.float64)
+    start = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    KLSOAP([p], lr=0.1, weight_decay=0.5, weight_decay_method=method).step()
+    assert largest_difference([p], [(1 - share) * start]) <= 1e-15
+    assert largest_difference([p], [(1 - 1.01 * share) * start]) > 1e-5
+
+
+@pytest.mark.parametrize("cls", [SOAP, KLSOAP], ids=["SOAP", "KLSOAP"])
+def test_stacked_on_two_dims_is_exactly_tensor(cls: Any) -> None:
+    params = parameters([(6, 4), (4, 7)])
+    others = clones(params)
+    options = {"lr": 1e-2, "precondition_frequency": 2}
+    a, b = cls(params, matrix_layout="stacked", **options), cls(others, matrix_layout="tensor", **options)
+    run_both((a, params), (b, others), range(7))
+    assert all_same(params, others)
+
+
+def test_stacked_soap_is_kl_soap_on_the_merged_matrix() -> None:
+    for shape in ((3, 8, 4), (3, 4, 8)):
+        p = parameter(*shape, dtype=torch.float64)
+        b, m, n = shape
+        merged = (lambda x: x.movedim(0, 1).reshape(m, b * n)) if n <= m else (lambda x: x.reshape(b * m, n))  # noqa: B023
+        q = torch.nn.Parameter(merged(p.detach()).clone())
+        stacked, plain = StackedSOAP([p], 1e-2, state_dtype=torch.float64), KLSOAP([q], 1e-2, state_dtype=torch.float64)
+        for step in range(6):
+            give_gradients([p], step)
+            q.grad = merged(p.grad).clone()
+            stacked.step()
+            plain.step()
+        assert same(merged(p.detach()), q.detach())
+
+
+@pytest.mark.parametrize(("shape", "tolerance"), [((5, 16, 24), 0.0), ((3, 32, 32), 0.0), ((5, 7, 7), 1e-4)], ids=str)
+@pytest.mark.parametrize("kind", ["soap_per_expert", "kl_soap_per_expert"])
+def test_an_expert_alone_gives_the_same_as_in_a_stack(kind: str, shape: tuple[int, ...], tolerance: float) -> None:
+    """To the bit where every matrix of the stack starts on a cache line, as MKL's results depend on that; else to rounding."""
+    options = {"precondition_frequency": 2, "second_moment": "rotate", "adam_warmup_steps": 3}
+    stack = [parameter(*shape)]
+    alone = clones(stack[0].detach().unbind())
+    together, apart = make(kind, stack, **options), make(kind, alone, **options)
+    for step in range(9):
+        give_gradients(stack, step)
+        for p, g in zip(alone, stack[0].grad, strict=True):
+            p.grad = g.clone()
+        together.step()
+        apart.step()
+    assert largest_difference(alone, stack[0].unbind()) <= tolerance
+
+
+@every_kind
+def test_a_wide_matrix_is_its_transposed_tall_one(kind: str) -> None:
+    wide, tall = [parameter(5, 8, dtype=torch.float64)], [torch.nn.Parameter(parameter(5, 8, dtype=torch.float64).detach().T.contiguous())]
+    a, b = make(kind, wide, **FULL_RANK), make(kind, tall, **FULL_RANK)
+    for step in range(9):
+        give_gradients(wide, step)
+        tall[0].grad = wide[0].grad.T.contiguous()
+        a.step()
+        b.step()
+    assert int(a.state[wide[0]]["step"]) == 9
+    assert largest_difference([wide[0].T], tall) <= 1e-10
+
+
+def test_an_expert_without_tokens_keeps_factors_and_basis() -> None:
+    for kind in ("soap_per_expert", "kl_soap_per_expert"):
+        p = parameter(3, 4, 4)
+        optimizer = make(kind, [p], precondition_frequency=1)
+        run(optimizer, [p], range(3))
+        keys = [key for key in optimizer.state[p] if key.startswith(("factor", "basis", "eigenvalues"))]
+        before = {key: optimizer.state[p][key].clone() for key in keys}
+        give_gradients([p], 3)
+        p.grad[1] = 0
+        optimizer.step()
+        for key, value in before.items():
+            after = optimizer.state[p][key]
+            assert same(after[1], value[1]), (kind, key)
+            assert not torch.equal(after[0], value[0]), (kind, key)
+        assert optimizer.counters["refreshes_skipped"] == 2
+
+
+def test_an_expert_that_never_saw_a_token_is_left_alone() -> None:
+    for kind in ("soap_per_expert", "kl_soap_per_expert"):
+        p = parameter(2, 4, 4)
+        start = p.detach().clone()
+        optimizer = make(kind, [p], precondition_frequency=1, weight_decay=0.0)
+        for step in range(5):
+            give_gradients([p], step)
+            p.grad[0] = 0
+            optimizer.step()
+        assert same(p.detach()[0], start[0])
+        assert torch.equal(optimizer.state[p]["basis_0"][0], torch.eye(4))
+        if kind.startswith("kl"):
+            assert torch.equal(optimizer.state[p]["eigenvalues_0"][0], torch.ones(4))

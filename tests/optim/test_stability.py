@@ -1,0 +1,54 @@
+"""The first preconditioned updates do not blow up: rms(U) on independent Gaussian gradients, the hardest case for a cold start."""
+
+from typing import Any
+
+import pytest
+import torch
+from optim_helpers import give_gradients
+
+from lather.optim import KLSOAP, REKLS, SOAP, StackedSOAP
+
+LIMIT = 1.5
+SHAPES = [(64, 64), (64, 16), (256, 64), (16, 64)]
+STACKS = [(4, 64, 16), (4, 16, 64), (3, 64, 64), (16, 16, 4)]
+
+
+def largest_rms(cls: Any, shape: tuple[int, ...], steps: int, **options: Any) -> float:
+    """Of U over the first steps, read from how the parameter moves."""
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimizer = cls([p], lr=1.0, weight_decay=0.0, **options)
+    largest = 0.0
+    for step in range(steps):
+        before = p.detach().clone()
+        give_gradients([p], step)
+        optimizer.step()
+        largest = max(largest, float((p.detach() - before).square().mean().sqrt()))
+    return largest
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(KLSOAP, {}), (REKLS, {}), (SOAP, {"second_moment": "rotate", "precondition_frequency": 1})],
+    ids=["KLSOAP", "REKLS", "SOAP"],
+)
+def test_the_first_fifty_updates_stay_bounded(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
+    steps = 15 if cls is REKLS and max(shape) > 200 else 50
+    assert 0.5 < largest_rms(cls, shape, steps, **options) <= LIMIT
+
+
+@pytest.mark.parametrize("shape", STACKS, ids=str)
+def test_the_first_fifty_updates_of_stacked_experts_stay_bounded(shape: tuple[int, ...]) -> None:
+    assert 0.5 < largest_rms(StackedSOAP, shape, 50) <= LIMIT
+
+
+@pytest.mark.parametrize("cls", [KLSOAP, REKLS], ids=["KLSOAP", "REKLS"])
+def test_permuting_from_the_first_step_does_not(cls: Any) -> None:
+    """The published cold start, so that the limit is seen to matter."""
+    assert largest_rms(cls, (64, 16), 20, second_moment="permute", adam_warmup_steps=0) > LIMIT
+
+
+def test_what_the_clip_promises_it_keeps() -> None:
+    for cls in (SOAP, KLSOAP):
+        largest = largest_rms(cls, (64, 16), 20, second_moment="permute", precondition_frequency=1, max_update_rms=0.7)
+        assert 0.69 < largest <= 0.7 * (1 + 1e-6)
