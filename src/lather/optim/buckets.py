@@ -13,6 +13,7 @@ a CPU, to stay in the cache.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.layout import Layout, layout_of
+from lather.optim.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.layout import Layout, layout_of, limits_whole_update
 from lather.optim.state import MatrixState, compute_dtype, kept_shape, matrix_state, state_entries, write_back
 
-TEMPORARIES = 6
+TEMPORARIES = 8
 """Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
 
 CPU_CACHE_BYTES = 2**21
@@ -38,8 +40,8 @@ def parameter_layout(p: Tensor, group: Mapping[str, Any]) -> Layout:
 
 def layout_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the layouts of a group's parameters, and so its buckets, depend on."""
-    limits = group["max_update_rms"] > 0 or group.get("normalize_preconditioned_grads", False)
-    return (group["matrix_layout"], group["max_precond_dim"], group["precondition_1d"], str(group["state_dtype"]), limits)
+    names = ("matrix_layout", "max_precond_dim", "precondition_1d")
+    return (*[group[name] for name in names], str(group["state_dtype"]), limits_whole_update(group))
 
 
 class Bucket:
@@ -49,7 +51,7 @@ class Bucket:
         self.params = [p for p, _ in members]
         self.groups = [group for _, group in members]
         self.layouts = [parameter_layout(p, group) for p, group in members]
-        self.made_for = [layout_options(group) for group in self.groups]
+        self.made_for = [(layout_options(group), p.is_contiguous()) for p, group in members]
         self.first_row = [0, *accumulate(layout.batch for layout in self.layouts)]
         entries = state_entries(self.layouts[0], self.groups[0])
         device = self.params[0].device
@@ -88,6 +90,9 @@ class Run:
     last: int
     step: int
     options: Mapping[str, Any]
+    lr: float
+    interval: int
+    """Steps between refreshes, at this step."""
     idle: list[bool] = field(default_factory=list)
     """Per row, whether it is an expert that got no token; empty where nothing is an expert."""
 
@@ -99,7 +104,9 @@ class Run:
         """The run in pieces of at most `bucket_bytes` of temporaries (but at least one matrix)."""
         dtype, numel = compute_dtype(self.options), math.prod(self.bucket.inner)
         copied = sum(stack[0].numel() for stack in self.bucket.stacks.values() if self.idle or stack.dtype != dtype)
-        count = self.options["bucket_bytes"] // (dtype.itemsize * (TEMPORARIES * numel + copied))
+        block_row = max((self.bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in self.bucket.factor_dims), default=0)
+        per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
+        count = self.options["bucket_bytes"] // self.options["num_streams"] // per_matrix
         if self.bucket.params[0].device.type == "cpu":
             count = min(count, CPU_CACHE_BYTES // (dtype.itemsize * numel))
         count = max(1, count)
@@ -109,22 +116,34 @@ class Run:
             yield Chunk(self, start, min(start + count, self.rows.stop))
 
 
-def runs_of(bucket: Bucket, taking: Mapping[int, int], idle: Mapping[int, list[bool]], options: Mapping[int, int]) -> list[Run]:
+@dataclass(frozen=True)
+class GroupNow:
+    """What a parameter group asks for in this step."""
+
+    number: int
+    """Equal for groups with equal options."""
+    lr: float
+
+
+def runs_of(
+    bucket: Bucket, taking: Mapping[int, tuple[int, int]], idle: Mapping[int, list[bool]], groups: Mapping[int, GroupNow]
+) -> list[Run]:
     """The runs of a step.
 
     Args:
-        taking: id of a parameter that takes the step -> its t.
+        taking: id of a parameter that takes the step -> its t, and the steps between refreshes there.
         idle: id of a parameter -> which of its experts got no token.
-        options: id of a group -> a number that is equal for groups with equal options.
+        groups: by the id of a group.
     """
     runs: list[Run] = []
     last_key = None
     for i, (p, group) in enumerate(zip(bucket.params, bucket.groups, strict=True)):
-        key = (taking[id(p)], options[id(group)]) if id(p) in taking else None
+        key = (taking[id(p)], groups[id(group)].number) if id(p) in taking else None
         if key is not None and key == last_key:
             runs[-1].last = i + 1
         elif key is not None:
-            runs.append(Run(bucket, i, i + 1, taking[id(p)], group))
+            step, interval = taking[id(p)]
+            runs.append(Run(bucket, i, i + 1, step, group, groups[id(group)].lr, interval))
         last_key = key
     for run in runs:
         marks = [mark for p in bucket.params[run.first : run.last] for mark in idle.get(id(p), [])]
@@ -139,19 +158,22 @@ class Chunk:
     run: Run
     start: int
     stop: int
+    _pieces: list[tuple[int, int, int]] = field(init=False)
+    """(member, from, to): the members that the chunk touches, with the range of their own tensors."""
 
-    def _pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(member, from, to): the members that the chunk touches, with the range of their own tensors."""
+    def __post_init__(self) -> None:
         first_row = self.run.bucket.first_row
-        for i in range(self.run.first, self.run.last):
+        self._pieces = []
+        i = bisect_right(first_row, self.start) - 1
+        while first_row[i] < self.stop:
             start, stop = max(self.start, first_row[i]), min(self.stop, first_row[i + 1])
-            if start < stop:
-                yield i, start - first_row[i], stop - first_row[i]
+            self._pieces.append((i, start - first_row[i], stop - first_row[i]))
+            i += 1
 
     def _gather(self, tensors: Mapping[int, Tensor]) -> Tensor:
         """Parameter-shaped tensors, by member, as one contiguous batch (B, ...) in the dtype of computation; a view if one suffices."""
         dtype = compute_dtype(self.run.options)
-        batches = [self.run.bucket.layouts[i].as_batch(tensors[i], start, stop) for i, start, stop in self._pieces()]
+        batches = [self.run.bucket.layouts[i].as_batch(tensors[i], start, stop) for i, start, stop in self._pieces]
         if len(batches) == 1:
             return batches[0].to(dtype).contiguous()
         out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=dtype)
@@ -160,13 +182,13 @@ class Chunk:
 
     def gradients(self) -> Tensor:
         """(B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
-        grads = {i: grad_of(self.run.bucket.params[i]) for i, _, _ in self._pieces()}
+        grads = {i: grad_of(self.run.bucket.params[i]) for i, _, _ in self._pieces}
         g = self._gather(grads)
         return -g if self.run.options["maximize"] else g
 
     def weights(self) -> Tensor:
         """The parameters as a batch, for reading."""
-        return self._gather({i: self.run.bucket.params[i].detach() for i, _, _ in self._pieces()})
+        return self._gather({i: self.run.bucket.params[i].detach() for i, _, _ in self._pieces})
 
     def state(self) -> MatrixState:
         """The state of these rows; `store` it after changing it."""
@@ -187,7 +209,7 @@ class Chunk:
     def apply(self, u: Tensor, lr: float, decay: float) -> None:
         """W = (1 - decay) W - lr U, rounded once to the parameter's dtype."""
         parts, updates = [], []
-        for (i, start, stop), piece in zip(self._pieces(), u.split([b - a for _, a, b in self._pieces()]), strict=True):
+        for (i, start, stop), piece in zip(self._pieces, u.split([b - a for _, a, b in self._pieces]), strict=True):
             layout = self.run.bucket.layouts[i]
             parts.append(layout.part(self.run.bucket.params[i].detach(), start, stop))
             updates.append(layout.as_parameter(piece))
@@ -210,10 +232,12 @@ def check_state(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], w
     layout = parameter_layout(p, group)
     expected: dict[str, tuple[int, ...]] = {"step": ()}
     expected |= {key: kept_shape(key, entry, layout) for key, entry in state_entries(layout, group).items()}
-    found = {key: tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()}
+    found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}
+    if found.get("step") in ("int", "float"):  # as torch's optimizers take it
+        found["step"] = ()
     if found != expected:
         key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
         raise ValueError(
             f"{what} has {key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}: "
-            "it belongs to another parameter, or to other options"
+            "it belongs to another parameter or to other options; give the parameters in the same order and options as when it was made"
         )

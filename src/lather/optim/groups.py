@@ -23,8 +23,8 @@ def parameter_groups(
     - matrices: two or more dims, preconditioned as they are (`matrix_layout="tensor"`);
     - experts: three or more dims and a component of the name in `expert_names` (`matrix_layout=expert_layout`: "per_expert", or
       "stacked" for `StackedSOAP`);
-    - the rest, AdamW (`max_precond_dim=0`): fewer than two dims, the weights of `nn.Embedding`, and whatever has a component of its name
-      in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary).
+    - the rest, AdamW (`max_precond_dim=0`): fewer than two dims, stacked biases of experts (E, n), the weights of `nn.Embedding`, and
+      whatever has a component of its name in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary).
 
     Empty groups are left out. Groups carry the parameters' names, which errors then show.
     """
@@ -33,9 +33,11 @@ def parameter_groups(
     for name, p in model.named_parameters():
         if p.requires_grad:
             components = set(name.split("."))
-            if p.dim() < 2 or id(p) in embeddings or components & set(adam_names):
+            is_expert = bool(components & set(expert_names))
+            is_vector = p.dim() < 2 or (is_expert and p.dim() == 2 and "bias" in name.rpartition(".")[2])
+            if is_vector or id(p) in embeddings or components & set(adam_names):
                 kinds["rest"].append((name, p))
-            elif p.dim() > 2 and components & set(expert_names):
+            elif p.dim() > 2 and is_expert:
                 kinds["experts"].append((name, p))
             else:
                 kinds["matrices"].append((name, p))

@@ -1,8 +1,13 @@
 """What a step must know of the gradients before it changes anything: whether they are dense, real and finite, and which experts got no
-token. One pass over each gradient, and one synchronisation with the device in all."""
+token. One pass over each gradient, and one synchronisation with the device in all.
+
+Both are read off the 2-norm. It is infinite also where only the squares overflow, which second moments and factors would not survive, and
+zero also where they all underflow, which adds nothing to a factor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -42,18 +47,14 @@ def inspect_gradients(gradients: list[Gradient]) -> tuple[list[Gradient], dict[i
             kind = "complex" if grad.is_complex() else "sparse"
             raise TypeError(f"gradient of {one.name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
     norms = _norms([one for one in gradients if one.has_experts or one.group["nonfinite"] != "ignore"])
-    bad = [one for one in gradients if one.group["nonfinite"] != "ignore" and not _is_finite(one, norms)]
+    bad = [one for one in gradients if one.group["nonfinite"] != "ignore" and not all(map(math.isfinite, norms[id(one.param)]))]
     for one in bad:
         if one.group["nonfinite"] == "raise":
             raise ValueError(
-                f"gradient of {one.name} is not finite; nothing was changed. Skip such steps, lower the learning rate, "
-                "or set nonfinite='skip' to pass over the parameter"
+                f"gradient of {one.name} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
+                "learning rate, or set nonfinite='skip' to pass over the parameter"
             )
-    idle = {
-        id(one.param): [norm == 0 and _is_zero(one, expert) for expert, norm in enumerate(norms[id(one.param)])]
-        for one in gradients
-        if one.has_experts
-    }
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one.param)]] for one in gradients if one.has_experts}
     bad_params = {id(one.param) for one in bad}
     return [one for one in gradients if id(one.param) not in bad_params], idle
 
@@ -80,15 +81,3 @@ def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-# A norm may overflow or underflow where no element does: what it calls infinite or zero is looked at again.
-
-
-def _is_finite(one: Gradient, norms: Mapping[int, list[float]]) -> bool:
-    total = sum(norms[id(one.param)])
-    return total - total == 0 or bool(grad_of(one.param).isfinite().all())
-
-
-def _is_zero(one: Gradient, expert: int) -> bool:
-    return not bool(grad_of(one.param)[expert].any())

@@ -63,7 +63,7 @@ class KLSOAP(MatrixOptimizer):
         lr: learning rate, >= 0.
         betas: decay rates of Adam's two moments, each in [0, 1).
         shampoo_beta: decay rate of the Kronecker factors, in [0, 1).
-        eps: added to the root of the second moment, and the least eigenvalue that statistics divide by, >= 0.
+        eps: added to the root of the second moment, and the least eigenvalue that statistics divide by, > 0.
         weight_decay: >= 0.
         weight_decay_method: "decoupled" W -= lr wd W; "independent" W -= wd W; "palm" W -= lr^2 wd W; "l2" G += wd W after the statistics.
         refresh_method: "qr", "cholesky_qr" or "auto" (orthogonal iteration, see `SOAP`), or "eigh".
@@ -120,10 +120,14 @@ class KLSOAP(MatrixOptimizer):
     @classmethod
     def _check_options(cls, options: dict[str, Any]) -> None:
         check_options(options)
-        if options["adam_warmup_steps"] < 0 or options["shampoo_beta"] < 0:
-            name = "adam_warmup_steps" if options["adam_warmup_steps"] < 0 else "shampoo_beta"
-            constraint = "an integer >= 0" if name == "adam_warmup_steps" else "a number in [0, 1)"
-            raise ValueError(f"{name}={options[name]!r} is not valid: give {constraint}")
+        stricter = {
+            "adam_warmup_steps": (options["adam_warmup_steps"] >= 0, "an integer >= 0"),
+            "shampoo_beta": (options["shampoo_beta"] >= 0, "a number in [0, 1)"),
+            "eps": (options["eps"] > 0, "a number > 0 (statistics divide by eigenvalues of at least eps)"),
+        }
+        for name, (holds, constraint) in stricter.items():
+            if not holds:
+                raise ValueError(f"{name}={options[name]!r} is not valid: give {constraint}")
 
     def _refresh_kind(self, step: int, options: Mapping[str, Any]) -> RefreshKind:
         if step <= options["adam_warmup_steps"]:
@@ -139,8 +143,7 @@ class KLSOAP(MatrixOptimizer):
     def _couples_decay(self, options: Mapping[str, Any]) -> bool:
         return bool(options["weight_decay"]) and options["weight_decay_method"] == "l2"
 
-    def _decay(self, options: Mapping[str, Any]) -> float:
-        lr = float(options["lr"])
+    def _decay(self, lr: float, options: Mapping[str, Any]) -> float:
         share = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}
         return share[options["weight_decay_method"]] * float(options["weight_decay"])
 
@@ -167,3 +170,12 @@ class StackedSOAP(KLSOAP):
 
     def __init__(self, params: ParamsT, lr: float | Tensor, *args: Any, **options: Any) -> None:
         super().__init__(params, lr, *args, **{**self.preset, **options})
+
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        if options["matrix_layout"] == "per_expert":
+            raise ValueError(
+                "matrix_layout='per_expert' is not valid for StackedSOAP: make the groups with parameter_groups(model, "
+                "expert_layout='stacked'), or use KLSOAP for experts one by one"
+            )

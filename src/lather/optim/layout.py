@@ -78,6 +78,11 @@ class Layout:
         return (self.batch,) if self.kind == "per_expert" else ()
 
 
+def limits_whole_update(options: Mapping[str, Any]) -> bool:
+    """Whether a group's options look at the update of a whole matrix, which therefore may not be taken to its elements."""
+    return bool(options["max_update_rms"] > 0 or options.get("normalize_preconditioned_grads", False))
+
+
 def layout_of(shape: tuple[int, ...], options: Mapping[str, Any], *, contiguous: bool = True) -> Layout:
     """The layout of a parameter under a group's `matrix_layout`, `max_precond_dim`, `precondition_1d` and its limits on the update.
 
@@ -101,7 +106,6 @@ def layout_of(shape: tuple[int, ...], options: Mapping[str, Any], *, contiguous:
         factor_dims: tuple[int, ...] = ()
     else:
         factor_dims = tuple(dim for dim, n in enumerate(inner) if n <= options["max_precond_dim"])
-    whole = options["max_update_rms"] > 0 or options.get("normalize_preconditioned_grads", False)
-    if not factor_dims and contiguous and not whole and not empty:
+    if not factor_dims and contiguous and not limits_whole_update(options) and not empty:
         return Layout("elements", tuple(shape), math.prod(shape), (1,), ())
     return Layout(kind, tuple(shape), batch, tuple(inner), factor_dims)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -23,29 +22,18 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.buckets import Bucket, Chunk, Run, check_state, layout_options, make_buckets, parameter_layout, runs_of
+from lather.optim.adamw import fused_adamw, takes_fused
+from lather.optim.buckets import Bucket, Chunk, GroupNow, Run, check_state, layout_options, make_buckets, parameter_layout, runs_of
 from lather.optim.inspection import Gradient, inspect_gradients
-from lather.optim.options import check_options, refresh_interval
-from lather.optim.precision import matmul_precision, no_autocast, on_streams
+from lather.optim.options import OTHER_GROUP_KEYS, check_options, comparable, refresh_interval
+from lather.optim.precision import SideStreams, matmul_precision, no_autocast, on_streams
 from lather.optim.refresh import FactorRefresh, Stagger, refresh, refresh_cost
 from lather.optim.state import MatrixState, layout_bytes
 
 GIB = 2**30
 
-OTHER_GROUP_KEYS = {"params", "param_names", "initial_lr", "name"}
-"""What a parameter group may hold besides options: torch's own keys, and a label."""
-
 RefreshKind = Literal["none", "first", "all", "interval"]
 """What a step does to the bases: nothing; the first ones; all that saw a gradient; those whose interval is full."""
-
-
-@dataclass
-class _Taking:
-    """A parameter that takes the step."""
-
-    param: Tensor
-    group: dict[str, Any]
-    step: int
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -62,6 +50,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._buckets: list[Bucket] = []
         self._stagger: Stagger | None = None
+        self._streams = SideStreams()
         self._counts: dict[str, int] = {}
         super().__init__(params, defaults)
 
@@ -92,7 +81,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Whether weight decay is added to the gradient."""
         raise NotImplementedError
 
-    def _decay(self, options: Mapping[str, Any]) -> float:
+    def _decay(self, lr: float, options: Mapping[str, Any]) -> float:
         """Share of the parameter that decoupled weight decay takes away in this step."""
         raise NotImplementedError
 
@@ -159,8 +148,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 with record_function(f"lather.optim.{phase}"):
                     if phase == "refresh":
                         self._refresh_bases(runs)
+                    elif phase == "statistics":
+                        self._work_through(runs, self._statistics_of)
                     else:
-                        self._work_through(runs, self._statistics_of if phase == "statistics" else self._update_of)
+                        self._work_through(self._without_fused(runs), self._update_of)
         return loss
 
     def _collect(self) -> list[Run]:
@@ -171,25 +162,41 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for index, p in enumerate(group["params"])
             if p.grad is not None
         ]
+        groups = self._groups_now()
         usable, idle = inspect_gradients(gradients)
-        taking = [_Taking(one.param, one.group, self._next_step(one.param)) for one in usable]
-        for step, group in {(one.step, id(one.group)): (one.step, one.group) for one in taking}.values():
-            refresh_interval(step, group)
+        intervals: dict[tuple[int, int], int] = {}
+        taking = []
+        for one in usable:
+            step = int(self.state[one.param]["step"]) + 1 if self.state.get(one.param) else 1
+            key = (step, id(one.group))
+            if key not in intervals:
+                intervals[key] = refresh_interval(step, one.group)
+            taking.append((one, step, intervals[key]))
         self._bring_buckets_up_to_date()
         self._count("nonfinite_skipped", len(gradients) - len(usable))
-        self._create_state([(one.param, one.group) for one in taking])
-        for one in taking:
+        self._create_state([(one.param, one.group) for one in usable])
+        for one in usable:
             self.state[one.param]["step"] += 1
-        alike = self._equal_groups()
-        steps = {id(one.param): one.step for one in taking if one.param.numel()}
-        return [run for bucket in self._buckets for run in runs_of(bucket, steps, idle, alike)]
+        steps = {id(one.param): (step, interval) for one, step, interval in taking if one.param.numel()}
+        return [run for bucket in self._buckets for run in runs_of(bucket, steps, idle, groups)]
+
+    def _groups_now(self) -> dict[int, GroupNow]:
+        """What each group asks for in this step, by its id; raises ValueError for a learning rate that a scheduler has spoilt."""
+        numbers: dict[Any, int] = {}
+        now = {}
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            check_options({"lr": lr})
+            key = (lr, *[comparable(group[name]) for name in self.defaults if name != "lr"])
+            now[id(group)] = GroupNow(numbers.setdefault(key, len(numbers)), lr)
+        return now
 
     def _work_through(self, runs: list[Run], work: Callable[[Chunk], None]) -> None:
         for precision, some in _by_option(runs, "fp32_matmul_prec"):
             with matmul_precision(precision):
                 chunks = chain.from_iterable(run.chunks() for run in some)
                 num_streams = max(run.options["num_streams"] for run in some)
-                for chunk in on_streams(chunks, some[0].bucket.params[0].device, num_streams):
+                for chunk in on_streams(chunks, self._streams, num_streams):
                     work(chunk)
 
     def _statistics_of(self, chunk: Chunk) -> None:
@@ -202,8 +209,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         options, state = chunk.run.options, chunk.state()
         w = chunk.weights() if self._couples_decay(options) else None
         u = self._update(chunk.gradients(), w, state, options)
-        chunk.apply(u, float(options["lr"]), self._decay(options))
+        chunk.apply(u, chunk.run.lr, self._decay(chunk.run.lr, options))
         chunk.store(state)
+
+    def _without_fused(self, runs: list[Run]) -> list[Run]:
+        """The runs that are left when torch's AdamW has taken its own."""
+        fused = [takes_fused(run, couples_decay=self._couples_decay(run.options)) for run in runs]
+        for run, is_fused in zip(runs, fused, strict=True):
+            if is_fused:
+                fused_adamw(run, self._decay(run.lr, run.options))
+        return [run for run, is_fused in zip(runs, fused, strict=True) if not is_fused]
 
     def _refresh_bases(self, runs: list[Run]) -> None:
         for precision, some in _by_option(runs, "qr_fp32_matmul_prec"):
@@ -223,10 +238,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rows: Sequence[int] = run.rows
         if kind == "first":
             return rows
-        interval = refresh_interval(run.step, run.options)
         if kind == "interval" and run.options["stagger_refresh"]:
-            rows = [row for row, shift in zip(rows, self._shifts(run, interval), strict=True) if (run.step + shift) % interval == 0]
-        elif kind == "interval" and run.step % interval:
+            rows = [row for row, shift in zip(rows, self._shifts(run), strict=True) if (run.step + shift) % run.interval == 0]
+        elif kind == "interval" and run.step % run.interval:
             rows = []
         if run.idle:
             idle = {row for row, mark in zip(run.rows, run.idle, strict=True) if mark}
@@ -234,9 +248,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             rows = [row for row in rows if row not in idle]
         return rows
 
-    def _shifts(self, run: Run, interval: int) -> Iterator[int]:
+    def _shifts(self, run: Run) -> Iterator[int]:
         """Per row of the run, by how many steps its refreshes are early."""
-        if self._stagger is None:
+        staggered = tuple(id(p) for group in self.param_groups if group["stagger_refresh"] for p in group["params"])
+        if self._stagger is None or tuple(self._stagger.first) != staggered:
             costs = []
             for group in self.param_groups:
                 for p in group["params"] if group["stagger_refresh"] else []:
@@ -245,7 +260,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._stagger = Stagger.of(costs)
         for i in range(run.first, run.last):
             for matrix in range(run.bucket.layouts[i].batch):
-                yield self._stagger.shift(id(run.bucket.params[i]), matrix, interval)
+                yield self._stagger.shift(id(run.bucket.params[i]), matrix, run.interval)
 
     # --- state ----------------------------------------------------------------------------------------------------------------------
 
@@ -253,9 +268,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Create the state of every parameter that has none, as it is before the first gradient (for loading checkpoints)."""
         self._create_state([(p, group) for group in self.param_groups for p in group["params"]])
-
-    def _next_step(self, p: Tensor) -> int:
-        return int(self.state[p]["step"]) + 1 if self.state.get(p) else 1
 
     def _create_state(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
         new = [(p, group) for p, group in members if not self.state.get(p)]
@@ -271,7 +283,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         members = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p)]
         options = {id(group): layout_options(group) for group in self.param_groups}
         current = [
-            all(self.state.get(p, {}).get(name) is view for name, view in views.items()) and made_for == options.get(id(group))
+            all(self.state.get(p, {}).get(name) is view for name, view in views.items())
+            and made_for == (options.get(id(group)), p.is_contiguous())
             for bucket in self._buckets
             for p, group, views, made_for in zip(bucket.params, bucket.groups, bucket.views, bucket.made_for, strict=True)
         ]
@@ -285,14 +298,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 for name, view in views.items():
                     view.copy_(self.state[p][name])
                     self.state[p][name] = view
-
-    def _equal_groups(self) -> dict[int, int]:
-        """id of a group -> a number shared by the groups whose options are equal."""
-        numbers: dict[Any, int] = {}
-        return {
-            id(group): numbers.setdefault(tuple(_hashable(group[key]) for key in self.defaults), len(numbers))
-            for group in self.param_groups
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, without options that are functions: like those of torch's learning-rate schedulers, they are not saved."""
@@ -311,9 +316,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
-            self._check_loaded(after_hooks)
+            counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, after_hooks["param_groups"])]
+            if counts[0] != counts[1]:
+                raise ValueError(
+                    f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
+                )
             groups = [{**options, **saved} for options, saved in zip(own, after_hooks["param_groups"], strict=True)]
             final.update({**after_hooks, "param_groups": groups})
+            for number, (p, group, state) in enumerate(self._saved_states(final)):
+                if state:
+                    check_state(state, p, group, f"the saved state of parameter {number} with shape {tuple(p.shape)}")
             return final
 
         def load_exactly(_: torch.optim.Optimizer) -> None:
@@ -338,16 +350,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 options = {key: saved_group.get(key, default) for key, default in self.defaults.items()}
                 yield p, options, state_dict["state"].get(saved_id, {})
 
-    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
-        own, saved = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"]))
-        if own != saved:
-            raise ValueError(f"the saved optimizer has parameter groups of {saved} parameters, this one of {own}: they must be equal")
-        for number, (p, group, state) in enumerate(self._saved_states(state_dict)):
-            if state:
-                check_state(state, p, group, f"the saved state of parameter {number} with shape {tuple(p.shape)}")
-
     def _reset_buckets(self) -> None:
-        self._buckets, self._stagger = [], None
+        self._buckets, self._stagger, self._streams = [], None, SideStreams()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -360,13 +364,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Views become tensors of their own: pickle would write the whole stack for each."""
         state = super().__getstate__()
-        apart = {p: {name: value.clone() for name, value in entries.items()} for p, entries in state["state"].items()}
+        apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         return {**state, "state": defaultdict(dict, apart), "_counts": self._counts}
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since construction: matrices refreshed, skipped by the criterion or for want of tokens, failed; gradients skipped."""
-        names = ("refreshes_done", "refreshes_skipped", "refreshes_failed", "nonfinite_skipped")
+        """Since construction: factors refreshed; skipped by the criterion or for want of tokens; retried by QR after Cholesky-QR; failed,
+        so that their basis stays; and gradients skipped."""
+        names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
         return {name: self._counts.get(name, 0) for name in names}
 
     def _count(self, name: str, more: int) -> None:
@@ -377,14 +382,6 @@ def _by_option(runs: list[Run], name: str) -> Iterator[tuple[str, list[Run]]]:
     """The runs by the value of a group's option, in order."""
     for value in dict.fromkeys(run.options[name] for run in runs):
         yield value, [run for run in runs if run.options[name] == value]
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value)
-    if isinstance(value, Mapping):
-        return tuple(value.items())
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _each_once(params: Any) -> Any:

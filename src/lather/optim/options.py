@@ -18,6 +18,9 @@ PRECISIONS = ("highest", "high", "medium")
 REFRESH_METHODS = ("qr", "eigh", "cholesky_qr", "auto")
 WEIGHT_DECAY_METHODS = ("decoupled", "independent", "l2", "palm")
 
+OTHER_GROUP_KEYS = {"params", "param_names", "name"} | {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+"""What a parameter group may hold besides options: torch's own keys, a label, and what its learning-rate schedulers leave there."""
+
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that bf16, with its 8 significant bits, can carry out."""
 
@@ -128,3 +131,12 @@ def refresh_interval(step: int, options: Mapping[str, Any]) -> int:
     if not is_count(interval, 1):
         raise ValueError(f"precondition_frequency gives {interval!r} for step {step}: it must give an integer >= 1")
     return int(interval)
+
+
+def comparable(value: Any) -> Any:
+    """A hashable stand-in for the value of an option."""
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    if isinstance(value, list):
+        return tuple(value)
+    return id(value) if callable(value) else value

@@ -8,7 +8,7 @@ their block do, and those matrices are reported as failed, for the caller to sen
 
 Everything here works on rows: x (B, n, n) holds Y^T, since K Q is at hand as (Q^T K), which is row-contiguous.
 
-Trade-off: 4 n^3 flops instead of Householder's 8/3 n^3, but at the rate of matrix products. On a CPU that pays up to about n = 400.
+Trade-off: 4 n^3 flops instead of Householder's 8/3 n^3, but at the rate of matrix products. On a CPU that pays from about n = 40 to 600.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_FIRST_ERROR = 0.3
 """Largest deviation from orthonormality that a block may have before its second Cholesky-QR, which then is exact to rounding. Rows may
 depend on each other, and on those of earlier blocks, down to about one part in a thousand."""
 
-CPU_CHOLESKY_QR = range(1, 385)
+CPU_CHOLESKY_QR = range(40, 577)
 """Sizes at which Cholesky-QR is faster than LAPACK's QR (measured at 64 to 2048, docs/log.md)."""
 
 CUDA_CHOLESKY_QR = range(1, 4097)

@@ -41,22 +41,27 @@ def no_autocast(device_types: Iterable[str]) -> Iterator[None]:
 
 T = TypeVar("T")
 
+SideStreams = dict[int, torch.cuda.Stream]
+"""Side streams by number, kept from step to step: the allocator keeps memory per stream."""
 
-def on_streams(items: Iterable[T], device: torch.device, num_streams: int) -> Iterator[T]:
-    """The items one after the other; on CUDA the work on each goes to the next of `num_streams` side streams, and at the end the current
-    stream waits for them all. Work on different items must not depend on each other.
+
+def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int) -> Iterator[T]:
+    """The items one after the other; where CUDA is in use, with the next of `num_streams` side streams as the current one. At the end the
+    caller's stream waits for them all. Work on different items must not depend on each other.
     """
-    if device.type != "cuda" or num_streams == 1:
+    if num_streams == 1 or not torch.cuda.is_initialized():
         yield from items
         return
-    current = torch.cuda.current_stream(device)
-    streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
-    for stream in streams:
+    current = torch.cuda.current_stream()
+    for number in range(len(streams), num_streams):
+        streams[number] = torch.cuda.Stream()
+    used = [streams[number] for number in range(num_streams)]
+    for stream in used:
         stream.wait_stream(current)
     try:
-        for item, stream in zip(items, cycle(streams), strict=False):
+        for item, stream in zip(items, cycle(used), strict=False):
             with torch.cuda.stream(stream):
                 yield item
     finally:
-        for stream in streams:
+        for stream in used:
             current.wait_stream(stream)

@@ -21,10 +21,10 @@ from lather.optim.state import compute_dtype
 
 logger = logging.getLogger(__name__)
 
-FACTOR_TEMPORARIES = 6
-"""n x n matrices of temporary memory per factor that a refresh holds at once, beside two of a moment's size."""
+FACTOR_TEMPORARIES = 8
+"""n x n matrices of temporary memory per factor that a refresh holds at once, beside four of a moment's size (gathered rows included)."""
 
-CPU_REFRESH_BYTES = 2**24
+CPU_REFRESH_BYTES = 2**25
 """Temporary memory of a batch on a CPU: more launches below, more cache misses above."""
 
 
@@ -43,7 +43,7 @@ class FactorRefresh:
     def batches(self) -> Iterator[FactorRefresh]:
         """The same work in pieces that stay within `bucket_bytes` (at least one matrix each)."""
         bucket, options = self.run.bucket, self.run.options
-        numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 2 * math.prod(bucket.inner)
+        numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         limit = options["bucket_bytes"] // compute_dtype(options).itemsize
         if bucket.params[0].device.type == "cpu":
             limit = min(limit, CPU_REFRESH_BYTES // 4)
@@ -61,6 +61,7 @@ def refresh(jobs: list[FactorRefresh], count: Callable[[str, int], None]) -> Non
     lost += _failures([(batch, _run_batch(batch)) for job in retried for batch in job.batches()])
     total, num_lost = sum(len(job.rows) for job in jobs), sum(len(job.rows) for job in lost)
     count("refreshes_done", total - num_lost)
+    count("refreshes_retried", sum(len(job.rows) for job in retried))
     count("refreshes_failed", num_lost)
     for job in lost:
         logger.warning(

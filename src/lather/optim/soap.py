@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.adam import adam_update
 from lather.optim.eigenbasis import precondition
-from lather.optim.kronecker import bias_corrected_beta, init_kronecker_factors, update_kronecker_factors
+from lather.optim.kronecker import bias_corrected_beta, update_kronecker_factors
 from lather.optim.optimizer import MatrixOptimizer, RefreshKind
 from lather.optim.options import arguments_of, check_options
 from lather.optim.state import MatrixState
@@ -39,8 +39,7 @@ def soap_update(g: Float[Tensor, "b *dims"], w: Tensor | None, s: MatrixState, o
     """
     t = s.step
     if t == 1:
-        for dim, k in init_kronecker_factors(g, s.factors).items():
-            s.factors[dim].copy_(k)
+        update_kronecker_factors(s.factors, g, beta=0.0)
     if w is not None:
         g = g.add(w, alpha=o["weight_decay"])
 
@@ -193,8 +192,8 @@ class SOAP(MatrixOptimizer):
     def _couples_decay(self, options: Mapping[str, Any]) -> bool:
         return bool(options["weight_decay"]) and not options["use_decoupled_weight_decay"]
 
-    def _decay(self, options: Mapping[str, Any]) -> float:
-        return float(options["lr"]) * options["weight_decay"] if options["use_decoupled_weight_decay"] else 0.0
+    def _decay(self, lr: float, options: Mapping[str, Any]) -> float:
+        return lr * float(options["weight_decay"]) if options["use_decoupled_weight_decay"] else 0.0
 
 
 def check_soap_options(options: dict[str, Any]) -> None:
