@@ -27,6 +27,8 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import SOAP, MatrixOptimizer
+from lather.optim.buckets import TEMPORARIES
+from lather.optim.kronecker import SYMMETRIC_BLOCKS
 
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
@@ -231,8 +233,34 @@ def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) ->
     sizes: list[int] = []
     original = SOAP._update
     monkeypatch.setattr(SOAP, "_update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
+    per_matrix = (TEMPORARIES * 64 + 64 // SYMMETRIC_BLOCKS) * 4
     for matrices in (3, 7, 100):
-        optimizer = SOAP(params, bucket_bytes=matrices * 6 * 64 * 4)
+        optimizer = SOAP(params, bucket_bytes=matrices * per_matrix)
         run(optimizer, params, range(1))
     assert sizes == [3, 3, 1, 7, 7]
     assert math.prod(params[0].shape) == 64
+
+
+def test_a_parameter_may_change_its_memory_format() -> None:
+    """`model.to(memory_format=...)` after the first steps: a convolution without factors is then no longer one flat batch."""
+    p, q = (torch.nn.Parameter(torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))) for _ in range(2))
+    a, b = SOAP([p], max_precond_dim=0), SOAP([q], max_precond_dim=0)
+    for step in range(4):
+        if step == 2:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+        give_gradients([p], step)
+        q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    assert not p.is_contiguous()
+    torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_group_may_begin_to_stagger_in_mid_training() -> None:
+    params = parameters([(4, 4)] * 6)
+    optimizer = SOAP([{"params": params[:3], "stagger_refresh": True}, {"params": params[3:]}], precondition_frequency=3)
+    run(optimizer, params, range(4))
+    optimizer.param_groups[1]["stagger_refresh"] = True
+    done = optimizer.counters["refreshes_done"]
+    run(optimizer, params, range(4, 7))
+    assert optimizer.counters["refreshes_done"] - done == 12

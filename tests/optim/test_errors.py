@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim_helpers import CLASSES, FEW_KINDS, KINDS, all_same, give_gradients, make, parameter, parameters, run, same, snapshot
 
-from lather.optim import KLSOAP, SOAP, MatrixOptimizer, buckets, kl_soap, optimizer, refresh, soap, state
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP, buckets, kl_soap, optimizer, refresh, soap, state
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -70,20 +70,23 @@ def test_nonfinite_ignore_lets_it_through(kind: str) -> None:
 
 
 @every_kind
-def test_a_finite_gradient_whose_norm_overflows_is_accepted(kind: str) -> None:
-    """Sums of 1e30 squared overflow fp32; the factors do as well, which costs the refresh and nothing else."""
+def test_a_gradient_whose_square_overflows_counts_as_not_finite(kind: str) -> None:
+    """Second moments and factors would be infinite for ever; 1e18 is still taken."""
     params = parameters([(4, 4), (2, 4, 4)])
-    optimizer = make(kind, params, weight_decay=0.0, max_precond_dim=0)
+    optimizer = make(kind, params, weight_decay=0.0)
     for p in params:
-        p.grad = torch.full_like(p, 1e30)
-        p.grad.flatten()[0] = -1e30
+        p.grad = torch.full_like(p, 1e18)
     optimizer.step()
-    assert [int(optimizer.state[p]["step"]) for p in params] == [1, 1]
+    before = snapshot(optimizer, params)
+    params[1].grad[1, 0, 0] = 1e20
+    with pytest.raises(ValueError, match=r"square is not; nothing was changed"):
+        optimizer.step()
+    assert all_same(snapshot(optimizer, params), before)
 
 
 def test_factors_that_overflow_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     p = parameter(4, 6)
-    optimizer = SOAP([p], precondition_frequency=1)
+    optimizer = SOAP([p], precondition_frequency=1, nonfinite="ignore")
     run(optimizer, [p], range(2))
     basis = optimizer.state[p]["basis_0"].clone()
     p.grad = torch.full((4, 6), 1e25)
@@ -92,6 +95,35 @@ def test_factors_that_overflow_are_counted_and_logged(caplog: pytest.LogCaptureF
     assert "4 x 4" in caplog.text
     assert "6 x 6" in caplog.text
     assert same(optimizer.state[p]["basis_0"], basis)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), -1.0])
+def test_a_rate_that_a_scheduler_has_spoilt_is_refused_before_anything_changes(lr: float) -> None:
+    params = parameters([(4, 4)])
+    optimizer = SOAP(params)
+    run(optimizer, params, range(2))
+    before = snapshot(optimizer, params)
+    optimizer.param_groups[0]["lr"] = lr
+    give_gradients(params, 2)
+    with pytest.raises(ValueError, match="lr="):
+        optimizer.step()
+    assert all_same(snapshot(optimizer, params), before)
+
+
+def test_kl_rules_divide_by_eps() -> None:
+    with pytest.raises(ValueError, match="eps=0"):
+        KLSOAP(parameters([(4, 4)]), 1e-3, eps=0.0)
+
+
+def test_stacked_soap_refuses_experts_one_by_one() -> None:
+    with pytest.raises(ValueError, match="expert_layout='stacked'"):
+        StackedSOAP([{"params": parameters([(2, 4, 4)]), "matrix_layout": "per_expert"}], 1e-3)
+
+
+def test_bf16_moments_refuse_rates_of_decay_that_they_cannot_carry_out() -> None:
+    with pytest.raises(ValueError, match=r"betas=\(0\.9, 0\.999\) with bf16 moments"):
+        SOAP(parameters([(4, 4)]), betas=(0.9, 0.999), state_dtype=torch.bfloat16)
+    SOAP(parameters([(4, 4)]), betas=(0.9, 0.999), state_dtype={"bases": torch.bfloat16})
 
 
 def sparse_coo(p: torch.nn.Parameter) -> None:

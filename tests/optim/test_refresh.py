@@ -115,7 +115,13 @@ def test_each_factor_is_skipped_or_refreshed_by_itself(kind: str) -> None:
 
     opt._refresh_bases = tampered  # type: ignore[method-assign]
     run(opt, [p], range(5, 6))
-    assert before["counts"] == {"refreshes_done": 1, "refreshes_skipped": 1, "refreshes_failed": 0, "nonfinite_skipped": 0}
+    assert before["counts"] == {
+        "refreshes_done": 1,
+        "refreshes_skipped": 1,
+        "refreshes_retried": 0,
+        "refreshes_failed": 0,
+        "nonfinite_skipped": 0,
+    }
     assert same(state["basis_0"], before["basis_0"])
     assert not torch.equal(state["basis_1"], before["basis_1"])
     outside = before["basis_0"] @ before["exp_avg"] @ before["basis_1"].T
@@ -268,7 +274,8 @@ def test_cholesky_qr_that_fails_is_done_by_qr(kind: str, method: str) -> None:
                 left, right = (torch.randn((*p.shape[:-2], n, 1), generator=generator) for n in p.shape[-2:])
                 p.grad = left @ right.mT
             opt.step()
-    assert a.counters == b.counters
+    assert a.counters["refreshes_retried"] > 0 or method == "auto"
+    assert a.counters == {**b.counters, "refreshes_retried": a.counters["refreshes_retried"]}
     assert a.counters["refreshes_failed"] == 0
     for p in params:
         for name in names_of(a.state[p], "basis"):
