@@ -1,7 +1,11 @@
 """Every annotated call of Lather is checked for shapes and types in these tests; jaxtyping has to be there before Lather is."""
 
-import jaxtyping
-import pytest
+import os
+
+os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
+
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 

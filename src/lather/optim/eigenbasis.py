@@ -156,7 +156,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         eigenvalues: if given, set to those of the new basis; columns are then in their order.
 
     Returns:
-        Which matrices failed: nothing of theirs has changed. No device synchronisation is made for them.
+        Which matrices failed: nothing of theirs has changed. Except by "eigh", the device is not waited for.
     """
     if method == "eigh":
         q_new, failed = get_eigenbasis_eigh(k, q)

@@ -2,9 +2,10 @@
 
 `torch.linalg.qr` works through a batch one matrix at a time. `cholesky_qr` does the same factorisation as batched products: block
 Gram-Schmidt, each block made orthogonal to the earlier ones twice ("twice is enough": Giraud, Langou, Rozloznik 2005), and orthonormal in
-itself by Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), twice as well (Yamamoto et al. 2015: CholeskyQR2). Cholesky does not mind how the
-columns are scaled, so eigenvalues that differ by many orders of magnitude do no harm; only columns that nearly depend on the others of
-their block do, and those matrices are reported as failed, for the caller to send to QR.
+itself by Cholesky-QR (Y^T Y = R^T R, Q = Y R^{-1}), twice as well (Yamamoto et al. 2015: CholeskyQR2). Cholesky does not
+mind how columns are scaled, but a column that all but depends on the others of its block is lost to it: a spectrum that falls steeply does
+no harm to a basis that is nearly right, and is too much for one that is not. Such matrices are reported as failed, for the caller to send
+to QR (1 to 2 % of the refreshes of the quickstart's first 60 steps).
 
 Everything here works on rows: x (B, n, n) holds Y^T, since K Q is at hand as (Q^T K), which is row-contiguous.
 
