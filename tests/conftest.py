@@ -4,8 +4,8 @@ import os
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
 
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
+import jaxtyping
+import pytest
 
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 

@@ -44,6 +44,12 @@ def layout_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*[group[name] for name in names], str(group["state_dtype"]), limits_whole_update(group))
 
 
+def cpu_count(count: int) -> int:
+    """At least `count` matrices, in a multiple of the threads: with three matrices the second of two threads waits for a while."""
+    threads = torch.get_num_threads()
+    return -(-max(1, count) // threads) * threads
+
+
 class Bucket:
     """Parameters with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
 
@@ -108,7 +114,7 @@ class Run:
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = self.options["bucket_bytes"] // self.options["num_streams"] // per_matrix
         if self.bucket.params[0].device.type == "cpu":
-            count = min(count, CPU_CACHE_BYTES // (dtype.itemsize * numel))
+            count = min(count, cpu_count(CPU_CACHE_BYTES // (dtype.itemsize * numel)))
         count = max(1, count)
         if not self.options["batched"] and self.bucket.factor_dims:
             count = 1

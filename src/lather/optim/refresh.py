@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.buckets import Run
+from lather.optim.buckets import Run, cpu_count
 from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
 from lather.optim.state import compute_dtype
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FACTOR_TEMPORARIES = 8
 """n x n matrices of temporary memory per factor that a refresh holds at once, beside four of a moment's size (gathered rows included)."""
 
-CPU_REFRESH_BYTES = 2**25
+CPU_REFRESH_BYTES = 2**26
 """Temporary memory of a batch on a CPU: more launches below, more cache misses above."""
 
 
@@ -44,10 +44,11 @@ class FactorRefresh:
         """The same work in pieces that stay within `bucket_bytes` (at least one matrix each)."""
         bucket, options = self.run.bucket, self.run.options
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
-        limit = options["bucket_bytes"] // compute_dtype(options).itemsize
+        per_matrix = numel * compute_dtype(options).itemsize
+        count = options["bucket_bytes"] // per_matrix
         if bucket.params[0].device.type == "cpu":
-            limit = min(limit, CPU_REFRESH_BYTES // 4)
-        count = max(1, limit // numel) if options["batched"] else 1
+            count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
+        count = max(1, count) if options["batched"] else 1
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
 
