@@ -6,7 +6,6 @@ null spaces or equal eigenvalues leave the rule a choice, only the invariants ar
 """
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +215,7 @@ def test_invariants_in_fp32(case: Case, transposed: bool, batched: bool, bucket_
     run_fp32(case, transposed=transposed, batched=batched, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.skipif("MKL_CBWR" not in os.environ, reason="MKL's rounding depends on batch and alignment unless MKL_CBWR is set")
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL, with MKL_CBWR as in tests/conftest.py, promises these bits")
 @given(cases(), st.sampled_from([2**13, 2**28]))
 @settings(max_examples=60, **SETTINGS)
 def test_one_by_one_gives_the_bits_of_batches(case: Case, bucket_bytes: int) -> None:

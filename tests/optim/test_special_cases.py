@@ -22,6 +22,7 @@ from optim_helpers import (
 )
 
 from lather.optim import KLSOAP, SOAP, StackedSOAP
+from lather.optim import optimizer as optimizer_module
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -146,3 +147,15 @@ def test_an_expert_that_never_saw_a_token_is_left_alone() -> None:
         assert torch.equal(optimizer.state[p]["basis_0"][0], torch.eye(4))
         if kind.startswith("kl"):
             assert torch.equal(optimizer.state[p]["eigenvalues_0"][0], torch.ones(4))
+
+
+@pytest.mark.parametrize(("dtype", "is_fused"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_fused: bool
+) -> None:
+    taken: list[int] = []
+    original = optimizer_module.fused_adamw
+    monkeypatch.setattr(optimizer_module, "fused_adamw", lambda run, decay: (taken.append(run.last - run.first), original(run, decay)))
+    params = [parameter(7, dtype=dtype), parameter(5, dtype=dtype), parameter(4, 4, dtype=dtype)]
+    run(SOAP(params), params, range(1))
+    assert taken == ([2] if is_fused else [])

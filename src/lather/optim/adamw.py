@@ -27,7 +27,7 @@ def fused_adamw(run: Run, decay: float) -> None:
     """One step of AdamW for all members of the run; `decay` is the share of the parameter that weight decay takes away."""
     bucket, options = run.bucket, run.options
     params, views = bucket.params[run.first : run.last], bucket.views[run.first : run.last]
-    steps = torch.full((len(params),), run.step - 1.0, device=params[0].device)  # the kernel counts on
+    steps = torch.full((len(params),), run.step - 1.0, dtype=torch.float32, device=params[0].device)  # the kernel counts on
     adamw(
         [p.detach() for p in params],
         [grad_of(p) for p in params],

@@ -8,9 +8,9 @@ zero also where they all underflow, which adds nothing to a factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -61,8 +61,6 @@ def inspect_gradients(gradients: list[Gradient]) -> tuple[list[Gradient], dict[i
 
 def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
     """id of a parameter -> the norm of each expert's gradient, or of the whole as a list of one."""
-    if not gradients:
-        return {}
     norms: dict[int, Tensor] = {}
     for one in gradients:
         if one.has_experts:
@@ -73,10 +71,16 @@ def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
         same = [p for p in whole if _wide(p) == dtype]
         for p, norm in zip(same, torch._foreach_norm([grad_of(p) for p in same], 2, dtype=dtype), strict=True):
             norms[id(p)] = norm.view(1)
-    device = next(iter(norms.values())).device
-    values = torch.cat([norm.to(device, torch.float64, non_blocking=True) for norm in norms.values()]).tolist()
-    stops = list(accumulate(norm.numel() for norm in norms.values()))
-    return {key: values[start:stop] for key, start, stop in zip(norms, [0, *stops], stops, strict=False)}
+    return dict(zip(norms, read_together(list(norms.values())), strict=True))
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """The values of 1-D tensors of any device on the host, with one synchronisation in all where they share a device."""
+    if not tensors:
+        return []
+    joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()
+    stops = list(accumulate(len(x) for x in tensors))
+    return [joined[start:stop] for start, stop in pairwise([0, *stops])]
 
 
 def _wide(x: Tensor) -> torch.dtype:

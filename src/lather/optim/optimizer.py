@@ -331,8 +331,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         def load_exactly(_: torch.optim.Optimizer) -> None:
             for p, _group, saved in self._saved_states(final):
                 for key, value in saved.items():
-                    exact = value.detach().to("cpu" if key == "step" else p.device, copy=True) if isinstance(value, Tensor) else value
-                    self.state[p][key] = exact if isinstance(value, Tensor) else deepcopy(value)
+                    if isinstance(value, Tensor):
+                        self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                    else:
+                        self.state[p][key] = deepcopy(value)
             self._reset_buckets()
             self._bring_buckets_up_to_date()
 

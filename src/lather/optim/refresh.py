@@ -1,6 +1,6 @@
 """The refresh phase: new eigenbases for every matrix and factor that is due, in batches, and never more of them than are needed.
 
-Which rows of a bucket are due is known on the host (`due_rows`, without idle experts); the skip criterion narrows them; what is left is
+Which rows of a bucket are due is known on the host (without idle experts); the skip criterion narrows them; what is left is
 refreshed batch by batch. The devices' answers - which factors still fit, which refreshes failed - are read once each for all buckets.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lather.optim.buckets import Run, cpu_count
 from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
+from lather.optim.inspection import read_together
 from lather.optim.state import compute_dtype
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _without_good_ones(jobs: list[FactorRefresh], count: Callable[[str, int], No
     asked = [batch for job, may in zip(jobs, may_skip, strict=True) if may for batch in job.batches()]
     good = [_still_good(batch) for batch in asked]
     kept = [job for job, may in zip(jobs, may_skip, strict=True) if not may]
-    for batch, flags in zip(asked, _read(good), strict=True):
+    for batch, flags in zip(asked, read_together(good), strict=True):
         kept.append(replace(batch, rows=[row for row, is_good in zip(batch.rows, flags, strict=True) if not is_good]))
         count("refreshes_skipped", sum(flags))
     return [job for job in kept if len(job.rows)]
@@ -142,20 +143,10 @@ def _access(job: FactorRefresh) -> tuple[Callable[[str], Tensor], Callable[[str,
 def _failures(results: list[tuple[FactorRefresh, Tensor]]) -> list[FactorRefresh]:
     """The jobs narrowed to the rows that failed."""
     narrowed = []
-    for (job, _), flags in zip(results, _read([failed for _, failed in results]), strict=True):
+    for (job, _), flags in zip(results, read_together([failed for _, failed in results]), strict=True):
         if any(flags):
             narrowed.append(replace(job, rows=[row for row, bad in zip(job.rows, flags, strict=True) if bad]))
     return narrowed
-
-
-def _read(flags: list[Tensor]) -> list[list[bool]]:
-    """Flags of any device on the host, with one synchronisation in all."""
-    if not flags:
-        return []
-    joined = torch.cat([one.to(flags[0].device, non_blocking=True) for one in flags]).tolist()
-    lengths = [len(one) for one in flags]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [joined[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
