@@ -1,5 +1,6 @@
 """The command as a user meets it: help, overrides, results, and one clear line for everything that can be put right."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,9 +11,11 @@ import pytest
 from safetensors import SafetensorError
 
 from lather import __version__
-from lather.cli import main
+from lather.cli import COMMANDS, USAGE, main
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.rotary import YarnConfig
 from lather.train import checkpoint
-from lather.train.config import config_to_toml, field_names, load_config
+from lather.train.config_file import config_to_toml, field_names, load_config
 from tiny_run import command, run, start, write_config
 
 
@@ -68,7 +71,9 @@ def test_help_shows_every_field(capsys: pytest.CaptureFixture[str], monkeypatch:
         main(["train", "--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    for name in field_names():
+    other_families = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))
+    in_toml_only = set(field_names(YarnConfig, "model.rope_scaling."))
+    for name in set(field_names()) - other_families - in_toml_only:
         assert f"--{name.replace('_', '-')}" in out
     assert "tokens" in out
     assert "Peak learning rate" in out
@@ -80,6 +85,14 @@ def test_general_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "generate RUN" in out
     assert out.splitlines()[-1] == __version__
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_the_general_help_and_has_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"\n  {name} " in USAGE
+    with contextlib.suppress(SystemExit):
+        assert main([name, "--help"]) == 0
+    assert f"usage: lather {name}" in capsys.readouterr().out
 
 
 def test_adamw_and_bf16_train(trained: tuple[Path, Path, str], tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or does not fit the model."""
 
 
+class ExchangeError(UserError):
+    """A Hugging Face folder that cannot be read or written: a file, field or tensor that is missing, damaged or does not fit."""
+
+
 def require(holds: bool, field: str, value: object, constraint: str) -> None:
     """Raise ConfigError unless `holds`."""
     if not holds:

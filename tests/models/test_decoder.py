@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lather.models.decoder import Attended, Block, DecoderOutput
-from models.tiny import error, gradients, largest_error, next_token_loss, random_normal, random_tokens, tiny_model
+from lather.models.moe import LOCAL_EXCHANGE
+from models.tiny import error, gradients, largest_error, layout_of, next_token_loss, random_normal, random_tokens, tiny_model
 
 EVEN_EXPERTS = {"num_experts_per_tok": 5}
 """Every expert has every token: no product changes its number of rows, and with it the order of its sums, with the routing."""
@@ -51,12 +52,12 @@ def block(request: pytest.FixtureRequest) -> Block:
 
 def test_segments_called_by_hand_give_the_reference(block: Block) -> None:
     x = random_normal(2, 5, 24)
-    attended = block.attend_and_route(x)
-    rows, plan = block.dispatch(attended)
-    y = block.aggregate(attended, block.combine(block.run_experts(rows, attended.routing, plan), plan))
-    expected, routing = block.reference_forward(x)
+    attended = block.attend_and_route(x, layout_of(x))
+    dispatched = block.dispatch(attended, LOCAL_EXCHANGE)
+    y = block.aggregate(attended, block.combine(block.run_experts(attended, dispatched), dispatched, LOCAL_EXCHANGE))
+    expected, routing = block(x, layout_of(x))
     assert torch.equal(y, expected)
-    assert (routing is None) == (attended.routing is None) == (plan is None)
+    assert (routing is None) == (attended.routing is None) == (dispatched is None)
 
 
 class Cuts:
@@ -77,20 +78,22 @@ class Cuts:
 
 
 def loss_with_cuts(block: Block, x: Tensor, cotangent: Tensor, cut: Cuts) -> Tensor:
-    attended = block.attend_and_route(x)
+    attended = block.attend_and_route(x, layout_of(x))
     routing = attended.routing
     if routing is not None:
         routing = dataclasses.replace(routing, weights_TK=cut(routing.weights_TK), balance_loss=cut(routing.balance_loss))
     attended = Attended(cut(attended.residual_BSD), cut(attended.normed_TD), routing)
-    rows, plan = block.dispatch(attended)
-    out = cut(block.run_experts(cut(rows), routing, plan))
-    y = block.aggregate(attended, cut(block.combine(out, plan)))
+    dispatched = block.dispatch(attended, LOCAL_EXCHANGE)
+    if dispatched is not None:
+        dispatched = dataclasses.replace(dispatched, x_RD=cut(dispatched.x_RD))
+    out = cut(block.run_experts(attended, dispatched))
+    y = block.aggregate(attended, cut(block.combine(out, dispatched, LOCAL_EXCHANGE)))
     return (y * cotangent).sum() + (0 if routing is None else routing.balance_loss)
 
 
 def test_backward_through_cut_segments_gives_the_gradients_of_the_reference(block: Block) -> None:
     x, cotangent = random_normal(2, 5, 24).requires_grad_(), random_normal(2, 5, 24, seed=1)
-    y, routing = block.reference_forward(x)
+    y, routing = block(x, layout_of(x))
     ((y * cotangent).sum() + (0 if routing is None else routing.balance_loss)).backward()
     expected = {"x": x.grad, **gradients(block)}
     block.zero_grad()

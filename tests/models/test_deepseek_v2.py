@@ -1,69 +1,37 @@
 """Logits, loss and every gradient against Hugging Face's implementation, with the same weights.
 
 Not compared: `norm_topk_prob`, which transformers ignores (test_moe.py has it), and odd `kv_lora_rank`, which it cannot run.
-fp64 is out of reach: transformers computes norms, rotation and router scores in fp32 whatever the weights are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lather.models.decoder import Decoder
-from models.tiny import SIZES, error, gradients, largest_error, next_token_loss, tiny_config, tiny_model
+from lather.models.rotary import YarnConfig
+from models.tiny import error, largest_error, tiny_model
 
 pytest.importorskip("transformers")
-from transformers import DeepseekV2Config as HuggingFaceConfig
-from transformers import DeepseekV2ForCausalLM
+from models.twins import TOLERANCE, actual_results, expected_results
 
-TOLERANCE = 1e-5
-TOKENS = (torch.randperm(3 * 21, generator=torch.Generator().manual_seed(0)) % SIZES["vocab_size"]).view(3, 21)
-"""Every token occurs."""
+YARN = YarnConfig(4.0, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3)
 ALL_AT_ONCE: dict[str, Any] = {
     "q_lora_rank": 9,
     "first_k_dense_replace": 1,
     "n_shared_experts": 3,
+    "n_routed_experts": 6,
+    "topk_method": "group_limited_greedy",
+    "n_group": 3,
+    "topk_group": 2,
     "routed_scaling_factor": 2.5,
     "num_experts_per_tok": 3,
     "rope_theta": 50.0,
+    "rope_scaling": YARN,
     "rms_norm_eps": 1e-2,
 }
-
-
-def hugging_face_model(ours: Decoder, changes: dict[str, Any]) -> nn.Module:
-    """With our weights. The names of fields and of parameters are the published ones."""
-    fields = dataclasses.asdict(tiny_config(**changes))
-    rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-    config = HuggingFaceConfig(**fields, rope_parameters=rope, attn_implementation="eager", experts_implementation="eager")
-    model = DeepseekV2ForCausalLM(config)
-    weights = {name if name.startswith("lm_head") else f"model.{name}": weight for name, weight in ours.state_dict().items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert unexpected == []
-    assert all("shared_experts" in name and not model.get_parameter(name).numel() for name in missing)
-    return model
-
-
-def gradients_by_published_name(model: nn.Module) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): grad for name, grad in gradients(model).items() if grad.numel()}
-
-
-def expected_results(changes: dict[str, Any]) -> dict[str, Tensor]:
-    model = hugging_face_model(tiny_model(**changes), changes)
-    output = model(TOKENS, labels=TOKENS)
-    output.loss.backward()
-    return {"logits": output.logits.detach(), "loss": output.loss.detach(), **gradients_by_published_name(model)}
-
-
-def actual_results(model: Decoder) -> dict[str, Tensor]:
-    logits_BSV = model(TOKENS).logits_BSV
-    loss = next_token_loss(logits_BSV, TOKENS)
-    loss.backward()
-    return {"logits": logits_BSV.detach(), "loss": loss.detach(), **gradients(model)}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -86,20 +54,27 @@ def actual_results(model: Decoder) -> dict[str, Tensor]:
         {"v_head_dim": 16},
         {"v_head_dim": 19},
         {"num_attention_heads": 1},
+        {"n_routed_experts": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+        {"n_routed_experts": 6, "topk_method": "greedy", "n_group": 3, "topk_group": 1},
+        {"rope_theta": 50.0, "rope_scaling": YARN},
+        {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, mscale=0.7, beta_fast=4.0, beta_slow=0.5)},
+        {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, mscale_all_dim=0.7, truncate=False, beta_fast=4.0, beta_slow=0.5)},
+        {"rope_theta": 50.0, "rope_scaling": YarnConfig(4.0, 64, attention_factor=0.8)},
+        {"seq_aux": True},
         ALL_AT_ONCE,
         {**ALL_AT_ONCE, "tie_word_embeddings": True, "first_k_dense_replace": 0},
     ],
     ids=str,
 )
 def test_logits_loss_and_every_gradient_are_those_of_transformers(changes: dict[str, Any]) -> None:
-    expected = expected_results(changes)
+    expected = expected_results("deepseek_v2", changes)
     assert all(result.abs().max() > 1e-3 for result in expected.values())
     assert largest_error(actual_results(tiny_model(**changes)), expected) < (TOLERANCE, "")
 
 
 @functools.cache
 def expected_of_all_at_once() -> dict[str, Tensor]:
-    return expected_results(ALL_AT_ONCE)
+    return expected_results("deepseek_v2", ALL_AT_ONCE)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in tiny_model(**ALL_AT_ONCE).named_parameters()])
@@ -111,6 +86,16 @@ def test_tolerance_rejects_an_error_of_one_percent_in_one_weight(name: str) -> N
     assert worst > 10 * TOLERANCE
 
 
-def test_tolerance_rejects_a_rope_theta_that_is_two_percent_off() -> None:
-    actual = actual_results(tiny_model(**{**ALL_AT_ONCE, "rope_theta": 51.0}))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 51.0},
+        {"rope_scaling": YarnConfig(4.04, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3)},
+        {"rope_scaling": YarnConfig(4.0, 64, beta_fast=4.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.313)},
+        {"topk_group": 3},
+    ],
+    ids=str,
+)
+def test_tolerance_rejects_a_field_that_is_a_little_off(change: dict[str, Any]) -> None:
+    actual = actual_results(tiny_model(**{**ALL_AT_ONCE, **change}))
     assert error(actual["logits"], expected_of_all_at_once()["logits"]) > 10 * TOLERANCE

@@ -27,6 +27,8 @@ AT_LEAST_ONE = [
     "v_head_dim",
     "n_routed_experts",
     "num_experts_per_tok",
+    "n_group",
+    "topk_group",
     "max_position_embeddings",
 ]
 POSITIVE = ["routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range"]
@@ -39,6 +41,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("qk_rope_head_dim", 5, "even"),
     ("first_k_dense_replace", 4, "at most num_hidden_layers (3)"),
     ("num_experts_per_tok", 6, "at most n_routed_experts (5)"),
+    ("n_group", 2, "a divisor of n_routed_experts (5)"),
+    ("topk_group", 2, "at most n_group (1)"),
+    ("topk_method", "noaux_tc", "one of 'greedy', 'group_limited_greedy'"),
+    ("model_type", "deepseek_v3", "'deepseek_v2'"),
 ]
 
 
@@ -60,7 +66,14 @@ def test_infinity_is_refused(field: str) -> None:
 
 def test_every_field_that_can_be_bad_is_tried() -> None:
     tried = {field for field, _, _ in BAD}
-    assert {field.name for field in dataclasses.fields(DeepseekV2Config) if field.type != "bool"} == tried
+    assert {field.name for field in dataclasses.fields(DeepseekV2Config) if field.type != "bool"} - {"rope_scaling"} == tried
+
+
+def test_the_groups_in_reach_must_have_experts_enough() -> None:
+    groups: dict[str, Any] = {"n_group": 5, "topk_group": 2, "num_experts_per_tok": 3}
+    tiny_config(**groups)
+    with pytest.raises(ConfigError, match=r"^model.num_experts_per_tok = 3 .* at most the 2 experts of topk_group groups"):
+        tiny_config(**groups, topk_method="group_limited_greedy")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lather.models.decoder import Decoder
+from lather.models.families import FAMILIES
 from lather.models.generate import generate
-from models.tiny import tiny_model
+from models.tiny import tiny_family_config, tiny_family_model, tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -88,3 +89,15 @@ def test_nothing_is_asked_for_and_the_prompt_is_left_alone(model: Decoder) -> No
 def test_an_empty_prompt_or_window_is_refused(model: Decoder, prompt: list[int], context: int, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         generate(model, prompt, 3, context=context)
+
+
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_greedy_text_is_that_of_transformers(model_type: str) -> None:
+    """Longer than the sliding window, token by token, from a model whose text varies."""
+    pytest.importorskip("transformers")
+    from models.twins import greedy, twin
+
+    ours = tiny_family_model(model_type, initializer_range=0.3)
+    expected = greedy(twin(ours, tiny_family_config(model_type, initializer_range=0.3)), PROMPT, 24)
+    assert len(set(expected)) > 2
+    assert generate(ours, PROMPT, 24, context=100, temperature=0) == expected

@@ -1,4 +1,4 @@
-"""A tiny DeepSeek-V2 whose sizes all differ, and how far apart two results are."""
+"""Tiny models of every family, whose sizes all differ, and how far apart two results are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lather.models.attention import SequenceLayout
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.families import FAMILIES, ModelConfig, build_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -28,6 +30,49 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "initializer_range": 0.15,
 }
+
+ATTENTION_SIZES: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "num_experts_per_tok": 2}
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": SIZES,
+    "qwen3_moe": {
+        **ATTENTION_SIZES,
+        "vocab_size": 37,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 11,
+        "num_hidden_layers": 3,
+        "num_experts": 5,
+        "initializer_range": 0.15,
+    },
+    "gpt_oss": {
+        **ATTENTION_SIZES,
+        "vocab_size": 37,
+        "hidden_size": 24,
+        "intermediate_size": 11,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "num_local_experts": 5,
+        "swiglu_limit": 0.7,
+        "initializer_range": 0.15,
+    },
+}
+"""In GPT-OSS the limit is one that some values are beyond."""
+
+
+def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
+    return FAMILIES[model_type].config(**{**FAMILY_SIZES[model_type], **changes})
+
+
+def tiny_family_model(model_type: str, /, *, seed: int = 0, **changes: Any) -> Decoder:
+    """Norm weights differ from 1 and biases from 0, so that a forgotten one is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    model = build_model(tiny_family_config(model_type, **changes), generator)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(p, 0.5, 1.5, generator=generator)
+        elif name.endswith(("bias", "sinks")):
+            nn.init.normal_(p, std=0.5, generator=generator)
+    return model
 
 
 def tiny_config(**changes: Any) -> DeepseekV2Config:
@@ -51,6 +96,10 @@ def random_tokens(batch: int, length: int, *, seed: int = 0) -> Tensor:
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
     """In fp64."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def layout_of(x_BSD: Tensor) -> SequenceLayout:
+    return SequenceLayout(x_BSD.shape[0], x_BSD.shape[1], x_BSD.device)
 
 
 def next_token_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from lather.train.config import Config, config_from_mapping
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping
 from lather.train.data import prepare
 from lather.train.metrics import StepRow
 

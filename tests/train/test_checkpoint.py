@@ -28,7 +28,7 @@ from lather.train.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from lather.train.config import LoopConfig, OptimConfig
+from lather.train.config import LoopConfig, MoEConfig, OptimConfig
 from lather.train.step import TrainStep, build_optimizer
 
 
@@ -38,7 +38,7 @@ class Trainee:
     def __init__(self, model: Decoder, name: str, tokens: Callable[..., torch.Tensor]) -> None:
         self.model, self.tokens = model, tokens
         self.optimizer = build_optimizer(OptimConfig(name=name, precondition_frequency=2), model)
-        self.step = TrainStep(model, self.optimizer, LoopConfig(batch_size=4, micro_batch_size=4), balance_coefficient=0.01)
+        self.step = TrainStep(model, self.optimizer, LoopConfig(batch_size=4, micro_batch_size=4), MoEConfig(balance_coefficient=0.01))
 
     def train(self, *steps: int) -> "Trainee":
         for step in steps:

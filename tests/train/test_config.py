@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lather.errors import ConfigError
-from lather.models import deepseek_v2
+from lather.models import deepseek_v2, gpt_oss, qwen3_moe, rotary
+from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.train import config as config_module
-from lather.train.config import Config, config_from_mapping, config_to_toml, field_names, load_config
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping, config_to_toml, field_names, load_config
 
 AT_LEAST_1 = [0, -1]
 """Bad values of a size."""
@@ -51,12 +53,26 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "model.rope_theta": [0.0, -1.0],
     "model.rms_norm_eps": [0.0, -1e-6],
     "model.initializer_range": [0.0, -0.02],
+    "model.model_type": ["llama"],
+    "model.topk_method": ["best"],
+    "model.n_group": [*AT_LEAST_1, 3],
+    "model.topk_group": [*AT_LEAST_1, 2],
+    "model.seq_aux": [],
+    "model.rope_scaling.factor": [0.5],
+    "model.rope_scaling.original_max_position_embeddings": AT_LEAST_1,
+    "model.rope_scaling.beta_fast": [0.5],
+    "model.rope_scaling.beta_slow": [0.0, -1.0],
+    "model.rope_scaling.mscale": [-0.1],
+    "model.rope_scaling.mscale_all_dim": [-0.1],
+    "model.rope_scaling.attention_factor": [0.0, -1.0],
+    "model.rope_scaling.truncate": [],
     "model.norm_topk_prob": [],
     "model.tie_word_embeddings": [],
     "data.source": [""],
     "data.pattern": [""],
     "data.cache_dir": [""],
     "data.holdout_every": [1, 0, -1],
+    "data.packed_attention": [],
     "data.shard_tokens": AT_LEAST_1,
     "optim.name": ["sgd"],
     "optim.lr": [-1e-3],
@@ -77,6 +93,11 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "optim.warmup_steps": [-1],
     "optim.decay_fraction": [0.0, -0.1, 1.1],
     "optim.min_lr_ratio": [-0.1, 1.1],
+    "moe.memory": ["plain"],
+    "moe.balance_coefficient": [-0.1],
+    "moe.balance_level": ["batch"],
+    "moe.z_loss_coefficient": [-0.1],
+    "moe.bias_update_rate": [-0.1],
     "train.steps": AT_LEAST_1,
     "train.batch_size": [*AT_LEAST_1, 12],
     "train.micro_batch_size": AT_LEAST_1,
@@ -90,6 +111,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "checkpoint.every": AT_LEAST_1,
     "checkpoint.keep_last": AT_LEAST_1,
     "log.every": AT_LEAST_1,
+    "log.expert_load_every": [-1],
     "log.tensorboard": [],
     "log.wandb_project": [],
     "log.sample_prompt": [""],
@@ -99,17 +121,20 @@ FIELDS = sorted(OUT_OF_RANGE)
 
 
 def mapping_of(name: str, value: Any) -> dict[str, Any]:
-    section, _, key = name.rpartition(".")
-    return {section: {key: value}} if section else {key: value}
+    section, _, rest = name.partition(".")
+    return {section: mapping_of(rest, value)} if rest else {section: value}
 
 
 def hint_of(name: str) -> Any:
-    cls: Any = Config
+    """Of the first of several families that has the field."""
+    hint: Any = Config
     for part in name.split("."):
-        cls = typing.get_type_hints(cls)[part]
-    if isinstance(cls, types.UnionType):
-        return next(arg for arg in typing.get_args(cls) if arg is not type(None))
-    return cls
+        hint = typing.get_type_hints(next(cls for cls in members(hint) if part in typing.get_type_hints(cls)))[part]
+    return members(hint)[0]
+
+
+def members(hint: Any) -> list[Any]:
+    return [arg for arg in typing.get_args(hint) if arg is not type(None)] if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
 
 
 def wrong_types(hint: Any) -> list[Any]:
@@ -136,7 +161,9 @@ def assert_names_field_value_and_constraint(message: str, name: str, value: Any)
 
 
 def test_every_field_has_its_bad_values_here() -> None:
-    assert sorted(field_names()) == FIELDS
+    """The other families' fields have theirs in tests/models/test_family_configs.py."""
+    others = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))
+    assert sorted(set(field_names()) - others) == FIELDS
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -272,20 +299,21 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section's own is its class's."""
     documented = set()
-    for module in (config_module, deepseek_v2):
+    for module in (config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
                 is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 if isinstance(statement, ast.AnnAssign) and is_string and str(following.value.value).strip():
                     documented.add((cls.name, ast.unparse(statement.target)))
-    sections = [hint for hint in typing.get_type_hints(Config).values() if dataclasses.is_dataclass(hint)]
+    sections = [cls for hint in typing.get_type_hints(Config).values() for cls in members(hint) if dataclasses.is_dataclass(cls)]
+    sections.append(rotary.YarnConfig)
     assert all(ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]) for cls in sections)
     fields = {(cls.__name__, f.name) for cls in (Config, *sections) for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)}
     assert fields <= documented
 
 
 def hint_is_value(cls: type, name: str) -> bool:
-    return not dataclasses.is_dataclass(typing.get_type_hints(cls)[name])
+    return not any(dataclasses.is_dataclass(one) for one in members(typing.get_type_hints(cls)[name]))
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from lather.errors import ConfigError, RunError
-from lather.train.config import Config, config_to_toml, load_config
+from lather.train.config import Config
+from lather.train.config_file import config_to_toml, load_config
 from lather.train.run_dir import RunDirectory
 
 MakeConfig = Callable[..., Config]
@@ -22,7 +23,7 @@ MakeConfig = Callable[..., Config]
 HOLDER = """
 import sys
 from pathlib import Path
-from lather.train.config import load_config
+from lather.train.config_file import load_config
 from lather.train.run_dir import RunDirectory
 held = RunDirectory.open(load_config(Path(sys.argv[1])))
 print("held", flush=True)

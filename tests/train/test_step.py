@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from torch import Tensor
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP
-from lather.train import step as step_module
-from lather.train.config import LoopConfig, OptimConfig
+from lather.train.config import LoopConfig, MoEConfig, OptimConfig
 from lather.train.step import IGNORE_INDEX, StepResult, TrainStep, build_optimizer, learning_rate, pick_device
 
 MakeModel = Callable[..., Decoder]
@@ -28,7 +28,7 @@ SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 def train_step(model: Decoder, optimizer: torch.optim.Optimizer, *, balance_coefficient: float = 0.0, **options: Any) -> TrainStep:
     config = LoopConfig(**{"batch_size": 4, "micro_batch_size": 4, "max_grad_norm": 0.0, **options})
-    return TrainStep(model, optimizer, config, balance_coefficient=balance_coefficient)
+    return TrainStep(model, optimizer, config, MoEConfig(balance_coefficient=balance_coefficient))
 
 
 def optimizer_of(model: Decoder, name: str = "soap") -> torch.optim.Optimizer:
@@ -168,10 +168,9 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(make_model: MakeModel,
 
 @contextmanager
 def loss_times(model: Decoder, value: float) -> Iterator[None]:
-    original = step_module.next_token_loss
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "next_token_loss", lambda *args: original(*args) * value)
-        yield
+    handle = model.register_forward_hook(lambda module, arguments, output: replace(output, loss=output.loss * value))
+    yield
+    handle.remove()
 
 
 @contextmanager

@@ -1,27 +1,33 @@
 """A decoder-only transformer made of blocks, and the five segments of a block.
 
     1 attend_and_route   attention, residual, norm, router     compute
-    2 dispatch           tokens to the experts' rows           all-to-all under expert parallelism
-    3 run_experts        routed experts, weighted              compute
-    4 combine            rows back to their tokens             all-to-all under expert parallelism
+    2 dispatch           tokens to their experts' ranks        all-to-all under expert parallelism
+    3 run_experts        routed experts, weighted sums         compute
+    4 combine            sums back to their tokens             all-to-all under expert parallelism
     5 aggregate          shared experts, residual              compute
 
-A dense block has the same segments with 2 and 4 as identities. `reference_forward` is their composition in one autograd graph: what
-every other way of running a block must agree with.
+A dense block has the same segments with 2 and 4 as identities. `forward` is their composition in one autograd graph: what every other way of
+running a block must agree with. What the feed-forward layers keep for backward is `set_memory`'s choice; "reference" is plain autograd.
 
-Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, G = T * K rows, V vocabulary.
+Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, R tokens at this rank's experts, V
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lather.models.layers import GatedMLP, RMSNorm
-from lather.models.moe import Dispatch, MoE, Routing, combine_rows, dispatch_rows, plan_dispatch
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.attention import SequenceLayout
+from lather.models.experts import Experts
+from lather.models.layers import GatedMLP, RMSNorm, check_memory
+from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.routing import LoadBalance, Router, Routing
 from lather.shapes import Float, Int
 
 
@@ -45,63 +51,68 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, rms_norm_eps)
         self.mlp = mlp
 
-    def attend_and_route(self, x_BSD: Float[Tensor, "b s d"]) -> Attended:
-        residual_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+    def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
+        residual_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), layout)
         normed_TD = self.post_attention_layernorm(residual_BSD).flatten(0, 1)
-        return Attended(residual_BSD, normed_TD, self.mlp.gate(normed_TD) if isinstance(self.mlp, MoE) else None)
+        routing = self.mlp.gate(normed_TD, len(x_BSD)) if isinstance(self.mlp, MoE) else None
+        return Attended(residual_BSD, normed_TD, routing)
 
-    def dispatch(self, attended: Attended) -> tuple[Float[Tensor, "g d"], Dispatch | None]:
-        if attended.routing is None:
-            return attended.normed_TD, None
-        plan = plan_dispatch(attended.routing)
-        return dispatch_rows(attended.normed_TD, plan), plan
+    def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
+        """None in a dense block."""
+        return None if attended.routing is None else exchange.dispatch(attended.normed_TD, attended.routing)
 
-    def run_experts(self, rows_GD: Float[Tensor, "g d"], routing: Routing | None, plan: Dispatch | None) -> Float[Tensor, "g d"]:
+    def run_experts(self, attended: Attended, dispatched: Dispatched | None) -> Float[Tensor, "r d"]:
         """The router's weights are applied here, on the experts' side, so that combine only has to add."""
-        if routing is None or plan is None:
-            dense: Tensor = self.mlp(rows_GD)
+        if dispatched is None:
+            dense: Tensor = self.mlp(attended.normed_TD)
             return dense
         assert isinstance(self.mlp, MoE)
-        out_GD = self.mlp.experts(rows_GD, plan.count_E)
-        weights = routing.weights_TK.flatten()
-        weight_G = torch.empty_like(weights).index_copy(0, plan.row_TK.flatten(), weights)  # a permutation: every row is written
-        weighted: Tensor = out_GD * weight_G.to(out_GD.dtype).unsqueeze(-1)
-        return weighted
+        partial: Tensor = self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK)
+        return partial
 
-    def combine(self, rows_GD: Float[Tensor, "g d"], plan: Dispatch | None) -> Float[Tensor, "t d"]:
-        return rows_GD if plan is None else combine_rows(rows_GD, plan)
+    def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched | None, exchange: Exchange) -> Float[Tensor, "t d"]:
+        return partial_RD if dispatched is None else exchange.combine(partial_RD, dispatched)
 
     def aggregate(self, attended: Attended, combined_TD: Float[Tensor, "t d"]) -> Float[Tensor, "b s d"]:
         if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None:
             combined_TD = combined_TD + self.mlp.shared_experts(attended.normed_TD)
         return attended.residual_BSD + combined_TD.view_as(attended.residual_BSD)
 
-    def reference_forward(self, x_BSD: Float[Tensor, "b s d"]) -> tuple[Float[Tensor, "b s d"], Routing | None]:
-        attended = self.attend_and_route(x_BSD)
-        rows_GD, plan = self.dispatch(attended)
-        out_GD = self.run_experts(rows_GD, attended.routing, plan)
-        combined_TD = self.combine(out_GD, plan)
+    def forward(
+        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, exchange: Exchange = LOCAL_EXCHANGE
+    ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
+        attended = self.attend_and_route(x_BSD, layout)
+        dispatched = self.dispatch(attended, exchange)
+        partial_RD = self.run_experts(attended, dispatched)
+        combined_TD = self.combine(partial_RD, dispatched, exchange)
         return self.aggregate(attended, combined_TD), attended.routing
-
-    forward = reference_forward
 
 
 @dataclass
 class DecoderOutput:
-    """What a forward pass gives."""
+    """What a forward pass gives: logits, or, if labels were given, the loss instead."""
 
-    logits_BSV: Float[Tensor, "b s v"]
+    logits_BSV: Float[Tensor, "b s v"] | None
+    loss: Float[Tensor, ""] | None
     routings: list[Routing]
     """One per MoE block, in order."""
 
     def balance_loss(self) -> Float[Tensor, ""]:
         """Sum over the MoE blocks, 0 if there are none."""
-        return torch.stack([r.balance_loss for r in self.routings]).sum() if self.routings else self.logits_BSV.new_zeros(())
+        return _sum([routing.balance_loss for routing in self.routings])
+
+    def z_loss(self) -> Float[Tensor, ""]:
+        """Sum over the MoE blocks, 0 if there are none."""
+        return _sum([routing.z_loss for routing in self.routings])
 
     def rows_per_expert(self) -> Int[Tensor, "l e"]:
         """Rows that each expert of each MoE block received; (0, 0) if there are none."""
-        counts = [r.count_E for r in self.routings]
+        counts = [routing.count_E for routing in self.routings]
         return torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
 class Decoder(nn.Module):
@@ -118,21 +129,67 @@ class Decoder(nn.Module):
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens_BS: Int[Tensor, "b s"]) -> DecoderOutput:
+    def forward(
+        self,
+        tokens_BS: Int[Tensor, "b s"],
+        labels_BS: Int[Tensor, "b s"] | None = None,
+        *,
+        cu_seqlens: Int[Tensor, " n"] | None = None,
+        normalizer: float | Tensor = 1.0,
+        exchange: Exchange = LOCAL_EXCHANGE,
+    ) -> DecoderOutput:
+        """Logits, or with labels the cross entropy summed over labels that are not -100 and divided by `normalizer`.
+
+        The loss never holds the logits of all tokens at a time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`. `cu_seqlens`:
+        boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: how tokens get to experts on other ranks.
+        """
+        layout = SequenceLayout(*tokens_BS.shape, tokens_BS.device, cu_seqlens)
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:
-            x_BSD, routing = block(x_BSD)
+            x_BSD, routing = block(x_BSD, layout, exchange)
             if routing is not None:
                 routings.append(routing)
-        return DecoderOutput(self.lm_head(self.norm(x_BSD)), routings)
+        x_BSD = self.norm(x_BSD)
+        if labels_BS is None:
+            return DecoderOutput(self.lm_head(x_BSD), None, routings)
+        return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
+
+    def routers(self) -> list[Router]:
+        """Of the MoE blocks, in order."""
+        return [block.mlp.gate for block in self.layers if isinstance(block, Block) and isinstance(block.mlp, MoE)]
+
+    def set_memory(self, memory: str) -> None:
+        """What the feed-forward layers keep for backward; see `lather.models.experts`. Raises ValueError for an unknown mode."""
+        check_memory(memory)
+        for module in self.modules():
+            if isinstance(module, GatedMLP | Experts):
+                module.memory = memory
+
+    def balance_load(self, level: str) -> None:
+        """Over what the balance loss of all blocks is taken; see `LoadBalance`."""
+        for router in self.routers():
+            router.balance = LoadBalance(level)
+
+    @contextlib.contextmanager
+    def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
+        """Inside the block the tokens of each MoE block go to these experts; one tensor per MoE block, see `Router.replay`."""
+        routers = self.routers()
+        if len(experts_LTK) != len(routers):
+            raise ValueError(f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} MoE blocks")
+        with contextlib.ExitStack() as stack:
+            for router, experts_TK in zip(routers, experts_LTK, strict=True):
+                stack.enter_context(router.replay(experts_TK))
+            yield
 
     @torch.no_grad()
     def init_weights(self, std: float, generator: torch.Generator) -> None:
-        """Norms 1, everything else normal with this standard deviation, drawn in the order of `parameters()`."""
+        """Norms 1, biases 0, everything else normal with this standard deviation, drawn in the order of `parameters()`."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
-        for p in self.parameters():
+        for name, p in self.named_parameters():
             if id(p) in norms:
                 p.fill_(1)
+            elif name.endswith("bias"):
+                p.zero_()
             else:
                 p.normal_(0, std, generator=generator)

@@ -1,25 +1,32 @@
 """DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, leading dense layers, then mixture-of-experts layers with shared experts.
 
-Field names and defaults of meaning are those of the published Hugging Face `config.json`.
+Field names and defaults of meaning are those of the published Hugging Face `config.json`. Two of its fields the authors' own code heeds,
+and so does this, while transformers 5 ignores them: `norm_topk_prob` and `seq_aux`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from lather.errors import require
+from lather.models.assembly import assemble
+from lather.models.attention import MultiHeadLatentAttention
 from lather.models.decoder import Block, Decoder
-from lather.models.layers import GatedMLP, MultiHeadLatentAttention
-from lather.models.moe import Experts, MoE, Router
+from lather.models.experts import Experts
+from lather.models.fields import CheckedFields, Published
+from lather.models.layers import GatedMLP
+from lather.models.moe import MoE
+from lather.models.rotary import Rotary, YarnConfig
+from lather.models.routing import LoadBalance, Router
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config:
+class DeepseekV2Config(CheckedFields):
     """Sizes of a DeepSeek-V2 style model."""
 
+    model_type: str = "deepseek_v2"
+    """The family, by its Hugging Face name."""
     vocab_size: int = 4096
     """Tokens in the vocabulary."""
     hidden_size: int = 192
@@ -50,16 +57,26 @@ class DeepseekV2Config:
     """Shared experts per MoE block, as one feed-forward of that many times `moe_intermediate_size`; 0: none."""
     num_experts_per_tok: int = 2
     """Routed experts per token (top-k)."""
+    topk_method: str = "greedy"
+    """greedy: the best of all experts. group_limited_greedy: the best of `topk_group` groups, those with the best single experts."""
+    n_group: int = 1
+    """Groups of neighbouring experts, for group_limited_greedy."""
+    topk_group: int = 1
+    """Groups that a token's experts may come from."""
     norm_topk_prob: bool = False
     """Scale the chosen experts' weights to sum 1 instead of by `routed_scaling_factor`, if there are several."""
     routed_scaling_factor: float = 1.0
     """Factor on the chosen experts' weights."""
     aux_loss_alpha: float = 0.001
     """Coefficient of each block's load-balancing loss; 0: none."""
+    seq_aux: bool = False
+    """Take that loss of each sequence alone instead of the micro-batch."""
     max_position_embeddings: int = 2048
     """Longest sequence, tokens."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling: YarnConfig | None = None
+    """Stretching of the positions by YaRN; left out: none."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     initializer_range: float = 0.02
@@ -68,7 +85,9 @@ class DeepseekV2Config:
     """The head is the embedding."""
 
     def __post_init__(self) -> None:
-        at_least_one = (
+        self._require("model_type", self.model_type == "deepseek_v2", "'deepseek_v2'")
+        self._require_at_least(
+            1,
             "vocab_size",
             "hidden_size",
             "intermediate_size",
@@ -81,44 +100,88 @@ class DeepseekV2Config:
             "v_head_dim",
             "n_routed_experts",
             "num_experts_per_tok",
+            "n_group",
+            "topk_group",
             "max_position_embeddings",
         )
-        for name in at_least_one:
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("first_k_dense_replace", "n_shared_experts"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "greater than 0 and finite")
-        self._require("aux_loss_alpha", 0 <= self.aux_loss_alpha < math.inf, "at least 0 and finite")
+        self._require_at_least(0, "first_k_dense_replace", "n_shared_experts")
+        self._require_positive("routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range")
+        self._require_coefficient("aux_loss_alpha")
         self._require("q_lora_rank", self.q_lora_rank is None or self.q_lora_rank >= 1, "at least 1, or left out")
-        self._require("qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "even: rotary embedding turns pairs")
-        self._require(
-            "first_k_dense_replace",
-            self.first_k_dense_replace <= self.num_hidden_layers,
-            f"at most num_hidden_layers ({self.num_hidden_layers})",
-        )
-        self._require(
-            "num_experts_per_tok",
-            self.num_experts_per_tok <= self.n_routed_experts,
-            f"at most n_routed_experts ({self.n_routed_experts}): lower the one or raise the other",
-        )
+        self._require_rotary("qk_rope_head_dim", self.rope_scaling)
+        self._require_at_most("first_k_dense_replace", "num_hidden_layers")
+        self._require_at_most("num_experts_per_tok", "n_routed_experts")
+        methods = ("greedy", "group_limited_greedy")
+        self._require("topk_method", self.topk_method in methods, f"one of {', '.join(map(repr, methods))}")
+        self._require_divides("n_group", "n_routed_experts")
+        self._require_at_most("topk_group", "n_group")
+        if self.topk_method == "group_limited_greedy":
+            reach = self.n_routed_experts // self.n_group * self.topk_group
+            self._require("num_experts_per_tok", self.num_experts_per_tok <= reach, f"at most the {reach} experts of topk_group groups")
 
-    def _require(self, name: str, holds: bool, constraint: str) -> None:
-        require(holds, f"model.{name}", getattr(self, name), constraint)
+    @property
+    def balance_loss_coef(self) -> float:
+        """Coefficient of each block's load-balancing loss."""
+        return self.aux_loss_alpha
+
+
+DEEPSEEK_V2_LITE = DeepseekV2Config(
+    vocab_size=102400,
+    hidden_size=2048,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    first_k_dense_replace=1,
+    num_attention_heads=16,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    seq_aux=True,
+    max_position_embeddings=163840,
+    rope_scaling=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
+)
+
+PUBLISHED = Published(
+    architecture="DeepseekV2ForCausalLM",
+    defaults={
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "attention_dropout": (0.0,),
+        "mlp_bias": (False,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("softmax",),
+    },
+    derived={
+        "num_key_value_heads": lambda config: config.num_attention_heads,
+        "head_dim": lambda config: config.qk_rope_head_dim,
+        "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+    },
+    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+    ignored=frozenset({"ep_size"}),
+    nullable=frozenset({"q_lora_rank"}),
+)
 
 
 def build_deepseek_v2(config: DeepseekV2Config, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
     """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
-    blocks = [_block(config, is_dense=index < config.first_k_dense_replace) for index in range(config.num_hidden_layers)]
-    decoder = Decoder(
-        blocks,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-    decoder.init_weights(config.initializer_range, generator)
-    return decoder.to(device)
+    return assemble(config, lambda index: _block(config, is_dense=index < config.first_k_dense_replace), generator, device)
 
 
 def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
@@ -128,22 +191,26 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
         q_lora_rank=config.q_lora_rank,
         kv_lora_rank=config.kv_lora_rank,
         qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
+        rotary=Rotary(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling),
         v_head_dim=config.v_head_dim,
-        rope_theta=config.rope_theta,
     )
     mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
     return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
 
 
 def _moe(config: DeepseekV2Config) -> MoE:
+    normalize = config.norm_topk_prob and config.num_experts_per_tok > 1  # a lone weight of 1 would teach the router nothing
+    grouped = config.topk_method == "group_limited_greedy"
     router = Router(
         config.hidden_size,
         config.n_routed_experts,
         config.num_experts_per_tok,
-        norm_topk_prob=config.norm_topk_prob,
-        routed_scaling_factor=config.routed_scaling_factor,
+        normalize=normalize,
+        scale=1.0 if normalize else config.routed_scaling_factor,
+        num_groups=config.n_group if grouped else 1,
+        num_groups_per_tok=config.topk_group if grouped else 1,
     )
+    router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     width = config.n_shared_experts * config.moe_intermediate_size
     return MoE(router, experts, GatedMLP(config.hidden_size, width) if width else None)

@@ -1,23 +1,59 @@
-"""Layers shared by the model families: RMSNorm, rotary embedding, multi-head latent attention, gated MLP.
+"""Layers shared by the model families: RMSNorm and the gated MLP, each keeping little between forward and backward.
 
-Sources: RMSNorm (Zhang and Sennrich, arXiv:1910.07467); RoPE (Su et al., arXiv:2104.09864), on interleaved pairs as DeepSeek-V2 has it;
-multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its plain training form: keys and values are expanded
-from the latent, so that attention itself is an ordinary one.
+    RMSNorm      keeps its input and one number per row, where plain autograd keeps two more copies, in fp32
+    GatedMLP     keeps its input and gate/up, where plain autograd keeps two more of F; the product is recomputed in backward
 
-Letters: B sequences, S positions, D hidden size, H heads, N non-rotary and R rotary width of a head's query and key, U width of a head's
-value, L rank of the key-value latent, Q rank of the query latent, F intermediate size.
+Source: RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
+
+Letters: T rows, D hidden size, F intermediate size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward
 from lather.shapes import Float
 
-LATENT_EPS = 1e-6
-"""The latents' norms have this eps in the published models, whatever `rms_norm_eps` is."""
+MEMORY_MODES = ("saved", "recompute", "reference")
+"""What a feed-forward layer keeps for backward: gate/up; nothing but its input; whatever plain autograd keeps."""
+
+
+def check_memory(memory: str) -> None:
+    """Raise ValueError unless it is one of `MEMORY_MODES`."""
+    if memory not in MEMORY_MODES:
+        raise ValueError(f"memory = {memory!r} is not valid: use one of {', '.join(map(repr, MEMORY_MODES))}")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What products of x are computed in: autocast's dtype inside autocast, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        inverse_rms_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x_TD, weight_D, inverse_rms_T1)
+        return weight_D * (wide_TD * inverse_rms_T1).to(x_TD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TD, weight_D, inverse_rms_T1 = ctx.saved_tensors
+        normed_TD = x_TD * inverse_rms_T1
+        grad_weight_D = (grad_TD * normed_TD).flatten(0, -2).sum(0)
+        scaled_TD = grad_TD * weight_D.to(normed_TD.dtype)
+        along_T1 = (scaled_TD * normed_TD).mean(-1, keepdim=True)
+        grad_x_TD = scaled_TD.sub_(normed_TD.mul_(along_T1)).mul_(inverse_rms_T1)
+        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
 
 
 class RMSNorm(nn.Module):
@@ -29,90 +65,43 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y
 
 
-def rotary_angles(num_positions: int, size: int, theta: float, device: torch.device) -> Float[Tensor, "s half"]:
-    """Angle of each position for each of the size/2 pairs: position * theta^(-2i/size), in fp64 so that it is right to the last bit."""
-    frequency = theta ** -(torch.arange(0, size, 2, dtype=torch.float64, device=device) / size)
-    return torch.outer(torch.arange(num_positions, dtype=torch.float64, device=device), frequency)
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, dtype: torch.dtype, keep_gate_up: bool) -> Tensor:
+        gate_up_TH = _gate_up(x_TD.to(dtype), gate_FD, up_FD)
+        ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if keep_gate_up else None)
+        ctx.dtype = dtype
+        return gate_forward(gate_up_TH, SWIGLU) @ down_DF.to(dtype).T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gate_FD, up_FD, down_DF, gate_up_TH = ctx.saved_tensors
+        needs_x, needs_gate, needs_up, needs_down, _, _ = ctx.needs_input_grad
+        x_TD_, grad_TD = x_TD.to(ctx.dtype), grad_TD.to(ctx.dtype)
+        if gate_up_TH is None:
+            gate_up_TH = _gate_up(x_TD_, gate_FD, up_FD)
+        grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ down_DF.to(ctx.dtype), gate_up_TH, SWIGLU)
+        grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
+        grad_down = (grad_TD.T @ h_TF).to(down_DF.dtype) if needs_down else None
+        grad_gate = (grad_gate_TF.T @ x_TD_).to(gate_FD.dtype) if needs_gate else None
+        grad_up = (grad_up_TF.T @ x_TD_).to(up_FD.dtype) if needs_up else None
+        grad_x = None
+        if needs_x:
+            grad_x = (grad_gate_TF @ gate_FD.to(ctx.dtype)).addmm_(grad_up_TF, up_FD.to(ctx.dtype)).to(x_TD.dtype)
+        return grad_x, grad_gate, grad_up, grad_down, None, None
 
 
-def rotate_pairs(x_BSHR: Float[Tensor, "b s h r"], angles_SP: Float[Tensor, "s p"]) -> Float[Tensor, "b s h r"]:
-    """Turn each interleaved pair (x_2i, x_2i+1) of a head by its position's angle, in fp32 or wider."""
-    wide = torch.promote_types(x_BSHR.dtype, torch.float32)
-    cos, sin = angles_SP.cos()[:, None].to(wide), angles_SP.sin()[:, None].to(wide)
-    even, odd = x_BSHR.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BSHR.dtype)
-
-
-def causal_attention(
-    q_BSHN: Float[Tensor, "b s h n"], k_BSHN: Float[Tensor, "b s h n"], v_BSHU: Float[Tensor, "b s h u"]
-) -> Float[Tensor, "b s h u"]:
-    """softmax(q k^T / sqrt(N)) v over earlier positions. Narrower values are padded: torch's fused kernels want equal widths."""
-    padded = F.pad(v_BSHU, (0, q_BSHN.shape[-1] - v_BSHU.shape[-1])) if v_BSHU.shape[-1] < q_BSHN.shape[-1] else v_BSHU
-    y_BHSN = F.scaled_dot_product_attention(q_BSHN.transpose(1, 2), k_BSHN.transpose(1, 2), padded.transpose(1, 2), is_causal=True)
-    return y_BHSN.transpose(1, 2)[..., : v_BSHU.shape[-1]]
-
-
-class MultiHeadLatentAttention(nn.Module):
-    """Causal attention whose keys and values come from a low-rank latent, with one rotary key shared by all heads.
-
-    Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the query has no latent.
-    """
-
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        rope_theta: float,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.nope, self.rope, self.rope_theta = qk_nope_head_dim, qk_rope_head_dim, rope_theta
-        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
-        query_size = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
-        if q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden_size, query_size, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(q_lora_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(q_lora_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
-
-    def forward(self, x_BSD: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
-        angles = rotary_angles(x_BSD.shape[1], self.rope, self.rope_theta, x_BSD.device)
-        q_BSHN, q_BSHR = self._heads(self._query(x_BSD)).split((self.nope, self.rope), dim=-1)
-        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope), dim=-1)
-        kv_BSHx = self._heads(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)))
-        k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
-        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), angles).expand(-1, -1, self.num_heads, -1)
-
-        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, angles)), dim=-1)
-        key = torch.cat((k_BSHN, k_BSHR), dim=-1)
-        attended_BSHU = causal_attention(query, key, v_BSHU)
-        y_BSD: Tensor = self.o_proj(attended_BSHU.flatten(2))
-        return y_BSD
-
-    def _query(self, x_BSD: Tensor) -> Tensor:
-        query: Tensor
-        query = self.q_proj(x_BSD) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
-        return query
-
-    def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
-        return heads
+def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor) -> Tensor:
+    f = len(gate_FD)
+    gate_up_TH = x_TD.new_empty(len(x_TD), 2 * f)
+    torch.mm(x_TD, gate_FD.to(x_TD.dtype).T, out=gate_up_TH[:, :f])
+    torch.mm(x_TD, up_FD.to(x_TD.dtype).T, out=gate_up_TH[:, f:])
+    return gate_up_TH
 
 
 class GatedMLP(nn.Module):
@@ -123,7 +112,14 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.memory = "saved"
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
+        if self.memory == "reference":
+            plain: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return plain
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        dtype = compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y: Tensor = _GatedMLP.apply(x.flatten(0, -2), *weights, dtype, self.memory == "saved")  # type: ignore[no-untyped-call]
+        return y.unflatten(0, x.shape[:-1])

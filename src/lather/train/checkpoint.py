@@ -3,7 +3,8 @@
 A checkpoint is a folder `checkpoints/step-00000100` with `model.safetensors`, `optimizer.safetensors` (one entry per parameter and state
 key, `layers.0.self_attn.o_proj.weight/exp_avg`) and `state.json` (step, seconds trained, checksums of all three). It is written under
 another name, synced to disk, then renamed, so a process killed at any moment leaves the checkpoints that were there. Nothing is
-pickled. Data order and initial weights are functions of the seed and the step, so no random state needs saving.
+pickled. Data order and initial weights are functions of the seed and the step, so no random state needs saving. A run that starts from
+weights of elsewhere has a checkpoint of step 0, without optimizer state.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,30 @@ def _write(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.
         if f"os error {errno.ENOSPC}" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
         raise
+    _seal(folder, progress, type(optimizer).__name__)
+
+
+def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
+    """Make `folder/step-00000000` of weights from elsewhere, which `write_weights` puts into the file that it is given; returns its path.
+
+    Any optimizer starts from it, with fresh state. It is not made in one go: the caller renames the folder around it.
+    """
+    target = folder / f"step-{0:08d}"
+    target.mkdir(parents=True)
+    write_weights(target / FILES[0])
+    save_file({}, target / FILES[1])
+    _seal(target, Progress(0, 0.0), None)
+    return target
+
+
+def _seal(folder: Path, progress: Progress, optimizer: str | None) -> None:
+    """Write `state.json` for the files that are there and sync everything."""
     state = {
         "format": FORMAT,
         "step": progress.step,
         "seconds": progress.seconds,
         "skipped_in_a_row": progress.skipped_in_a_row,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizer,
         "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in FILES},
     }
     (folder / "state.json").write_text(json.dumps({**state, "digest": _digest(state)}, indent=1))
@@ -101,21 +120,27 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     device = next(model.parameters()).device
     weights = _read_tensors(path / FILES[0], state)
     _compare(path / FILES[0], weights, model_tensors(model))
-    if optimizer is not None:
+    if optimizer is not None and state["optimizer"] is not None:
         if state["optimizer"] != type(optimizer).__name__:
             found, given = state["optimizer"], type(optimizer).__name__
             raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
         entries = _read_tensors(path / FILES[1], state)
         _load_optimizer(path / FILES[1], entries, model, optimizer, device)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights[name])
+        for name, value in _named_state(model):
+            value.copy_(weights[name])
     return Progress(state["step"], state["seconds"], state["skipped_in_a_row"])
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, tied ones once."""
-    return {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    """Parameters by name, tied ones once, and buffers that are part of the state."""
+    return {name: value.detach().contiguous() for name, value in _named_state(model)}
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -167,13 +192,26 @@ def _read_state(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def checked_weights(path: Path) -> Path:
+    """The file with a checkpoint's weights; raises CheckpointError if it is missing or damaged."""
+    _check_file(path / FILES[0], _read_state(path))
+    return path / FILES[0]
+
+
 def _read_tensors(file: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+    _check_file(file, state)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
+
+
+def _check_file(file: Path, state: dict[str, Any]) -> None:
     expected = state["files"].get(file.name, {})
     try:
         if file.stat().st_size != expected.get("bytes") or _sha256(file) != expected.get("sha256"):
             raise ValueError("its size or checksum is not the one in state.json")
-        return load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 

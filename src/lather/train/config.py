@@ -1,28 +1,18 @@
-"""The configuration of a run: frozen dataclasses, read from TOML, every value checked at construction.
+"""The configuration of a run: frozen dataclasses, every value checked at construction; `config_file` reads and writes them.
 
 Every field is documented, with its unit, by the string under it; `lather train --help` shows the same strings.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import sys
-import tomllib
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import tomli_w
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families import ModelConfig
 from lather.optim.soap import check_soap_options
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -35,6 +25,8 @@ class DataConfig:
     """Which files below the folder are text (glob on the file name)."""
     cache_dir: str = "data"
     """Folder for tokenizer and token shards; each corpus and vocabulary size gets a folder of its own in it."""
+    packed_attention: bool = False
+    """Attention stays within a document; off: it sees all earlier text of the sequence."""
     holdout_every: int = 20
     """One file in this many is held out for validation, files."""
     shard_tokens: int = 1_000_000
@@ -124,6 +116,27 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """How experts are kept busy, and what their layers keep between forward and backward."""
+
+    memory: Literal["saved", "recompute", "reference"] = "saved"
+    """saved: the gate and up products. recompute: not even these, at the price of computing them twice. reference: plain autograd."""
+    balance_coefficient: float | None = None
+    """Weight of each block's load-balancing loss; left out: the model's own."""
+    balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
+    """What the load is evened over; global_batch: all micro-batches of the step so far. Left out: the model's own."""
+    z_loss_coefficient: float = 0.0
+    """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
+    bias_update_rate: float = 0.0
+    """Loss-free balancing: by how much each expert's bias moves after a step, towards an even load; 0: none."""
+
+    def __post_init__(self) -> None:
+        coefficients = {name: getattr(self, name) for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")}
+        for name, value in coefficients.items():
+            require(value is None or 0 <= value < math.inf, f"moe.{name}", value, "at least 0 and finite")
+
+
+@dataclass(frozen=True)
 class LoopConfig:
     """Steps, batches and what guards them."""
 
@@ -181,6 +194,8 @@ class LogConfig:
 
     every: int = 10
     """Steps between lines of progress where there is no terminal."""
+    expert_load_every: int = 100
+    """Steps between records of every expert's load in metrics.jsonl; 0: none."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
@@ -192,6 +207,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "at least 1 step")
+        require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
         require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
         require(bool(self.sample_prompt), "log.sample_prompt", self.sample_prompt, "some text")
 
@@ -204,7 +220,8 @@ class Config:
     """Folder for everything the run writes; a run found there is resumed."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
-    model: DeepseekV2Config = field(default_factory=DeepseekV2Config)
+    model: ModelConfig = field(default_factory=DeepseekV2Config)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -222,97 +239,8 @@ class Config:
             f"at most model.max_position_embeddings ({self.model.max_position_embeddings})",
         )
 
-
-# --- TOML ---------------------------------------------------------------------------------------------------------------------------
-
-
-def load_config(path: Path) -> Config:
-    """Read a TOML file; every error names the file and the key."""
-    try:
-        mapping = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; configs/ holds examples") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    try:
-        return config_from_mapping(mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """Nested mappings to a `Config`; missing keys keep their defaults."""
-    return _build(Config, mapping, "")
-
-
-def config_to_toml(config: Config) -> str:
-    """The resolved configuration; `load_config` gives the same one back."""
-    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
-
-
-def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields, sections left out."""
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from field_names(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
-    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in mapping.items() if value is not None}
-
-
-def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
-    hints = typing.get_type_hints(cls)
-    for key in mapping:
-        if key not in hints:
-            raise ConfigError(f"unknown key {prefix + key!r}; {_nearest(prefix + key)}")
-    values: dict[str, Any] = {}
-    for key, value in mapping.items():
-        hint, name = hints[key], prefix + key
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{name} = {value!r} is not valid: it must be a section, [{name}]")
-            values[key] = _build(typing.cast(type, hint), value, f"{name}.")
-        else:
-            values[key] = _convert(value, hint, name)
-    return cls(**values)
-
-
-def _nearest(name: str) -> str:
-    """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section."""
-    sections = [f.name for f in dataclasses.fields(Config)]
-    known = [*sections, *(key for key in field_names() if "." in key)]
-    section, _, last = name.rpartition(".")
-
-    def likeness(other: str) -> float:
-        """A field of the same section wins a tie."""
-        other_section, _, other_last = other.rpartition(".")
-        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section)
-
-    if likeness(best := max(known, key=likeness)) >= 0.7:
-        return f"did you mean {best!r}?"
-    siblings = [other for other in known if other.startswith(f"{section}.")] or sections
-    return f"known keys: {', '.join(siblings)}"
-
-
-def _convert(value: Any, hint: Any, name: str) -> Any:
-    """A TOML value as the field's type; an int is taken for a float, nothing else is converted."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _convert(value, next(arg for arg in args if arg is not type(None)), name)
-    if origin is Literal:
-        require(value in args, name, value, "one of " + ", ".join(repr(arg) for arg in args))
-        return value
-    if origin is tuple:
-        require(isinstance(value, list) and len(value) == len(args), name, value, f"a list of {len(args)} numbers")
-        return tuple(_convert(item, arg, name) for item, arg in zip(value, args, strict=True))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        require(abs(value) <= sys.float_info.max, name, value, "a number that a float can hold")
-        return float(value)
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    require(type(value) is hint, name, value, words[hint])
-    return value
+    def resolved_moe(self) -> MoEConfig:
+        """With the model's own coefficient of the balance loss, if none is given."""
+        if self.moe.balance_coefficient is not None:
+            return self.moe
+        return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)

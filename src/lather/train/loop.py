@@ -18,14 +18,14 @@ import torch
 
 from lather.errors import DataError, UserError
 from lather.models.decoder import Decoder
-from lather.models.deepseek_v2 import build_deepseek_v2
+from lather.models.families import build_model as build_family
 from lather.models.generate import generate
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import END_OF_TEXT, Batches, TokenShards, load_tokenizer, prepare
-from lather.train.metrics import MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows, training_rows
+from lather.train.metrics import MetricsWriter, StepRow, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
-from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device, prepare_experts
 
 
 class DivergedError(RuntimeError):
@@ -100,8 +100,21 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
-    """The model with the fresh weights that the seed gives."""
-    return build_deepseek_v2(config.model, torch.Generator().manual_seed(config.seed), device)
+    """The model with the fresh weights that the seed gives, and what the configuration says of its experts."""
+    model = build_family(config.model, torch.Generator().manual_seed(config.seed), device)
+    prepare_experts(model, config.moe)
+    return model
+
+
+def _document_end(config: Config, dataset: Path) -> int | None:
+    """The token that ends a document, if attention is to stay within documents."""
+    if not config.data.packed_attention:
+        return None
+    tokenizer = load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
+    token: int | None = tokenizer.token_to_id(END_OF_TEXT)
+    if token is None:
+        raise DataError(f"{dataset / 'tokenizer.json'}: has no {END_OF_TEXT} token: turn data.packed_attention off")
+    return token
 
 
 class _Run:
@@ -113,7 +126,7 @@ class _Run:
         self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
         self.model = build_model(config, device)
         self.optimizer = build_optimizer(config.optim, self.model)
-        self.step = TrainStep(self.model, self.optimizer, train, balance_coefficient=config.model.aux_loss_alpha)
+        self.step = TrainStep(self.model, self.optimizer, train, config.resolved_moe(), end_of_text=_document_end(config, dataset))
         existing = list_checkpoints(run_dir.checkpoints)
         self.progress = load_checkpoint(existing[-1], self.model, self.optimizer) if existing else Progress(0, 0.0)
         self.resumed_step = self.progress.step if existing else None
@@ -168,6 +181,9 @@ class _Run:
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
         row = self._row(result, lr, step_seconds)
         self.metrics.write(row)
+        every = self.config.log.expert_load_every
+        if every and number % every == 0 and result.counts_LE.numel():
+            self.metrics.write({"step": number, "seconds": self.progress.seconds, "expert_load": load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(

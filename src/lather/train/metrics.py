@@ -1,8 +1,8 @@
 """What a run measures: a row per step in `metrics.jsonl`, and in TensorBoard and Weights & Biases when asked.
 
 Rows of training steps have all fields of `StepRow` (a number that is not finite becomes null); rows of validations have `step`, `seconds`
-and `validation_loss`. Rows up to the last checkpoint are on disk before it is; a resumed run drops what is later and goes on, so the file
-is the uninterrupted run's.
+and `validation_loss`; rows of `log.expert_load_every` have `expert_load`, a list per MoE block. Rows up to the last checkpoint are on disk
+before it is; a resumed run drops what is later and goes on, so the file is the uninterrupted run's.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
     return float(share.min()) * num_experts, float(share.max()) * num_experts, entropy / math.log(num_experts) if num_experts > 1 else 1.0
 
 
+def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
+    """Each expert's rows as a share of its block's even load, to four digits."""
+    load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
+    return [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """On CUDA the most allocated there, else the most memory the process had resident."""
     if device.type == "cuda":
@@ -112,7 +118,7 @@ class MetricsWriter:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         for sink in self.sinks:
-            sink.write(values)
+            sink.write(_scalars(values))
 
     def sync(self) -> None:
         """Have all rows on disk."""
@@ -123,6 +129,13 @@ class MetricsWriter:
         self.file.close()
         for sink in self.sinks:
             sink.close()
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+    """With one entry for each number of `expert_load`: `expert_load/block/expert`."""
+    loads = values.get("expert_load", [])
+    flat = {f"expert_load/{block}/{expert}": load for block, loads_E in enumerate(loads) for expert, load in enumerate(loads_E)}
+    return {**{key: value for key, value in values.items() if key != "expert_load"}, **flat}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ import torch
 
 import lather
 from lather.errors import ConfigError, RunError
-from lather.train.config import Config, config_to_toml, load_config
+from lather.train.config import Config
+from lather.train.config_file import config_to_toml, load_config
 
 FREE_SECTIONS = ("checkpoint", "log")
 """Sections that may change between the starts of a run: they do not touch what it computes."""

@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups
-from lather.shapes import Float, Int
-from lather.train.config import LoopConfig, OptimConfig
+from lather.shapes import Int
+from lather.train.config import LoopConfig, MoEConfig, OptimConfig
 
 IGNORE_INDEX = -100
 """Label of a position that is not learned."""
@@ -57,11 +56,22 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def next_token_loss(output: DecoderOutput, labels_BS: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-    """Cross entropy summed over labels that are not IGNORE_INDEX, in fp32 or wider."""
-    logits_TV = output.logits_BSV.flatten(0, 1)
-    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    return F.cross_entropy(wide, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+def prepare_experts(model: Decoder, config: MoEConfig) -> None:
+    """What the experts' layers keep for backward, and how their load is evened."""
+    model.set_memory(config.memory)
+    if config.balance_level is not None:
+        model.balance_load(config.balance_level)
+    if config.bias_update_rate:
+        for router in model.routers():
+            router.enable_loss_free_balancing()
+
+
+def document_boundaries(tokens_BS: Int[Tensor, "b s"], end_of_text: int) -> Int[Tensor, " n"]:
+    """Where documents begin and end among the B * S tokens: 0, after each `end_of_text`, B * S."""
+    num_tokens = tokens_BS.numel()
+    after_end = (tokens_BS.flatten() == end_of_text).nonzero().flatten() + 1
+    edges = torch.tensor([0, num_tokens], device=tokens_BS.device)
+    return torch.cat((edges, after_end)).unique()
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,18 @@ class StepResult:
 class TrainStep:
     """Runs optimizer steps on one device."""
 
-    def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer, config: LoopConfig, *, balance_coefficient: float) -> None:
-        self.model, self.optimizer, self.config = model, optimizer, config
-        self.balance_coefficient = balance_coefficient
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        config: LoopConfig,
+        moe: MoEConfig,
+        *,
+        end_of_text: int | None = None,
+    ) -> None:
+        """`moe` as `prepare_experts` was given it. With `end_of_text`, attention stays within documents, which this token ends."""
+        self.model, self.optimizer, self.config, self.moe = model, optimizer, config, moe
+        self.end_of_text = end_of_text
         self.device = next(model.parameters()).device
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
@@ -102,6 +121,7 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self._balance(counts_LE)
         seconds = self._now() - start
         self.optimizer.zero_grad(set_to_none=True)
         done, skipped = (after - earlier for after, earlier in zip(self._refreshes(), before, strict=True))
@@ -113,31 +133,46 @@ class TrainStep:
         num_tokens = max(1, int((labels != IGNORE_INDEX).sum()))
         loss, balance, counts = torch.zeros((), device=self.device), torch.zeros((), device=self.device), []
         size = self.config.micro_batch_size
+        for router in self.model.routers():
+            router.balance.begin_step()
         for x_BS, y_BS in zip(inputs.split(size), labels.split(size), strict=True):
             share = int((y_BS != IGNORE_INDEX).sum()) / num_tokens
-            with self._autocast():
-                output = self.model(x_BS.to(self.device))
-            micro_loss = next_token_loss(output, y_BS.to(self.device)) / num_tokens
-            micro_balance = output.balance_loss()
-            (micro_loss + micro_balance * (self.balance_coefficient * share)).backward()
-            loss += micro_loss.detach()
-            balance += micro_balance.detach() * (share / max(1, len(output.routings)))
+            output = self._forward(x_BS, y_BS, num_tokens)
+            assert output.loss is not None
+            (output.loss + self._auxiliary_loss(output) * share).backward()
+            loss += output.loss.detach()
+            balance += output.balance_loss().detach() * (share / max(1, len(output.routings)))
             counts.append(output.rows_per_expert())
         return loss, balance, torch.stack(counts).sum(0).cpu(), num_tokens
+
+    def _forward(self, tokens_BS: Tensor, labels_BS: Tensor, normalizer: float) -> DecoderOutput:
+        boundaries = None if self.end_of_text is None else document_boundaries(tokens_BS, self.end_of_text)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16"):
+            output: DecoderOutput = self.model(
+                tokens_BS.to(self.device), labels_BS.to(self.device), cu_seqlens=boundaries, normalizer=float(normalizer)
+            )
+        return output
+
+    def _auxiliary_loss(self, output: DecoderOutput) -> Tensor:
+        loss = output.balance_loss() * (self.moe.balance_coefficient or 0.0)
+        return loss + output.z_loss() * self.moe.z_loss_coefficient if self.moe.z_loss_coefficient else loss
+
+    def _balance(self, counts_LE: Tensor) -> None:
+        """Loss-free balancing, after a step in which the experts had these rows."""
+        if self.moe.bias_update_rate:
+            for router, count_E in zip(self.model.routers(), counts_LE, strict=True):
+                router.update_correction_bias(count_E, self.moe.bias_update_rate)
 
     @torch.no_grad()
     def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:
         """Mean cross entropy in nats per token over all sequences."""
         total, num_tokens = 0.0, 0
         for part in tokens_BS.split(self.config.micro_batch_size):
-            with self._autocast():
-                output = self.model(part[:, :-1].to(self.device))
-            total += next_token_loss(output, part[:, 1:].to(self.device)).item()
+            loss = self._forward(part[:, :-1], part[:, 1:], 1.0).loss
+            assert loss is not None
+            total += loss.item()
             num_tokens += int((part[:, 1:] != IGNORE_INDEX).sum())
         return total / max(1, num_tokens)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _refreshes(self) -> tuple[int, int]:
         if not isinstance(self.optimizer, MatrixOptimizer):

@@ -1,0 +1,32 @@
+"""`lather bench optimizer | memory [options]`."""
+
+from __future__ import annotations
+
+from lather.commands.parsing import parse_arguments
+from lather.errors import UserError
+
+USAGE = """\
+usage: lather bench BENCHMARK [OPTIONS]
+
+  optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
+  memory      what MoE layers keep for backward, what the loss needs, and the time of both
+
+  lather bench BENCHMARK --help shows the options"""
+
+
+def bench_command(arguments: list[str]) -> int:
+    """Run the benchmark that the first argument names."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    name = arguments[0] if arguments else None
+    if name == "optimizer":
+        from lather.bench import optimizer  # brings matplotlib
+
+        return optimizer.run(parse_arguments(optimizer.OptimizerBenchmark, "lather bench optimizer", arguments[1:]))
+    if name == "memory":
+        from lather.bench import memory
+
+        return memory.run(parse_arguments(memory.MemoryBenchmark, "lather bench memory", arguments[1:]))
+    given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
+    raise UserError(f"{given}: use lather bench optimizer or lather bench memory")

@@ -1,0 +1,132 @@
+"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: models from and to Hugging Face folders."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from lather.commands.parsing import parse_arguments
+from lather.errors import UserError, require
+from lather.models.huggingface import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    copy_companions,
+    copy_weights,
+    open_hugging_face,
+    save_hugging_face,
+)
+from lather.models.safetensors_folder import complete_folder, open_safetensors
+from lather.train.checkpoint import checked_weights, list_checkpoints, write_first_checkpoint
+from lather.train.config import Config, LoopConfig
+from lather.train.config_file import config_to_toml, load_config
+
+COMPANION_FOLDER = "huggingface"
+"""Folder of an imported run with what a later export carries along."""
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    """Make a run of a Hugging Face folder, at step 0: to generate with, to train further, to export. Its weights become fp32."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder with config.json and safetensors."""
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory to make."""
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Write a run's model as a Hugging Face folder, with its tokenizer."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder to make."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of the weights written."""
+    max_shard_size: str = "5GB"
+    """Largest file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
+    step: int = -1
+    """Which checkpoint; negative: the newest."""
+
+
+def import_command(arguments: list[str]) -> int:
+    """Make the run and print where it is."""
+    parsed = parse_arguments(ImportArguments, "lather import", arguments)
+    if not parsed.folder.is_dir():
+        raise UserError(f"{parsed.folder}: not a folder: give one with config.json and safetensors")
+    weights, model = open_hugging_face(parsed.folder)
+    train = LoopConfig(sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings))
+    config = Config(run_dir=str(parsed.run), model=model, train=train)
+    with complete_folder(parsed.run) as aside:
+        write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
+        (aside / COMPANION_FOLDER).mkdir()
+        carried = copy_companions(parsed.folder, aside / COMPANION_FOLDER)
+        shutil.copyfile(parsed.folder / CONFIG_FILE, aside / COMPANION_FOLDER / CONFIG_FILE)
+        if TOKENIZER_FILE in carried:
+            shutil.copyfile(parsed.folder / TOKENIZER_FILE, aside / TOKENIZER_FILE)
+        (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
+    parameters = sum(torch.Size(shape).numel() for shape in weights.shapes.values())
+    print(f"{model.model_type}, {parameters / 1e6:.2f} M parameters")
+    if TOKENIZER_FILE not in carried:
+        print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
+    print(f"run               {parsed.run}")
+    return 0
+
+
+def export_command(arguments: list[str]) -> int:
+    """Write the folder and print where it is."""
+    parsed = parse_arguments(ExportArguments, "lather export", arguments)
+    max_shard_bytes = parse_size(parsed.max_shard_size)
+    if not (parsed.run / "config.toml").exists():
+        raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
+    config = load_config(parsed.run / "config.toml")
+    checkpoint = _choose(parsed.run / "checkpoints", parsed.step)
+    tokenizer = _tokenizer(parsed.run)
+    save_hugging_face(
+        open_safetensors(checked_weights(checkpoint)),
+        config.model,
+        parsed.folder,
+        max_shard_bytes=max_shard_bytes,
+        dtype=EXPORT_DTYPES[parsed.dtype],
+        tokenizer=tokenizer,
+    )
+    print(f"{checkpoint.name} in {parsed.dtype}{'' if tokenizer else ', without a tokenizer'}")
+    print(f"folder            {parsed.folder}")
+    return 0
+
+
+def _tokenizer(run: Path) -> Path | None:
+    """What an import brought, unless the run has been trained with another tokenizer since."""
+    companions, own = run / COMPANION_FOLDER, run / TOKENIZER_FILE
+    if not own.is_file():
+        return companions if companions.is_dir() else None
+    brought = companions / TOKENIZER_FILE
+    return companions if brought.is_file() and brought.read_bytes() == own.read_bytes() else own
+
+
+def _choose(folder: Path, step: int) -> Path:
+    checkpoints = {int(path.name[5:]): path for path in list_checkpoints(folder)}
+    if not checkpoints:
+        raise UserError(f"{folder}: no checkpoint yet: let the run train first")
+    if step < 0:
+        return checkpoints[max(checkpoints)]
+    if step not in checkpoints:
+        raise UserError(f"--step {step}: no such checkpoint in {folder}: use one of {', '.join(map(str, checkpoints))}")
+    return checkpoints[step]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB. Raises UserError if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
+    num_bytes = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
+    require(num_bytes >= 1, "--max-shard-size", text, "a size such as 500MB, 5GB or 4GiB")
+    return num_bytes

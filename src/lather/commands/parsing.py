@@ -1,0 +1,56 @@
+"""tyro's command-line parsing, with its boxed errors put on one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import TypeVar
+
+import tyro
+
+from lather.errors import UserError
+
+A = TypeVar("A")
+
+ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
+"""A field that may be one of several dataclasses keeps the default's; its fields are options like all others."""
+
+
+def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:
+    """`arguments` as an instance of the dataclass `cls`; what they leave out comes from `default`.
+
+    Raises UserError, one line, if they do not fit; SystemExit after showing the help that they ask for.
+    """
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            if default is None:
+                return tyro.cli(cls, prog=prog, args=arguments)
+            return tyro.cli(cls, prog=prog, args=arguments, default=default, config=ONE_OF_SEVERAL)
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise UserError(one_line(boxed.getvalue(), prog)) from None
+
+
+def one_line(box: str, prog: str) -> str:
+    """The message of tyro's boxed error, and the first option that it suggests.
+
+    A box is groups of lines between rules. Where the output is not UTF-8 it is drawn in ASCII, and its title is a group of its own.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ ") for line in plain.splitlines() if line.strip() and line[0] not in "╭╰"]
+    groups: list[list[str]] = [[]]
+    for line in lines:
+        if set(line) <= {"─", "-"}:
+            groups.append([])
+        else:
+            groups[-1].append(line)
+    message, *rest = groups if box.startswith("╭") else groups[1:] or [[]]
+    text = re.sub(r"^Error parsing (\w+): (?=\1\.)", "", " ".join(message))
+    if rest and rest[0][0].startswith("Perhaps you meant") and len(rest[0]) > 1:
+        text += f"; did you mean {rest[0][1].split()[0]}?"
+    elif "is not valid" not in text:
+        text += f"; {prog} --help shows what it takes"
+    return text

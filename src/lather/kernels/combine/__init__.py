@@ -1,0 +1,113 @@
+"""Each token's output from its rows: the weighted sum over slots, and its gradients.
+
+    out[t] = sum over k of weights[t, k] * rows[row_TK[t, k]]        a row of -1 contributes nothing
+
+Letters: T tokens, K slots (experts per token), G rows grouped by expert, D columns.
+
+Sums are in fp32 (fp64 for fp64), slots in order, rounded once to the rows' dtype; no (T, K, D) tensor is made. Autograd keeps `rows` for
+the gradient of the weights. A row belongs to one (token, slot) at most, as `route.plan_route` makes them: backward then writes each row's
+gradient once, without atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lather.kernels.backend import use_triton
+from lather.kernels.combine import reference
+from lather.kernels.route import check_range
+from lather.shapes import Float, Int
+
+__all__ = ["combine_backward", "combine_forward", "combine_rows_sum", "validate", "weighted_combine"]
+
+
+def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
+    """The weighted sum of each token's rows, in the rows' dtype, differentiable once for `rows` and `weights_TK`.
+
+    `row_TK` is int64, from 0 to G - 1 and each row once at most, or -1 for nothing. Rows that no token has get a gradient of zero.
+    Errors: see `validate`; on CUDA the entries of `row_TK` are asserted on the device.
+    """
+    validate(rows, row_TK, weights_TK)
+    check_range(row_TK, -1, len(rows), "row_TK")
+    _check_distinct(row_TK, len(rows))
+    out: Tensor = _Combine.apply(rows, row_TK, weights_TK)  # type: ignore[no-untyped-call]
+    return out
+
+
+@torch.no_grad()
+def combine_forward(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
+    """The weighted sum of each token's rows, in the rows' dtype; without autograd or checks."""
+    if use_triton(rows, row_TK, weights_TK):
+        from lather.kernels.combine import triton
+
+        return triton.combine_forward(rows, row_TK, weights_TK)
+    return reference.combine_forward(rows, row_TK, weights_TK)
+
+
+@torch.no_grad()
+def combine_rows_sum(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"]) -> Float[Tensor, "t d"]:
+    """The sum of each token's rows, in their dtype: the adjoint of copying tokens to rows; without autograd or checks."""
+    if use_triton(rows, row_TK):
+        from lather.kernels.combine import triton
+
+        return triton.combine_rows_sum(rows, row_TK)
+    return reference.combine_rows_sum(rows, row_TK)
+
+
+@torch.no_grad()
+def combine_backward(
+    grad: Float[Tensor, "t d"], rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]
+) -> tuple[Float[Tensor, "g d"], Float[Tensor, "t k"]]:
+    """The gradients of `rows` (zero where no token has the row) and `weights_TK` (zero where the row is -1); without checks."""
+    if use_triton(grad, rows, row_TK, weights_TK):
+        from lather.kernels.combine import triton
+
+        return triton.combine_backward(grad, rows, row_TK, weights_TK)
+    return reference.combine_backward(grad, rows, row_TK, weights_TK)
+
+
+def validate(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> None:
+    """ValueError for shapes or devices that do not fit, TypeError for a wrong dtype.
+
+    That the entries of `row_TK` are in range and distinct is checked by `weighted_combine`: a ValueError on the CPU, an assertion on CUDA.
+    """
+    if not rows.is_floating_point() or not weights_TK.is_floating_point():
+        raise TypeError(f"rows are {rows.dtype}, weights_TK {weights_TK.dtype}: both have to be floating point")
+    if row_TK.dtype != torch.int64:
+        raise TypeError(f"row_TK is {row_TK.dtype}: has to be torch.int64")
+    if rows.dim() != 2 or row_TK.dim() != 2:
+        raise ValueError(
+            f"rows have shape {tuple(rows.shape)}, row_TK {tuple(row_TK.shape)}: have to be (rows, columns) and (tokens, slots)"
+        )
+    if weights_TK.shape != row_TK.shape:
+        raise ValueError(f"weights_TK has shape {tuple(weights_TK.shape)}, row_TK {tuple(row_TK.shape)}: have to be equal")
+    if not rows.device == row_TK.device == weights_TK.device:
+        raise ValueError(
+            f"rows are on {rows.device}, row_TK on {row_TK.device}, weights_TK on {weights_TK.device}: have to be on one device"
+        )
+
+
+def _check_distinct(row_TK: Tensor, num_rows: int) -> None:
+    if use_triton(row_TK):
+        from lather.kernels.combine import triton
+
+        triton.check_distinct(row_TK, num_rows)
+    else:
+        reference.check_distinct(row_TK, num_rows)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, row_TK, weights_TK)
+        return combine_forward(rows, row_TK, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        grad_rows, grad_weights = combine_backward(grad, *ctx.saved_tensors)
+        return grad_rows, None, grad_weights

@@ -1,0 +1,92 @@
+"""Each token's rows summed with weights: the specification of triton.py, and what runs on a CPU.
+
+Letters: T tokens, K slots, G rows, D columns. A row of -1 contributes nothing. Sums are in fp32 (fp64 for fp64), slots in order.
+
+No (T, K, D) tensor: `embedding_bag` adds as it reads, ten and more times faster than (rows[row_TK] * weights).sum(1) (fp32, T 1024, K 6,
+D 2048). It wants the weights in the rows' dtype, which would round them for bf16 rows: those go through blocks of tokens, widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+BLOCK = 2**17
+"""Elements of one block of tokens or rows."""
+
+
+def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    wide = _wide(rows_GD)
+    if rows_GD.dtype == wide:
+        return _bags(rows_GD, row_TK, weights_TK)
+    out_TD = rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
+    if len(rows_GD) == 0:
+        return out_TD
+    for block in _blocks(out_TD):
+        total = out_TD[block].to(wide)
+        for row_B, weight_B in zip(row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True):
+            picked = rows_GD.index_select(0, row_B.clamp(min=0)).to(wide)
+            picked.masked_fill_((row_B < 0).unsqueeze(1), 0)  # whatever is in row 0
+            total.addcmul_(picked, weight_B.to(wide).unsqueeze(1))
+        out_TD[block] = total
+    return out_TD
+
+
+def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
+    return _bags(rows_GD, row_TK, None)
+
+
+def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    wide = _wide(rows_GD)
+    pair_G = pair_of_row(row_TK, len(rows_GD))
+    grad_rows_GD = torch.empty_like(rows_GD, memory_format=torch.contiguous_format)
+    dot = weights_TK.new_zeros(row_TK.numel() + 1, dtype=wide)  # the last entry takes the rows without a pair
+    weight = torch.cat([weights_TK.flatten().to(wide), dot[-1:]])
+    for block in _blocks(rows_GD) if len(row_TK) else ():
+        pair = pair_G[block]
+        missing = (pair < 0).unsqueeze(1)
+        grad = grad_TD.index_select(0, pair.clamp(min=0) // row_TK.shape[1]).to(wide)
+        dot[pair] = torch.linalg.vecdot(grad, rows_GD[block].to(wide))
+        grad_rows_GD[block] = grad.mul_(weight[pair].unsqueeze(1)).masked_fill_(missing, 0)
+    if len(row_TK) == 0:
+        grad_rows_GD.zero_()
+    return grad_rows_GD, dot[:-1].view_as(weights_TK).to(weights_TK.dtype)
+
+
+def pair_of_row(row_TK: Tensor, num_rows: int) -> Tensor:
+    """For each row the (token, slot) pair that it belongs to, as token * K + slot; -1 for none."""
+    pair = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=row_TK.device)  # the last entry takes the pairs without a row
+    pair[torch.where(row_TK < 0, num_rows, row_TK).flatten()] = torch.arange(row_TK.numel(), device=row_TK.device)
+    return pair[:num_rows]
+
+
+def check_distinct(row_TK: Tensor, num_rows: int) -> None:
+    pair = pair_of_row(row_TK, num_rows)
+    row_N = row_TK.flatten()
+    lost = ((row_N >= 0) & (pair[row_N] != torch.arange(len(row_N), device=row_N.device))) if num_rows else row_N >= 0
+    if row_TK.is_cuda:  # without Triton: torch's own gather asserts on the device that the index is in range
+        torch.zeros((), device=row_TK.device).expand(1).index_select(0, lost.long())
+    elif lost.any():
+        raise ValueError(f"row_TK holds {int(row_N[lost][0])} twice: a row belongs to one (token, slot) at most; copy it for each of them")
+
+
+def _bags(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """One bag per token, of the rows that it has."""
+    if len(rows_GD) == 0 or row_TK.numel() == 0:
+        return rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
+    has_row = row_TK >= 0
+    num_T = has_row.sum(1)
+    weights = None if weights_TK is None else weights_TK[has_row].to(rows_GD.dtype)
+    return F.embedding_bag(row_TK[has_row], rows_GD.contiguous(), num_T.cumsum(0) - num_T, per_sample_weights=weights, mode="sum")
+
+
+def _blocks(x_RD: Tensor) -> Iterator[slice]:
+    step = max(BLOCK // max(x_RD.shape[1], 1), 1)
+    return (slice(start, start + step) for start in range(0, len(x_RD), step))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

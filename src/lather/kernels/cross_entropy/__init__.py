@@ -1,0 +1,143 @@
+"""`cross_entropy_`: the loss of logits that turn into their own gradient, so that nothing else of their size is ever kept.
+
+    loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z = logsumexp(logits)
+
+The gradient is known as soon as the loss is, and it has the logits' shape and dtype: forward writes it over them, backward multiplies it by
+the incoming scalar and hands it on. `F.cross_entropy` in fp32 on bf16 logits makes an fp32 copy, its log-softmax and two gradients besides
+the logits; here one tensor of (T, V) is all. The price: the logits are gone. An autograd node that has saved them raises by torch's version
+counter; the tensor itself, and the base that it is a view of, become `SpentLogits`, which raise at every use. Other aliases of the same
+memory that a caller made before (`detach()`, a second view) cannot be found: they show the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from lather.kernels.backend import use_triton
+from lather.kernels.cross_entropy import reference
+from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
+from lather.shapes import Float, Int
+
+__all__ = ["SpentLogits", "cross_entropy_"]
+
+
+def cross_entropy_(
+    logits: Float[Tensor, "*tokens v"],
+    labels: Int[Tensor, "*tokens"],
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    normalizer: float | Tensor = 1.0,
+) -> Float[Tensor, ""]:
+    """Cross entropy in nats, summed and divided by `normalizer`; the logits' memory then holds their gradient: they cannot be used again.
+
+    Where no gradient is wanted (`torch.no_grad()`, or logits that do not require one) the logits stay as they are.
+
+    Args:
+        logits: (..., V), contiguous, no leaf; the computation is in fp32 (fp64 for fp64), whatever their dtype.
+        labels: (...), integers in [0, V), or `ignore_index` for tokens that do not count.
+        z_loss: coefficient of the squared logsumexp.
+        normalizer: > 0, the count of labels over all micro-batches and ranks; a tensor on the device is not waited for.
+
+    Returns:
+        The loss, a scalar in fp32 (fp64 for fp64). Its backward works once.
+
+    Raises:
+        TypeError, ValueError: before anything is changed, for logits that cannot be overwritten, a label out of range (on CUDA that is a
+            device-side assert) or a normalizer that is not > 0.
+        RuntimeError: the logits are spent already; later, at a second backward or a read of the logits.
+    """
+    if isinstance(logits, SpentLogits):
+        raise RuntimeError(SpentLogits.explanation)
+    check_inputs(logits, labels, normalizer, "logits")
+    wants_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if wants_gradient:
+        _check_expendable(logits)
+    labels_T = flat_labels(labels, logits.shape[-1], ignore_index)
+    if not wants_gradient:
+        logits_TV = logits.detach().reshape(-1, logits.shape[-1]) if logits.numel() else logits.new_empty(0, max(1, logits.shape[-1]))
+        return divided(_implementation(logits_TV).token_losses(logits_TV.contiguous(), labels_T, z_loss=z_loss).sum(), normalizer)
+    loss: Tensor = _CrossEntropyInPlace.apply(logits, labels_T, z_loss, normalizer)  # type: ignore[no-untyped-call]
+    for tensor in (logits, logits._base):
+        if tensor is not None:
+            tensor.__class__ = SpentLogits
+    return loss
+
+
+def _implementation(logits_TV: Tensor) -> Any:
+    if use_triton(logits_TV) and logits_TV.dtype != torch.float64:
+        from lather.kernels.cross_entropy import triton
+
+        return triton
+    return reference
+
+
+def _check_expendable(logits: Tensor) -> None:
+    if type(logits) is not Tensor:
+        raise TypeError(f"cross_entropy_ overwrites its logits and takes a plain tensor, not {type(logits).__name__}: use F.cross_entropy")
+    if not logits.is_contiguous():
+        raise ValueError(f"logits of strides {logits.stride()} are not contiguous and cannot be overwritten: give logits.contiguous()")
+    if logits.is_leaf:
+        raise ValueError(
+            "logits are a leaf that requires grad, and would be overwritten: give the output of an operation, or logits.clone()"
+        )
+    base = logits._base
+    if base is not None and (base.numel() != logits.numel() or type(base) is not Tensor or (base.is_leaf and base.requires_grad)):
+        raise ValueError(
+            f"logits are a view of a part of a tensor of shape {tuple(base.shape)} that would be overwritten: give the whole tensor with "
+            "ignore_index where a row does not count, or logits.clone()"
+        )
+
+
+class _CrossEntropyInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels_T: Tensor, z_loss: float, normalizer: float | Tensor) -> Tensor:
+        gradient = logits.detach()
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scale = divided(torch.ones((), dtype=wide, device=logits.device), normalizer)
+        losses_T = torch.zeros(0, dtype=wide, device=logits.device)
+        if logits.numel():
+            logits_TV = gradient.view(-1, logits.shape[-1])
+            losses_T = _implementation(logits_TV).token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=z_loss)
+        increment_version(logits)  # what has saved the logits must not read them; a kernel does not tell by itself
+        ctx.save_for_backward(gradient)
+        ctx.handed_over = False
+        return divided(losses_T.sum(), normalizer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.handed_over:
+            raise RuntimeError(
+                "backward through cross_entropy_ a second time: its gradient, which was kept in the logits' memory, was handed over at the "
+                "first; compute the logits and the loss again, or use F.cross_entropy"
+            )
+        (gradient,) = ctx.saved_tensors
+        ctx.handed_over = True
+        return gradient.mul_(grad), None, None, None
+
+
+_METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "dim", "size", "numel"}
+
+
+class SpentLogits(Tensor):
+    """What logits become: shape, dtype and device can be asked for, everything else raises RuntimeError."""
+
+    explanation = (
+        "these logits went into cross_entropy_, which has overwritten them with their gradient: read what you need of them before "
+        "(logits.argmax(-1), logits.clone()), or use F.cross_entropy"
+    )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", "")
+        if name not in _METADATA:
+            raise RuntimeError(cls.explanation)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,71 @@
+"""Cross entropy per token, and its gradient in place of the logits, in torch: the specification.
+
+For a row l of logits with label y, in fp32 or wider:
+
+    Z = logsumexp(l)      loss = Z - l[y] + z_loss Z^2      dloss/dl = softmax(l) (1 + 2 z_loss Z) - onehot(y)
+
+A row whose label is negative has loss 0 and gradient 0, whatever its logits are (NaN too).
+
+Letters: T tokens, V vocabulary, N rows of a piece. Work goes by pieces of few rows, so that bf16 logits never have a wide copy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PIECE_ELEMENTS = 2**18
+"""Elements that are wide at one time: 1 MiB in fp32, which stays in a core's cache; at least one row."""
+
+
+def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
+    """Loss of each token, (T,) in fp32 or wider. The logits stay as they are."""
+    losses_T = _empty_losses(logits_TV)
+    for rows in _pieces(logits_TV):
+        tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
+        losses_T[rows] = losses(tile_NV.logsumexp(1), label_logits(tile_NV, labels_N), labels_N, z_loss)
+    return losses_T
+
+
+def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
+    """The same, and the logits become `scale` (a 0-dim tensor) times their gradient, rounded once to their own dtype."""
+    losses_T = _empty_losses(logits_TV)
+    for rows in _pieces(logits_TV):
+        tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
+        logsumexp_N = tile_NV.logsumexp(1)
+        losses_T[rows] = losses(logsumexp_N, label_logits(tile_NV, labels_N), labels_N, z_loss)
+        softmax_gradient_(tile_NV, labels_N, logsumexp_N, torch.where(labels_N >= 0, scale.to(losses_T.dtype), 0), z_loss)
+        if logits_TV.dtype != tile_NV.dtype:
+            logits_TV[rows] = tile_NV
+    return losses_T
+
+
+def losses(logsumexp_N: Tensor, label_logits_N: Tensor, labels_N: Tensor, z_loss: float) -> Tensor:
+    """Loss of each row from its two numbers; 0 where the label is negative."""
+    return torch.where(labels_N >= 0, logsumexp_N - label_logits_N + z_loss * logsumexp_N.square(), 0)
+
+
+def label_logits(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Each row's logit of its label; anything where that is not among the columns."""
+    return logits_NC.gather(1, labels_N.clamp(0, logits_NC.shape[1] - 1)[:, None]).squeeze(1)
+
+
+def softmax_gradient_(logits_NC: Tensor, labels_N: Tensor, logsumexp_N: Tensor, scale_N: Tensor, z_loss: float) -> None:
+    """In place: scale (softmax (1 + 2 z_loss Z) - onehot) for some columns of the logits, given Z of all; exactly 0 where `scale` is.
+
+    Labels that are not among the columns have no onehot.
+    """
+    factor_N = scale_N * (1 + 2 * z_loss * logsumexp_N)
+    logits_NC.sub_(logsumexp_N[:, None]).exp_().mul_(factor_N[:, None])
+    column_N = labels_N.clamp(0, logits_NC.shape[1] - 1)
+    logits_NC.scatter_add_(1, column_N[:, None], torch.where(column_N == labels_N, -scale_N, 0)[:, None])
+    logits_NC.masked_fill_((scale_N == 0)[:, None], 0)
+
+
+def _empty_losses(logits_TV: Tensor) -> Tensor:
+    return logits_TV.new_empty(len(logits_TV), dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+
+
+def _pieces(logits_TV: Tensor) -> list[slice]:
+    num_rows = max(1, PIECE_ELEMENTS // max(1, logits_TV.shape[1]))
+    return [slice(start, start + num_rows) for start in range(0, len(logits_TV), num_rows)]

@@ -1,0 +1,82 @@
+"""Cross entropy per token, and its gradient in place of the logits, in Triton: the formulas of `reference.py`.
+
+One program per row: a pass that keeps a running maximum and sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867), and, where the
+gradient is asked for, a second one that overwrites the row, which a vocabulary's 200 KB in bf16 mostly finds in the L2 cache.
+Rows are contiguous. fp64 is left to the reference.
+"""
+
+# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
+    """As in `reference.py`."""
+    return _launch(logits_TV, labels_T, None, z_loss)
+
+
+def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
+    """As in `reference.py`."""
+    return _launch(logits_TV, labels_T, scale, z_loss)
+
+
+def _launch(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None, z_loss: float) -> Tensor:
+    num_tokens, vocabulary = logits_TV.shape
+    losses_T = logits_TV.new_empty(num_tokens, dtype=torch.float32)
+    if num_tokens:
+        block = min(BLOCK, triton.next_power_of_2(vocabulary))
+        with torch.cuda.device_of(logits_TV):
+            _cross_entropy[(num_tokens,)](
+                logits_TV,
+                logits_TV.stride(0),
+                labels_T,
+                losses_T,
+                losses_T if scale is None else scale.float(),
+                float(z_loss),
+                vocabulary,
+                WITH_GRADIENT=scale is not None,
+                BLOCK=block,
+                num_warps=8 if block >= 2048 else 4,
+            )
+    return losses_T
+
+
+@triton.jit
+def _cross_entropy(logits, row_stride, labels, losses, scale, z_loss, vocabulary, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    label = tl.load(labels + row)
+    columns = tl.arange(0, BLOCK)
+
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    label_logit = tl.full((), 0.0, tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        inside = first + columns < vocabulary
+        x = tl.load(start + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        label_logit += tl.sum(tl.where(first + columns == label, x, 0.0))
+        new_largest = tl.maximum(largest, tl.max(x))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift))
+        largest = new_largest
+    logsumexp = largest + tl.log(total)
+    loss = logsumexp - label_logit + z_loss * logsumexp * logsumexp
+    tl.store(losses + row, tl.where(label >= 0, loss, 0.0))
+
+    if WITH_GRADIENT:
+        weight = tl.load(scale)
+        factor = weight * (1.0 + 2.0 * z_loss * logsumexp)
+        for first in range(0, vocabulary, BLOCK):
+            inside = first + columns < vocabulary
+            x = tl.load(start + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            gradient = factor * tl.exp(x - logsumexp) - tl.where(first + columns == label, weight, 0.0)
+            gradient = tl.where(label >= 0, gradient, 0.0)
+            tl.store(start + first + columns, gradient.to(logits.dtype.element_ty), mask=inside)

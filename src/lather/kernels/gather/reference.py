@@ -1,0 +1,34 @@
+"""Rows picked by an index, and added back: the specification of triton.py, and what runs on a CPU.
+
+Letters: N rows of the source, D columns, G picked rows. An index of -1 picks a row of zeros and drops that row's gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
+    """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest."""
+    picked = len(index_G)
+    out = x_ND.new_empty((picked if num_rows is None else num_rows, x_ND.shape[1]))
+    out[picked:] = 0
+    if len(x_ND) == 0:
+        return out.zero_()
+    missing = index_G < 0
+    torch.index_select(x_ND, 0, index_G.clamp(min=0), out=out[:picked])
+    if index_G.is_cuda or missing.any():  # asking a CUDA device would mean to wait for it
+        out[:picked].masked_fill_(missing.unsqueeze(1), 0)
+    return out
+
+
+def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
+    """The adjoint: row n of the result is the sum of the rows g with index n, in order, in fp32 (fp64 for fp64), rounded once."""
+    if len(grad_GD) == 0:
+        return grad_GD.new_zeros(num_rows, grad_GD.shape[1])
+    order = index_G.argsort(stable=True)
+    start_N = torch.searchsorted(index_G[order], torch.arange(-1, num_rows, device=index_G.device))
+    # One bag per source row, after one for the rows that are dropped. Sums of bags are several times faster than index_add_ or a loop.
+    return F.embedding_bag(order, grad_GD.contiguous(), start_N, mode="sum")[1:]

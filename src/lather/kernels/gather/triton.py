@@ -1,0 +1,65 @@
+"""Gathering rows on CUDA: a tile of rows and columns per program, one read and one write; the adjoint without atomics.
+
+The adjoint sorts the index (torch's radix sort), so that the rows of one source row form a run; a program adds up the run of its source
+row in registers and writes it once, which is deterministic and needs no fp32 buffer. Its time is bounded by the longest run: the sum for
+a source row that is picked very often is one program's work.
+Letters: N rows of the source, D columns, G picked rows; a tile is ROWS x BLOCK.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+"""Elements of one tile."""
+
+
+def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
+    x_ND, index_G = x_ND.contiguous(), index_G.contiguous()
+    out = x_ND.new_empty((len(index_G) if num_rows is None else num_rows, x_ND.shape[1]))
+    if out.numel():
+        block = min(triton.next_power_of_2(out.shape[1]), TILE)
+        grid = (triton.cdiv(len(out), TILE // block), triton.cdiv(out.shape[1], block))
+        with torch.cuda.device_of(x_ND):
+            _gather_kernel[grid](x_ND, index_G, out, len(index_G), len(out), out.shape[1], ROWS=TILE // block, BLOCK=block)
+    return out
+
+
+def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
+    grad_GD = grad_GD.contiguous()
+    order = index_G.argsort(stable=True)
+    start_N = torch.searchsorted(index_G[order], torch.arange(num_rows + 1, device=index_G.device))
+    out = grad_GD.new_empty(num_rows, grad_GD.shape[1])
+    if out.numel():
+        block = min(triton.next_power_of_2(out.shape[1]), TILE)
+        wide = tl.float64 if out.dtype == torch.float64 else tl.float32
+        with torch.cuda.device_of(grad_GD):
+            _add_kernel[(num_rows, triton.cdiv(out.shape[1], block))](grad_GD, order, start_N, out, out.shape[1], WIDE=wide, BLOCK=block)
+    return out
+
+
+@triton.jit
+@no_type_check
+def _gather_kernel(x_ptr, index_ptr, out_ptr, num_picked, num_rows, num_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    source = tl.load(index_ptr + row, mask=row < num_picked, other=-1).to(tl.int64)[:, None]
+    values = tl.load(x_ptr + source * num_columns + column, mask=(source >= 0) & (column < num_columns), other=0.0)
+    tl.store(out_ptr + row[:, None] * num_columns + column, values, mask=(row[:, None] < num_rows) & (column < num_columns))
+
+
+@triton.jit
+@no_type_check
+def _add_kernel(grad_ptr, order_ptr, start_ptr, out_ptr, num_columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    source = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=WIDE)
+    for place in range(tl.load(start_ptr + source), tl.load(start_ptr + source + 1)):
+        row = tl.load(order_ptr + place)
+        total += tl.load(grad_ptr + row * num_columns + column, mask=column < num_columns, other=0.0).to(WIDE)
+    tl.store(out_ptr + source * num_columns + column, total.to(out_ptr.dtype.element_ty), mask=column < num_columns)

@@ -1,0 +1,46 @@
+"""Where each (token, slot) pair's row goes, in plain torch: the specification of triton.py, and what runs on a CPU.
+
+Letters: T tokens, K slots (experts per token), E experts, G rows. One stable sort of the expert ids, no host synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def num_rows(num_pairs: int, num_experts: int, alignment: int) -> int:
+    """G: as many rows as any decision of the router can need, so that the host need not know the decision."""
+    if alignment == 1:
+        return num_pairs
+    return -(-(num_pairs + num_experts * (alignment - 1)) // alignment) * alignment
+
+
+def plan_route(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    t, k = experts_TK.shape
+    g, device = num_rows(t * k, num_experts, alignment), experts_TK.device
+    expert_N = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()  # pairs without a row form one more run, past the last
+    pair_N = expert_N.argsort(stable=True)
+    sorted_N = expert_N[pair_N]
+    count = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    padded = (count + alignment - 1) // alignment * alignment
+    rank_N = torch.arange(t * k, device=device) - (count.cumsum(0) - count)[sorted_N]
+    row_N = ((padded.cumsum(0) - padded)[sorted_N] + rank_N).masked_fill_(sorted_N == num_experts, -1)
+
+    row = torch.empty_like(pair_N)
+    row[pair_N] = row_N
+    token = torch.full((g + 1,), -1, dtype=torch.int64, device=device)  # the last entry takes the tokens of pairs without a row
+    token[torch.where(row_N < 0, g, row_N)] = pair_N // max(k, 1)
+    return token[:g], row.view(t, k), count[:num_experts], padded[:num_experts].cumsum(0).to(torch.int32)
+
+
+def check_range(index: Tensor, low: int, high: int, name: str) -> None:
+    if index.numel() == 0:
+        return
+    if index.is_cuda:  # without Triton: torch's own gather asserts on the device that the index is in range
+        torch.zeros((), device=index.device).expand(high - low).index_select(0, index.flatten() - low)
+        return
+    smallest, largest = (int(extreme) for extreme in index.aminmax())
+    if smallest < low or largest >= high:
+        wrong = smallest if smallest < low else largest
+        raise ValueError(f"{name} holds {wrong}: every entry has to be in [{low}, {high})")

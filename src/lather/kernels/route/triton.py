@@ -1,0 +1,117 @@
+"""Routing indices on CUDA: a stable counting sort in four kernels, no atomics, no host synchronisation.
+
+1. histogram   each block of BLOCK_N pairs counts its pairs per expert: count_EP (P blocks)
+2. scan        one program per expert turns its P counts into "pairs of this expert in earlier blocks", and their sum into count_E
+3. ends        one program rounds the counts up to the alignment and adds them up: start_E, end_E
+4. scatter     each block looks up start + earlier blocks + rank within the block, and writes the two permutations
+
+A pair's rank within its block is the number of earlier pairs with the same expert: BLOCK_N^2 comparisons, which is less work than a sort at
+this size and keeps (token, slot) order. Letters: N = T * K pairs, E experts, P blocks of pairs.
+"""
+
+# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lather.kernels.route.reference import num_rows
+
+BLOCK_N = 128
+BLOCK_E = 64
+BLOCK_P = 1024
+
+
+def plan_route(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    experts_TK = experts_TK.contiguous()
+    num_pairs, num_slots = experts_TK.numel(), experts_TK.shape[1]
+    num_blocks = triton.cdiv(num_pairs, BLOCK_N)
+    token_G = experts_TK.new_full((num_rows(num_pairs, num_experts, alignment),), -1)
+    row_TK = torch.empty_like(experts_TK)
+    count_E = experts_TK.new_zeros(num_experts)
+    start_E, end_E = torch.empty_like(count_E, dtype=torch.int32), torch.empty_like(count_E, dtype=torch.int32)
+    count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
+    with torch.cuda.device_of(experts_TK):
+        if num_pairs:
+            _histogram_kernel[(num_blocks, triton.cdiv(num_experts, BLOCK_E))](
+                experts_TK, count_EP, num_pairs, num_experts, num_blocks, BLOCK_N=BLOCK_N, BLOCK_E=BLOCK_E
+            )
+            _scan_kernel[(num_experts,)](count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
+        _ends_kernel[(1,)](count_E, start_E, end_E, num_experts, alignment, BLOCK=triton.next_power_of_2(num_experts))
+        if num_pairs:
+            _scatter_kernel[(num_blocks,)](
+                experts_TK, count_EP, start_E, token_G, row_TK, num_pairs, num_slots, num_blocks, BLOCK_N=BLOCK_N
+            )
+    return token_G, row_TK, count_E, end_E
+
+
+def check_range(index: Tensor, low: int, high: int, name: str) -> None:
+    index = index.contiguous()
+    if index.numel():
+        with torch.cuda.device_of(index):
+            _check_kernel[(triton.cdiv(index.numel(), 1024),)](index, index.numel(), low, high, NAME=name, BLOCK=1024)
+
+
+@triton.jit
+@no_type_check
+def _histogram_kernel(expert_ptr, count_ptr, num_pairs, num_experts, num_blocks, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+    block = tl.program_id(0)
+    pair = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id_N = tl.load(expert_ptr + pair, mask=pair < num_pairs, other=-1)
+    expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    count_E = tl.sum((id_N[None, :] == expert_E[:, None]).to(tl.int32), axis=1)
+    tl.store(count_ptr + expert_E.to(tl.int64) * num_blocks + block, count_E, mask=expert_E < num_experts)
+
+
+@triton.jit
+@no_type_check
+def _scan_kernel(count_ptr, total_ptr, num_blocks, BLOCK_P: tl.constexpr):
+    expert = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((), dtype=tl.int32)
+    for start in range(0, num_blocks, BLOCK_P):
+        block = start + tl.arange(0, BLOCK_P)
+        count = tl.load(count_ptr + expert * num_blocks + block, mask=block < num_blocks, other=0)
+        tl.store(count_ptr + expert * num_blocks + block, total + tl.cumsum(count, 0) - count, mask=block < num_blocks)
+        total += tl.sum(count, axis=0)
+    tl.store(total_ptr + expert, total.to(tl.int64))
+
+
+@triton.jit
+@no_type_check
+def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: tl.constexpr):
+    expert = tl.arange(0, BLOCK)
+    count = tl.load(count_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
+    padded = (count + alignment - 1) // alignment * alignment
+    end = tl.cumsum(padded, 0)
+    tl.store(start_ptr + expert, end - padded, mask=expert < num_experts)
+    tl.store(end_ptr + expert, end, mask=expert < num_experts)
+
+
+@triton.jit
+@no_type_check
+def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_pairs, num_slots, num_blocks, BLOCK_N: tl.constexpr):
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_N)
+    pair = block.to(tl.int64) * BLOCK_N + lane
+    expert = tl.load(expert_ptr + pair, mask=pair < num_pairs, other=-1)
+    has_row = expert >= 0
+    same_and_earlier = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+    rank = tl.sum(same_and_earlier.to(tl.int32), axis=1)
+    before = tl.load(before_ptr + expert * num_blocks + block, mask=has_row, other=0)
+    start = tl.load(start_ptr + expert, mask=has_row, other=0)
+    row = (start + before + rank).to(tl.int64)
+    tl.store(token_ptr + row, pair // num_slots, mask=has_row)
+    tl.store(row_ptr + pair, tl.where(has_row, row, -1), mask=pair < num_pairs)
+
+
+@triton.jit(debug=True)  # or the assertion is compiled away
+@no_type_check
+def _check_kernel(index_ptr, num_entries, low, high, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + entry, mask=entry < num_entries, other=low)
+    tl.device_assert((index >= low) & (index < high), "an entry of " + NAME + " is out of range")

@@ -1,0 +1,119 @@
+"""Gated activations of the feed-forward layers, gate and up in one tensor: SwiGLU and the clamped form of GPT-OSS.
+
+    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit, limit)
+
+Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
+Letters: F intermediate size, G rows (of tokens, grouped by expert).
+
+Autograd keeps `gate_up` alone (2F numbers per row, where the plain formula keeps 4F): h and the sigmoid are computed again in backward, in
+the pass that reads `gate_up` for the gradient anyway. `gate_backward` hands out that h too, and with a weight per row the weighted
+gradients and each weight's own gradient: all that the backward of a layer of experts needs, from one read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lather.kernels.backend import use_triton
+from lather.kernels.swiglu import reference
+from lather.kernels.swiglu.reference import Gate
+from lather.shapes import Float
+
+__all__ = ["CLAMPED_SWIGLU", "SWIGLU", "Gate", "clamped_swiglu", "gate_backward", "gate_forward", "gate_gradient", "swiglu", "validate"]
+
+SWIGLU = Gate()
+CLAMPED_SWIGLU = Gate(alpha=1.702, offset=1.0, limit=7.0, interleaved=True)
+
+
+def swiglu(gate_up: Float[Tensor, "*rows f2"]) -> Float[Tensor, "*rows f"]:
+    """silu(gate) * up, where gate is the first half of the last dim (2F) and up the second: (..., F), in the input's dtype.
+
+    Differentiable once; keeps `gate_up` only. An odd last dim is a ValueError, a dtype that is not floating point a TypeError.
+    """
+    return _apply(gate_up, SWIGLU)
+
+
+def clamped_swiglu(gate_up: Float[Tensor, "*rows f2"], alpha: float = 1.702, limit: float = 7.0) -> Float[Tensor, "*rows f"]:
+    """GPT-OSS's activation: even columns of the last dim (2F) are the gate, odd ones up, both clamped by `limit`: (..., F).
+
+    h = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit). Differentiable once; keeps `gate_up` only.
+    An odd last dim or a limit <= 0 is a ValueError, a dtype that is not floating point a TypeError.
+    """
+    return _apply(gate_up, Gate(alpha, 1.0, limit, interleaved=True))
+
+
+@torch.no_grad()
+def gate_forward(gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f"]:
+    """h of `gate_up` (..., 2F), in its dtype; without autograd."""
+    validate(gate_up)
+    if use_triton(gate_up):
+        from lather.kernels.swiglu import triton
+
+        return triton.gate_forward(gate_up, gate)
+    return reference.gate_forward(gate_up, gate)
+
+
+@torch.no_grad()
+def gate_backward(
+    grad_h: Float[Tensor, "*rows f"], gate_up: Float[Tensor, "*rows f2"], gate: Gate, scale: Float[Tensor, " g"] | None = None
+) -> tuple[Float[Tensor, "*rows f2"], Float[Tensor, "*rows f"], Float[Tensor, " g"] | None]:
+    """Gradient of `gate_up`, h itself, and None, from `gate_up` and the gradient of h; results in `gate_up`'s dtype.
+
+    With `scale` (one w_g for each row of a 2-D `gate_up`): the gradient for the upstream gradient w_g * grad_h, the product w_g * h, and
+    dot_g = sum over F of grad_h * h (h without its weight), which is the gradient of w_g, in fp32 (fp64 for fp64 inputs).
+    Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
+    """
+    validate(gate_up, grad_h, scale)
+    if use_triton(grad_h, gate_up):
+        from lather.kernels.swiglu import triton
+
+        return triton.gate_backward(grad_h, gate_up, gate, scale)
+    return reference.gate_backward(grad_h, gate_up, gate, scale)
+
+
+@torch.no_grad()
+def gate_gradient(grad_h: Float[Tensor, "*rows f"], gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f2"]:
+    """The gradient of `gate_up` alone, in its dtype."""
+    validate(gate_up, grad_h)
+    if use_triton(grad_h, gate_up):
+        from lather.kernels.swiglu import triton
+
+        return triton.gate_gradient(grad_h, gate_up, gate)
+    return reference.gate_gradient(grad_h, gate_up, gate)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, gate: Gate) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.gate = gate
+        return gate_forward(gate_up, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, None]:
+        return gate_gradient(grad_h, ctx.saved_tensors[0], ctx.gate), None
+
+
+def _apply(gate_up: Tensor, gate: Gate) -> Tensor:
+    h: Tensor = _Gated.apply(gate_up, gate)  # type: ignore[no-untyped-call]
+    return h
+
+
+def validate(gate_up: Tensor, grad_h: Tensor | None = None, scale: Tensor | None = None) -> None:
+    """ValueError for shapes that do not fit, TypeError for a dtype that is not floating point."""
+    if not gate_up.is_floating_point():
+        raise TypeError(f"gate_up is {gate_up.dtype}: has to be floating point")
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up has shape {tuple(gate_up.shape)}: its last dim holds gate and up, so it has to be even")
+    expected = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    if grad_h is not None and grad_h.shape != expected:
+        raise ValueError(f"grad_h has shape {tuple(grad_h.shape)}: gate_up {tuple(gate_up.shape)} needs {expected}")
+    if scale is not None and (gate_up.dim() != 2 or scale.shape != gate_up.shape[:1]):
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)} with gate_up {tuple(gate_up.shape)}: has to be one number for each row of a 2-D gate_up"
+        )

@@ -1,0 +1,115 @@
+"""The gated activation in plain torch: the specification of triton.py, and what runs on a CPU.
+
+    h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit, limit)
+
+Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
+Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for fp64 inputs) and rounded once, to the
+input's dtype. Backward goes over blocks of rows that stay in the cache, so that it reads and writes memory once and its temporaries are a
+few hundred KiB, whatever R is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+BLOCK = 2**16
+"""Elements of h in one block of rows."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Which gated activation, and where its two inputs lie in the last dim."""
+
+    alpha: float = 1.0
+    """Steepness of the sigmoid."""
+    offset: float = 0.0
+    """Added to the (clamped) up half."""
+    limit: float | None = None
+    """The gate is clamped from above, up from both sides; None: neither is."""
+    interleaved: bool = False
+    """False: the first half of the columns is the gate, the second up. True: even columns are the gate, odd ones up."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit={self.limit}: has to be above 0, or None for no clamping")
+
+
+def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+    g, u = _clamped_halves(gate_up, gate)
+    activated = F.silu(g) if gate.alpha == 1 else g * torch.sigmoid(gate.alpha * g)
+    return (activated * (u + gate.offset if gate.offset else u)).to(gate_up.dtype)
+
+
+def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad_gate_up = gate_up.new_empty(gate_up.shape)
+    h = gate_up.new_empty(grad_h.shape)
+    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=_wide(gate_up))
+    grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), _rows(h)
+    out_g, out_u = _halves(_rows(grad_gate_up), gate)
+    for block in _blocks(grad_RF):
+        grad = grad_RF[block].to(_wide(gate_up))
+        activated, u, d_gate, d_up = _factors(gate_up_R2F[block], gate)
+        if scale is None or dot is None:
+            torch.mul(activated, u, out=h_RF[block])
+        else:
+            product, weight = activated * u, scale[block].to(grad.dtype).unsqueeze(-1)
+            dot[block] = torch.linalg.vecdot(grad, product)
+            torch.mul(product, weight, out=h_RF[block])
+            grad = grad * weight
+        torch.mul(d_gate, grad, out=out_g[block])
+        torch.mul(d_up, grad, out=out_u[block])
+    return grad_gate_up, h, dot
+
+
+def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+    grad_gate_up = gate_up.new_empty(gate_up.shape)
+    grad_RF, gate_up_R2F = _rows(grad_h), _rows(gate_up)
+    out_g, out_u = _halves(_rows(grad_gate_up), gate)
+    for block in _blocks(grad_RF):
+        _, _, d_gate, d_up = _factors(gate_up_R2F[block], gate)
+        torch.mul(d_gate, grad_RF[block], out=out_g[block])
+        torch.mul(d_up, grad_RF[block], out=out_u[block])
+    return grad_gate_up
+
+
+def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """g * sigmoid(alpha * g) and u + offset, whose product is h; dh/d(gate) and dh/d(up). In fp32 or wider."""
+    g, u = _clamped_halves(gate_up_R2F, gate)
+    sigmoid = torch.sigmoid(g if gate.alpha == 1 else gate.alpha * g)
+    activated = g * sigmoid
+    if gate.offset:
+        u = u + gate.offset
+    d_gate, d_up = torch.addcmul(sigmoid, activated, 1 - sigmoid, value=gate.alpha).mul_(u), activated
+    if gate.limit is not None:
+        raw_g, raw_u = _halves(gate_up_R2F, gate)
+        d_gate.masked_fill_(raw_g > gate.limit, 0)
+        d_up = activated.masked_fill(raw_u.abs() > gate.limit, 0)
+    return activated, u, d_gate, d_up
+
+
+def _clamped_halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    g, u = (half.to(_wide(gate_up)) for half in _halves(gate_up, gate))
+    return (g, u) if gate.limit is None else (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit))
+
+
+def _halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    middle = gate_up.shape[-1] // 2
+    return (gate_up[..., 0::2], gate_up[..., 1::2]) if gate.interleaved else (gate_up[..., :middle], gate_up[..., middle:])
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def _blocks(x_RF: Tensor) -> Iterator[slice]:
+    step = max(BLOCK // max(x_RF.shape[1], 1), 1)
+    return (slice(start, start + step) for start in range(0, len(x_RF), step))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

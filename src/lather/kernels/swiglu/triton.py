@@ -1,0 +1,197 @@
+"""The gated activation on CUDA: a program has a few whole rows (one, where they are long) and loops over blocks of their columns, so that
+each input is read once, each output written once, and a row's dot product needs no second pass.
+
+Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as one run of 2 * BLOCK columns and split in
+registers, so that both layouts load and store whole cache lines. Comparisons, not `min`, do the clamping: a NaN has to come out as a NaN.
+"""
+
+# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lather.kernels.swiglu.reference import Gate
+
+TILE = 1024
+"""Elements of h in one tile."""
+
+
+def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+    gate_up = gate_up.contiguous()
+    h = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    if h.numel():
+        with torch.cuda.device_of(gate_up):
+            num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
+            _forward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](gate_up, h, num_rows, h.shape[-1], **options)
+    return h
+
+
+def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    gate_up = gate_up.contiguous()
+    grad_gate_up, h = torch.empty_like(gate_up), gate_up.new_empty(grad_h.shape)
+    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=torch.promote_types(gate_up.dtype, torch.float32))
+    _launch_backward((grad_h.contiguous(), gate_up, scale), (grad_gate_up, h, dot), gate)
+    return grad_gate_up, h, dot
+
+
+def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+    gate_up = gate_up.contiguous()
+    grad_gate_up = torch.empty_like(gate_up)
+    _launch_backward((grad_h.contiguous(), gate_up, None), (grad_gate_up, None, None), gate)
+    return grad_gate_up
+
+
+def _launch_backward(
+    inputs: tuple[Tensor, Tensor, Tensor | None], outputs: tuple[Tensor, Tensor | None, Tensor | None], gate: Gate
+) -> None:
+    grad_h, gate_up, scale = inputs
+    grad_gate_up, h, dot = outputs
+    if grad_h.numel() == 0:
+        return
+    num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
+    with torch.cuda.device_of(gate_up):
+        _backward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](
+            grad_h,
+            gate_up,
+            gate_up if scale is None else scale.contiguous(),  # pointers that are not followed have to be pointers all the same
+            grad_gate_up,
+            gate_up if h is None else h,
+            gate_up if dot is None else dot,
+            num_rows,
+            grad_h.shape[-1],
+            SCALED=scale is not None,
+            STORE_H=h is not None,
+            **options,
+        )
+
+
+def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
+    block = min(triton.next_power_of_2(gate_up.shape[-1] // 2), TILE)
+    return {
+        "ALPHA": gate.alpha,
+        "OFFSET": gate.offset,
+        "LIMIT": float("inf") if gate.limit is None else gate.limit,
+        "INTERLEAVED": gate.interleaved,
+        "WIDE": tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
+        "ROWS": TILE // block,
+        "BLOCK": block,
+    }
+
+
+@triton.jit
+@no_type_check
+def _load_halves(ptr, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    ptr += row[:, None] * 2 * num_columns
+    if INTERLEAVED:
+        both = 2 * start + tl.arange(0, 2 * BLOCK)[None, :]
+        values = tl.load(ptr + both, mask=(row[:, None] < num_rows) & (both < 2 * num_columns), other=0.0)
+        g, u = tl.split(tl.reshape(values, (ROWS, BLOCK, 2)))
+    else:
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < num_rows) & (column < num_columns)
+        g = tl.load(ptr + column, mask=inside, other=0.0)
+        u = tl.load(ptr + num_columns + column, mask=inside, other=0.0)
+    return g, u
+
+
+@triton.jit
+@no_type_check
+def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    g, u = g.to(ptr.dtype.element_ty), u.to(ptr.dtype.element_ty)
+    ptr += row[:, None] * 2 * num_columns
+    if INTERLEAVED:
+        both = 2 * start + tl.arange(0, 2 * BLOCK)[None, :]
+        values = tl.reshape(tl.join(g, u), (ROWS, 2 * BLOCK))
+        tl.store(ptr + both, values, mask=(row[:, None] < num_rows) & (both < 2 * num_columns))
+    else:
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < num_rows) & (column < num_columns)
+        tl.store(ptr + column, g, mask=inside)
+        tl.store(ptr + num_columns + column, u, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _clamp(g, u, LIMIT: tl.constexpr):
+    limit = tl.full((), LIMIT, g.dtype)  # a bare constant would be rounded to fp32
+    return tl.where(g > limit, limit, g), tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+
+
+@triton.jit
+@no_type_check
+def _forward_kernel(
+    gate_up_ptr,
+    h_ptr,
+    num_rows,
+    num_columns,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for start in range(0, num_columns, BLOCK):
+        raw_g, raw_u = _load_halves(gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        g, u = _clamp(raw_g.to(WIDE), raw_u.to(WIDE), LIMIT)
+        h = g * tl.sigmoid(ALPHA * g) * (u + OFFSET)
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < num_rows) & (column < num_columns)
+        tl.store(h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _backward_kernel(
+    grad_h_ptr,
+    gate_up_ptr,
+    scale_ptr,
+    grad_gate_up_ptr,
+    h_ptr,
+    dot_ptr,
+    num_rows,
+    num_columns,
+    SCALED: tl.constexpr,
+    STORE_H: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    partial = tl.zeros((ROWS, BLOCK), dtype=WIDE)
+    if SCALED:
+        weight = tl.load(scale_ptr + row, mask=row < num_rows, other=0.0).to(WIDE)[:, None]
+    for start in range(0, num_columns, BLOCK):
+        raw_g, raw_u = _load_halves(gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        raw_g, raw_u = raw_g.to(WIDE), raw_u.to(WIDE)
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row[:, None] < num_rows) & (column < num_columns)
+        grad = tl.load(grad_h_ptr + row[:, None] * num_columns + column, mask=inside, other=0.0).to(WIDE)
+        g, u = _clamp(raw_g, raw_u, LIMIT)
+        sigmoid = tl.sigmoid(ALPHA * g)
+        activated = g * sigmoid
+        h = activated * (u + OFFSET)
+        if SCALED:
+            partial += grad * h  # grad is 0 outside
+            grad *= weight
+            h *= weight
+        d_gate = grad * (u + OFFSET) * (sigmoid + ALPHA * activated * (1 - sigmoid))
+        d_gate = tl.where(raw_g > LIMIT, 0.0, d_gate)
+        d_up = tl.where(tl.abs(raw_u) > LIMIT, 0.0, grad * activated)
+        _store_halves(grad_gate_up_ptr, d_gate, d_up, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
+        if STORE_H:
+            tl.store(h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside)
+    if SCALED:
+        tl.store(dot_ptr + row, tl.sum(partial, axis=1), mask=row < num_rows)

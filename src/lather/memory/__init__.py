@@ -1,0 +1,1 @@
+"""What a model keeps in memory: saved tensors counted, peaks measured."""

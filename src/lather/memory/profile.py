@@ -1,0 +1,382 @@
+"""The tensors that a forward pass keeps for backward: where each was saved, by what, and how many bytes.
+
+The forward pass runs once under `torch.autograd.graph.saved_tensors_hooks`. A tensor counts if autograd still holds it when the pass has
+ended: what a part of the graph saved that nothing leads to any more is gone by then, and so are storages that were resized to 0.
+
+What is counted is storages, each once, with all of its bytes, at its first saver: a view of a big tensor keeps the whole of it. Storages
+are told apart by identity, with a reference held; an address is given out again as soon as a tensor is freed, and differs between views.
+
+    weight        the storage of a parameter or buffer
+    weight copy   a parameter cast or rearranged into a storage of its own, such as autocast makes; does not grow with the tokens
+    activation    everything else
+
+Where: the innermost module whose forward was running, by module hooks, and the segment, by wrapping the segment methods of a block for the
+time of the pass. Who: autograd's name for the operation and its argument, found in the graph from the output afterwards; a tensor whose
+graph the output does not lead to (cut graphs, checkpoints) has no name but counts all the same.
+
+Tensors that a custom `autograd.Function` keeps as attributes of its context, also in dataclasses and containers there, do not pass the
+hooks. They are found in the graph from the output, and placed by marks left on the graph's nodes when modules and segments ended. Not seen:
+such tensors in a part of the graph that the output does not lead to or in objects of other kinds, and what a function keeps in a closure.
+A cast made without gradient inside a custom Function counts as an activation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+Kind = Literal["weight", "weight copy", "activation"]
+
+BLOCK_SEGMENTS = ("attend_and_route", "dispatch", "run_experts", "combine", "aggregate")
+"""Methods of a `lather.models.decoder.Block`; a module that has them all is a block."""
+
+OUTSIDE = "loss"
+"""Layer of what is saved while no module but the model itself runs."""
+
+OUTER_SEGMENTS = {"embed_tokens": "embedding", "norm": "final_norm", "lm_head": "head_and_loss", OUTSIDE: "head_and_loss"}
+"""Segment of what is saved in these layers of a decoder, a model that has them all as modules. Its own forward is head and loss."""
+
+RAW = "_raw_saved_"
+"""How the attributes of a node begin that are what it saved, not unpacked: unpacking what a checkpoint saved would run it again."""
+
+OTHER = "other"
+"""Segment of everything else, such as a block's own forward between its segments."""
+
+SEGMENTS = ("embedding", *BLOCK_SEGMENTS, OTHER, "final_norm", "head_and_loss")
+"""All of them, in the order of a forward pass."""
+
+REARRANGED = re.compile(
+    r"(ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Alias|Clone|Expand|Select|Slice|Split|SplitWithSizes|Unbind|Squeeze|Unsqueeze)"
+    r"Backward\d+"
+)
+"""Operations whose output is their input's numbers, cast or moved."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model something happens."""
+
+    layer: str
+    segment: str
+    module: str
+    """Dotted path; empty for the model itself and outside of it."""
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One storage that is kept for backward, filed under the first tensor that was saved of it."""
+
+    layer: str
+    segment: str
+    module: str
+    """Dotted path of the module whose forward saved it."""
+    saved_by: str
+    """Operation and its argument ("MulBackward0.self"); empty if the output does not lead to the operation."""
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    """Of the whole storage."""
+    kind: Kind
+    weight: str
+    """The parameter or buffer that it is, or is a copy of."""
+    num_saves: int
+    """How often it was saved."""
+    also_saved_in: tuple[str, ...]
+    """Other layers and segments ("layers.0 aggregate") that saved it, too."""
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What one forward pass keeps."""
+
+    storages: tuple[SavedStorage, ...]
+    """In the order in which they were first saved."""
+    num_tokens: int
+    """Tokens of the pass, for bytes per token."""
+
+    def bytes(self, kind: Kind | None = None, *, layer: str | None = None, segment: str | None = None) -> int:
+        """Of the storages of this kind, layer and segment; None: of all."""
+        return sum(
+            one.bytes for one in self.storages if kind in (None, one.kind) and layer in (None, one.layer) and segment in (None, one.segment)
+        )
+
+    def per_token(self, bytes_: float) -> float:
+        return bytes_ / max(1, self.num_tokens)
+
+    def layers(self) -> tuple[str, ...]:
+        """In the order in which they first saved something, numbered ones by their number."""
+        seen = list(dict.fromkeys(one.layer for one in self.storages))
+        first: dict[str, int] = {}
+        for index, layer in enumerate(seen):
+            first.setdefault(layer.rstrip("0123456789"), index)
+        return tuple(sorted(seen, key=lambda layer: (first[layer.rstrip("0123456789")], len(layer), layer)))
+
+    def renamed(self, layers: Mapping[str, str]) -> SavedTensors:
+        """With other names for some layers, all at a time."""
+        storages = (
+            dataclasses.replace(
+                one,
+                layer=layers.get(one.layer, one.layer),
+                module=_rename(one.module, layers),
+                weight=_rename(one.weight, layers),
+                also_saved_in=tuple(_rename(place, layers) for place in one.also_saved_in),
+            )
+            for one in self.storages
+        )
+        return SavedTensors(tuple(storages), self.num_tokens)
+
+    def segments(self) -> tuple[str, ...]:
+        """In the order of a forward pass."""
+        return tuple(segment for segment in SEGMENTS if any(one.segment == segment for one in self.storages))
+
+
+def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_tokens: int = 0) -> SavedTensors:
+    """Call `run`, which does the forward pass of `model`, and list what it keeps for backward.
+
+    Args:
+        model: its parameters and buffers are the weights, its modules the places.
+        run: returns the loss, or whatever tensors (also nested in containers and dataclasses) a backward pass would start from.
+        num_tokens: what `run` processes, for bytes per token.
+
+    The model is as before afterwards, also when `run` raises. Nothing is left of the graph.
+    """
+    recorder = _Recorder(model)
+    with recorder.watch(), saved_tensors_hooks(recorder.pack, recorder.unpack):
+        output = run()
+    return SavedTensors(tuple(recorder.storages(output)), num_tokens)
+
+
+def _rename(path: str, layers: Mapping[str, str]) -> str:
+    """A dotted path, or a layer and its segment, with the layer's name replaced."""
+    for old, new in layers.items():
+        if path == old or path.startswith((f"{old}.", f"{old} ")):
+            return new + path[len(old) :]
+    return path
+
+
+def expand(profile: SavedTensors, kinds: Mapping[str, tuple[str, Sequence[str]]]) -> SavedTensors:
+    """The profile of a whole model from that of one with two layers of each kind.
+
+    `kinds` has for the first layer of a kind the second, and the layers that are like the second and get a copy of what it has. The second
+    may use the first one's parameters: weights and their copies are taken from the first. Activations are its own, so that what all layers
+    share is counted once.
+    """
+    storages = list(profile.storages)
+    for first, (second, others) in kinds.items():
+        weights = SavedTensors(tuple(one for one in storages if one.layer == first and one.kind != "activation"), 0)
+        storages = [one for one in storages if one.layer != second or one.kind == "activation"]
+        storages += weights.renamed({first: second}).storages
+        of_second = SavedTensors(tuple(one for one in storages if one.layer == second), 0)
+        storages += (one for other in others for one in of_second.renamed({second: other}).storages)
+    return SavedTensors(tuple(storages), profile.num_tokens)
+
+
+class _Saved:
+    """What stands for a tensor in the graph. The graph alone keeps it, and through it the storage, alive."""
+
+    def __init__(self, tensor: Tensor, place: Place, copy_of: str) -> None:
+        self.tensor = tensor.detach()  # an output with its graph would be a cycle
+        self.storage = tensor.untyped_storage()
+        self.place = place
+        self.copy_of = copy_of
+
+
+class _Recorder:
+    """The state of one profile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weight_names = {id(p): name for name, p in chain(model.named_parameters(), model.named_buffers())}
+        is_decoder = all(hasattr(model, name) for name in OUTER_SEGMENTS if name != OUTSIDE)
+        self.segment_of_layer = OUTER_SEGMENTS if is_decoder else {}
+        self.places = [Place(OUTSIDE, self.segment_of_layer.get(OUTSIDE, OTHER), "")]
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.mark = object()
+        """Key of the place in a node's metadata; new in each profile, as nodes of `run`'s inputs may outlive it."""
+
+    # --- hooks ---
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, self.places[-1], self._copied_weight(tensor.grad_fn))
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, saved: _Saved) -> Tensor:
+        return saved.tensor
+
+    def _copied_weight(self, node: Node | None) -> str:
+        """The parameter that a tensor with this `grad_fn` is a copy of."""
+        while node is not None and REARRANGED.fullmatch(node.name()):
+            node = node.next_functions[0][0]
+        variable = getattr(node, "variable", None)
+        return "" if variable is None else self.weight_names.get(id(variable), "")
+
+    # --- places ---
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """While inside, `self.places` follows the forward pass."""
+        with contextlib.ExitStack() as stack:
+            for path, module in self.model.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._entering(path), with_kwargs=True).remove)
+                leave = module.register_forward_hook(self._leaving, always_call=True)
+                stack.callback(leave.remove)
+                if all(callable(getattr(module, name, None)) for name in BLOCK_SEGMENTS):
+                    for name in BLOCK_SEGMENTS:
+                        stack.enter_context(self._wrapped(module, path, name))
+            yield
+
+    def _entering(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        layer = layer_of(path)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            outer = self.places[-1]
+            self._mark((args, kwargs), outer)
+            inherited = outer.segment if outer.layer == layer else OTHER
+            self.places.append(Place(layer, self.segment_of_layer.get(layer, inherited), path))
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._mark(output, self.places.pop())
+
+    @contextlib.contextmanager
+    def _wrapped(self, module: nn.Module, path: str, name: str) -> Iterator[None]:
+        """The module's method replaced, in this instance, by one that says where it is."""
+        method = getattr(module, name)
+        before = {name: vars(module)[name]} if name in vars(module) else {}
+        place = Place(layer_of(path), name, path)
+
+        @wraps(method)
+        def segment(*args: Any, **kwargs: Any) -> Any:
+            self._mark((args, kwargs), self.places[-1])
+            self.places.append(place)
+            try:
+                output = method(*args, **kwargs)
+                self._mark(output, place)
+            finally:
+                self.places.pop()
+            return output
+
+        vars(module)[name] = segment
+        try:
+            yield
+        finally:
+            del vars(module)[name]
+            vars(module).update(before)
+
+    def _mark(self, values: Any, place: Place) -> None:
+        """Nodes that lead to `values` and have no place yet were made here. A mark, unlike a list here, does not keep them alive."""
+        ahead = [tensor.grad_fn for tensor in tensors_in(values)]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and self.mark not in (marks := _metadata(node)):
+                marks[self.mark] = place
+                ahead.extend(parent for parent, _ in node.next_functions)
+
+    # --- results ---
+
+    def storages(self, output: Any) -> list[SavedStorage]:
+        """What is alive, by storage. `output` is what keeps it alive."""
+        names, attributes = self._name(output)
+        alive = [one for reference in self.saved if (one := reference()) is not None]
+        groups: dict[int, list[_Saved]] = {}
+        for one in chain(alive, attributes):
+            groups.setdefault(id(one.storage), []).append(one)
+        weights = [(p.untyped_storage(), name) for name, p in chain(self.model.named_parameters(), self.model.named_buffers())]
+        weight_of = {id(storage): name for storage, name in weights}
+        return [_summary(group, names, weight_of.get(key, "")) for key, group in groups.items()]
+
+    def _name(self, output: Any) -> tuple[dict[int, str], list[_Saved]]:
+        """Names of the saved tensors that `output` leads to, by id; and the tensors that custom Functions keep as attributes."""
+        names: dict[int, str] = {}
+        attributes = []
+        for node in reversed(_graph(output)):  # about as they were made
+            place = _metadata(node).pop(self.mark, self.places[0])
+            for name in dir(node):
+                if name.startswith(RAW):
+                    for one in _packed(getattr(node, name, None)):
+                        names[id(one)] = f"{node.name()}.{name.removeprefix(RAW)}".removesuffix(".tensors")
+            for name, value in getattr(node, "__dict__", {}).items():
+                for tensor in tensors_in(value):
+                    attributes.append(_Saved(tensor, place, ""))
+                    names[id(attributes[-1])] = f"{node.name()}.{name}"
+        return names, attributes
+
+
+def _summary(group: Sequence[_Saved], names: Mapping[int, str], weight: str) -> SavedStorage:
+    first = group[0]
+    here = f"{first.place.layer} {first.place.segment}"
+    places = dict.fromkeys(f"{one.place.layer} {one.place.segment}" for one in group)
+    return SavedStorage(
+        layer=first.place.layer,
+        segment=first.place.segment,
+        module=first.place.module,
+        saved_by=names.get(id(first), ""),
+        shape=tuple(first.tensor.shape),
+        dtype=str(first.tensor.dtype).removeprefix("torch."),
+        bytes=first.storage.nbytes(),
+        kind="weight" if weight else "weight copy" if first.copy_of else "activation",
+        weight=weight or first.copy_of,
+        num_saves=len(group),
+        also_saved_in=tuple(place for place in places if place != here),
+    )
+
+
+def layer_of(path: str) -> str:
+    """The layer of a module: its path up to the first number ("layers.3"), else its first name ("norm"); OUTSIDE for the model itself."""
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return parts[0] or OUTSIDE
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers and dataclasses, each as often as it is there."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def _graph(output: Any) -> list[Node]:
+    """Every node that leads to a tensor in `output`, each once."""
+    found: dict[Node, None] = {}
+    ahead = [tensor.grad_fn for tensor in tensors_in(output)]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            ahead.extend(parent for parent, _ in node.next_functions)
+    return list(found)
+
+
+def _packed(raw: Any) -> Iterator[_Saved]:
+    """What our hook gave for a raw saved tensor, or for each of several."""
+    for one in raw if isinstance(raw, (tuple, list)) else (raw,):
+        if isinstance(packed := getattr(one, "data", None), _Saved):
+            yield packed
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    """The node's dictionary for notes of any kind (torch's stub calls it a method)."""
+    notes: dict[Any, Any] = cast(Any, node).metadata
+    return notes

@@ -1,0 +1,328 @@
+"""Causal self-attention over packed documents and sliding windows: multi-head latent, and grouped queries with or without sinks.
+
+Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its plain training form: keys and values are
+expanded from the latent, so that attention itself is an ordinary one; grouped queries (Ainslie et al., arXiv:2305.13245); RMSNorm of
+queries and keys (Henry et al., arXiv:2010.04245, as Qwen3 has it); sinks (GPT-OSS, arXiv:2508.10925): softmax over the keys and one learned
+logit per head that has no value.
+
+Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's query and key (MLA: non-rotary width),
+R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs.
+
+What is seen from where is made once per forward pass in a `SequenceLayout` that all layers share. Plain causal attention needs no mask.
+Windows and documents take one boolean (S + 1, S + 1) mask per distinct window on CPU, and flex attention's block mask, without (S, S)
+elements, on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
+
+from lather.models.layers import RMSNorm
+from lather.models.rotary import Rotary, rotate_halves, rotate_pairs
+from lather.shapes import Bool, Float, Int
+
+LATENT_EPS = 1e-6
+"""The latents' norms have this eps in the published models, whatever `rms_norm_eps` is."""
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLEX_MIN_WIDTH = 16
+
+
+class SequenceLayout:
+    """Where the tokens of a (B, S) batch stand: positions and documents, and the masks and rotary tables that follow from them.
+
+    `cu_seqlens` packs several documents into the batch as in flash-attention's varlen functions: the boundaries of the documents among the
+    B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token sees its own document
+    only, and positions restart with each. The ends of the rows are boundaries anyway. Reading `cu_seqlens` waits for the device.
+
+    Raises TypeError if `cu_seqlens` is not of integers and ValueError if it is not such boundaries.
+    """
+
+    def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
+        self.batch, self.length, self.device = batch, length, device
+        self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
+        """(B, S); (1, S) without documents inside the rows."""
+        self.documents: Int[Tensor, "b s"] | None = None
+        """Number of each token's document; None if each row is one."""
+        self._made: dict[Any, Any] = {}
+        if cu_seqlens is not None:
+            self._pack(cu_seqlens)
+
+    def _pack(self, cu_seqlens: Tensor) -> None:
+        check_boundaries(cu_seqlens, self.batch * self.length)
+        rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1))
+        starts = torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1].to(self.device)
+        if len(starts) > self.batch:
+            token_T = torch.arange(self.batch * self.length, device=self.device)
+            document_T = torch.searchsorted(starts, token_T, right=True) - 1
+            self.positions = (token_T - starts[document_T]).view(self.batch, self.length)
+            self.documents = document_T.view(self.batch, self.length)
+
+    def rotary_tables(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
+        """Cosines and sines for this rotary embedding, in fp32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def make() -> tuple[Tensor, Tensor]:
+            cos_BSP, sin_BSP = rotary.tables(self.positions)
+            return cos_BSP.to(wide), sin_BSP.to(wide)
+
+        tables: tuple[Tensor, Tensor] = self._once(("rotary", rotary, wide), make)
+        return tables
+
+    def is_plain(self, window: int | None) -> bool:
+        """Whether a token sees all earlier ones of its row."""
+        return self.documents is None and self._effective(window) is None
+
+    def mask(self, window: int | None) -> Bool[Tensor, "b 1 t t"]:
+        """Which query (row) sees which key, as (B or 1, 1, 1 + S, 1 + S): row and column 0 are for a sink, which every query sees."""
+        window = self._effective(window)
+
+        def make() -> Tensor:
+            position_S = torch.arange(self.length, device=self.device)
+            batch_B = torch.arange(1 if self.documents is None else self.batch, device=self.device)
+            seen_BSS = self._sees(window)(batch_B[:, None, None], 0, position_S[:, None], position_S)
+            mask_BTT = F.pad(seen_BSS.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
+            mask_BTT[..., 0] = True
+            return mask_BTT.unsqueeze(1)
+
+        made: Tensor = self._once(("mask", window), make)
+        return made
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """The same for flex attention, without a sink."""
+        window = self._effective(window)
+
+        def make() -> BlockMask:
+            create = _for_device(create_block_mask, self.device)
+            batch = None if self.documents is None else self.batch
+            blocks: BlockMask = create(self._sees(window), batch, None, self.length, self.length, device=self.device)
+            return blocks
+
+        made: BlockMask = self._once(("blocks", window), make)
+        return made
+
+    def _sees(self, window: int | None) -> Callable[..., Tensor]:
+        """Flex attention's rule for (batch, head, query, key). It counts the arguments, which a checked annotation would hide: lambdas."""
+        rules: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
+        if window is not None:
+            rules.append(lambda batch, head, query, key: key > query - window)
+        documents = self.documents
+        if documents is not None:
+            rules.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
+        return and_masks(*rules)
+
+    def _effective(self, window: int | None) -> int | None:
+        return None if window is None or window >= self.length else window
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raise unless these are boundaries of documents that fill this many tokens."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the documents")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more boundaries, 0 to {num_tokens}")
+    bounds = cu_seqlens.cpu()
+    if bounds[0] != 0 or bounds[-1] != num_tokens:
+        raise ValueError(
+            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * length = {num_tokens}, "
+            "so that every token is in a document"
+        )
+    falls = (bounds.diff() < 0).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries must ascend")
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Flex attention makes (S, S) tensors unless it is compiled, which serves on CUDA alone: elsewhere it has no backward."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+def attend(
+    q_BSHN: Float[Tensor, "b s h n"],
+    k_BSGN: Float[Tensor, "b s g n"],
+    v_BSGU: Float[Tensor, "b s g u"],
+    layout: SequenceLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks_H: Float[Tensor, " h"] | None = None,
+) -> Float[Tensor, "b s h u"]:
+    """softmax(scale q k^T) v over the keys that the layout lets a token see; H is a multiple of G.
+
+    `scale` is 1 / sqrt(N) if None. With `window` a token sees itself and window - 1 earlier ones. `sinks_H` are logits of one more key per
+    head, whose value is zero. Computed in the values' dtype: under autocast, norms and biases may have widened queries and keys.
+    """
+    scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x.to(v_BSGU.dtype).transpose(1, 2) for x in (q_BSHN, k_BSGN, v_BSGU))
+    if sinks_H is None and layout.is_plain(window):
+        y_BHSU = _fused(q, k, v, None, scale)
+    elif v.is_cuda and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
+        y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
+    elif sinks_H is None:
+        y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale)
+    else:
+        mask = None if layout.is_plain(window) else layout.mask(window)
+        y_BHSU = _fused(*_with_sink_token(q, k, v, sinks_H, scale), mask, scale)[:, :, 1:]
+    return y_BHSU.transpose(1, 2)
+
+
+def flexible_attention(
+    q_BHSN: Float[Tensor, "b h s n"],
+    k_BGSN: Float[Tensor, "b g s n"],
+    v_BGSU: Float[Tensor, "b g s u"],
+    block_mask: BlockMask,
+    scale: float,
+    sinks_H: Float[Tensor, " h"] | None,
+) -> Float[Tensor, "b h s u"]:
+    """By flex attention, compiled on CUDA. A sink only takes its share of the softmax: out * exp(lse) / (exp(lse) + exp(sink))."""
+    attention = _for_device(flex_attention, q_BHSN.device)
+    grouped = q_BHSN.shape[1] != k_BGSN.shape[1]
+    y_BHSU: Tensor
+    y_BHSU, aux = attention(
+        q_BHSN, k_BGSN, v_BGSU, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=sinks_H is not None)
+    )
+    if sinks_H is None:
+        return y_BHSU
+    share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
+    return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
+
+
+def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """By torch's fused kernels, causal if there is no mask. They want equal widths: the narrower ones are padded with zeros."""
+    width, value_width = max(q_BHSN.shape[-1], v_BGSU.shape[-1]), v_BGSU.shape[-1]
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_BHSN, k_BGSN, v_BGSU))
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel takes groups in fp32, and the plain one makes (S, S) tensors
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    return y[..., :value_width]
+
+
+def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A token before the first whose value is zero and whose key meets, in one more coordinate, each query's sink.
+
+    Standing first it is seen from everywhere under the causal rule too, so that no mask is needed for its sake. Its own query is idle.
+    """
+    sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(len(q_BHSN), -1, q_BHSN.shape[2], 1)
+    q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
+    k = F.pad(k_BGSN, (0, 1, 1, 0))
+    unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
+    return q, k + unit_row, F.pad(v_BGSU, (0, 0, 1, 0))
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Causal attention whose keys and values come from a low-rank latent, with one rotary key shared by all heads.
+
+    Sizes are those of the published configuration (Hugging Face names). With `q_lora_rank` None the query has no latent.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        rotary: Rotary,
+        v_head_dim: int,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.nope, self.rotary = qk_nope_head_dim, rotary
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        query_width = qk_nope_head_dim + rotary.size
+        self.scale = query_width**-0.5 * (1.0 if rotary.scaling is None else rotary.scaling.softmax_factor())
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, num_heads * query_width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, LATENT_EPS)
+            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * query_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + rotary.size, bias=False)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_EPS)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+
+    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
+        tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
+        q_BSHN, q_BSHR = self._heads(self._query(x_BSD)).split((self.nope, self.rotary.size), dim=-1)
+        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rotary.size), dim=-1)
+        kv_BSHx = self._heads(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)))
+        k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
+        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
+
+        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
+        key = torch.cat((k_BSHN, k_BSHR), dim=-1)
+        y_BSD: Tensor = self.o_proj(attend(query, key, v_BSHU, layout, scale=self.scale).flatten(2))
+        return y_BSD
+
+    def _query(self, x_BSD: Tensor) -> Tensor:
+        query: Tensor
+        query = self.q_proj(x_BSD) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        return query
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention in which several query heads share a key-value head; rotary over whole heads, pairs across their halves.
+
+    Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections, a sliding window, sinks.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        rotary: Rotary,
+        qk_norm_eps: float | None = None,
+        bias: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.rotary, self.window = rotary, window
+        width = rotary.size
+        self.q_proj = nn.Linear(hidden_size, num_heads * width, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * width, bias=bias)
+        self.o_proj = nn.Linear(num_heads * width, hidden_size, bias=bias)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
+        self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
+
+    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
+        tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
+        q_BSHN = rotate_halves(self.q_norm(self._heads(self.q_proj(x_BSD))), *tables)
+        k_BSGN = rotate_halves(self.k_norm(self._heads(self.k_proj(x_BSD))), *tables)
+        v_BSGN = self._heads(self.v_proj(x_BSD))
+        attended_BSHN = attend(q_BSHN, k_BSGN, v_BSGN, layout, window=self.window, sinks_H=self.sinks)
+        y_BSD: Tensor = self.o_proj(attended_BSHN.flatten(2))
+        return y_BSD
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.rotary.size))
+        return heads

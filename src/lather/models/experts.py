@@ -1,0 +1,200 @@
+"""Routed experts in the least memory between forward and backward.
+
+One autograd function goes from tokens to tokens: gather the rows of each expert, gate/up product, gate, down product, weighted sum per token.
+
+    kept between forward and backward     x (R, D), which the caller keeps as well; gate/up (G, 2F); indices and the router's weights
+    made anew in backward                 the experts' input rows (gathered), the gated product (from gate/up)
+    never needed                          the experts' outputs: the router's weight of row g has the gradient
+                                          <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is computed anyway
+
+With memory="recompute" gate/up goes, too: one more gather and product in backward. memory="reference" is the plain formula in plain
+autograd, which everything is tested against.
+
+Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F intermediate size, G rows grouped by expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lather.kernels.combine import combine_forward, combine_rows_sum
+from lather.kernels.gather import gather_rows
+from lather.kernels.route import Route, plan_route
+from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
+from lather.models.grouped import (
+    expert_of_row,
+    grouped_linear,
+    grouped_linear_transposed,
+    grouped_sum,
+    grouped_weight_gradient,
+    run_alignment,
+)
+from lather.models.layers import compute_dtype
+from lather.shapes import Float, Int
+
+
+class Experts(nn.Module):
+    """E gated MLPs as stacked weights, gate and up in one: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), biases if asked for.
+
+    `gate` says how gate and up make the hidden product and how their columns lie.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, gate: Gate = SWIGLU, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
+        self.gate = gate
+        self.memory = "saved"
+
+    def forward(self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]) -> Float[Tensor, "r d"]:
+        """Sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is another rank's and adds nothing."""
+        if self.memory == "reference":
+            return self.reference_forward(x_RD, experts_RK, weights_RK)
+        dtype = compute_dtype(x_RD)
+        plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype))
+        call = _Call(plan, self.gate, dtype, keep_gate_up=self.memory == "saved")
+        with torch.autocast(x_RD.device.type, enabled=False):
+            y_RD: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
+                x_RD, weights_RK, self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, call
+            )
+        return y_RD
+
+    def reference_forward(
+        self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]
+    ) -> Float[Tensor, "r d"]:
+        """The same in plain autograd, expert by expert."""
+        y_RD = torch.zeros_like(x_RD)
+        for expert in range(len(self.down_proj)):
+            token, slot = (experts_RK == expert).nonzero(as_tuple=True)
+            gate_up_NH = F.linear(x_RD[token], self.gate_up_proj[expert], None if self.gate_up_bias is None else self.gate_up_bias[expert])
+            out_ND = F.linear(
+                plain_gate(gate_up_NH, self.gate), self.down_proj[expert], None if self.down_bias is None else self.down_bias[expert]
+            )
+            y_RD = y_RD.index_add(0, token, (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype))
+        return y_RD
+
+
+def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "n f"]:
+    """The hidden product of gate and up in torch's own operations, in the input's dtype."""
+    if gate.interleaved:
+        gate_NF, up_NF = gate_up_NH[:, 0::2], gate_up_NH[:, 1::2]
+    else:
+        gate_NF, up_NF = gate_up_NH.chunk(2, dim=-1)
+    if gate.limit is not None:
+        gate_NF, up_NF = gate_NF.clamp(max=gate.limit), up_NF.clamp(-gate.limit, gate.limit)
+    activated_NF = F.silu(gate_NF) if gate.alpha == 1 else gate_NF * torch.sigmoid(gate.alpha * gate_NF)
+    return activated_NF * (up_NF + gate.offset if gate.offset else up_NF)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call of the autograd function needs besides tensors with gradients."""
+
+    route: Route | None
+    gate: Gate
+    dtype: torch.dtype
+    keep_gate_up: bool
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x_RD: Tensor,
+        weights_RK: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        gate_up_bias_EH: Tensor | None,
+        down_bias_ED: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
+        h_GF = gate_forward(gate_up_GH, call.gate)
+        y_GD = _add_bias(grouped_linear(h_GF, down_EDF.to(call.dtype), call.route.end_E), down_bias_ED, call.route)
+        del h_GF
+        y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
+        ctx.call = dataclasses.replace(call, route=None)  # its tensors are saved like all others, so that hooks and profiles see them
+        route = call.route
+        kept_GH = gate_up_GH if call.keep_gate_up else None
+        parameters = (gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED)
+        ctx.save_for_backward(x_RD, weights_RK, kept_GH, *parameters, route.token_G, route.row_TK, route.count_E, route.end_E)
+        return y_RD.to(x_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
+        x_RD, weights_RK, gate_up_GH, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *route_tensors = ctx.saved_tensors
+        route = Route(*route_tensors)
+        call = dataclasses.replace(ctx.call, route=route)
+        end_E, dtype = route.end_E, call.dtype
+        if gate_up_GH is None:
+            gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
+        needs_x, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, _ = ctx.needs_input_grad
+
+        grad_GD = gather_rows(grad_RD.to(dtype), route.token_G)
+        weight_G = _weight_of_row(weights_RK, route)
+        grad_h_GF = grouped_linear_transposed(grad_GD, down_EDF.to(dtype), end_E)
+        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
+        del grad_h_GF, gate_up_GH
+        grad_down = grouped_weight_gradient(grad_GD, h_GF, end_E).to(down_EDF.dtype) if needs_down else None
+        del h_GF
+        grad_down_bias = None
+        if down_bias_ED is not None:
+            dot_G = dot_G + (grad_GD * _row_bias(down_bias_ED, route, dtype)).sum(-1, dtype=dot_G.dtype)
+            if needs_down_bias:
+                weighted_GD = grad_GD * weight_G.to(dtype).unsqueeze(-1)
+                grad_down_bias = grouped_sum(weighted_GD, end_E).to(down_bias_ED.dtype)
+        grad_weights_RK = _rows_to_slots(dot_G, route.row_TK).to(weights_RK.dtype)
+        del grad_GD
+
+        rows_GD = gather_rows(x_RD.to(dtype), route.token_G)
+        grad_gate_up = grouped_weight_gradient(grad_gate_up_GH, rows_GD, end_E).to(gate_up_EHD.dtype) if needs_gate_up else None
+        del rows_GD
+        grad_gate_up_bias = None
+        if gate_up_bias_EH is not None and needs_gate_up_bias:
+            grad_gate_up_bias = grouped_sum(grad_gate_up_GH, end_E).to(gate_up_bias_EH.dtype)
+        grad_x = None
+        if needs_x:
+            grad_rows_GD = grouped_linear_transposed(grad_gate_up_GH, gate_up_EHD.to(dtype), end_E)
+            grad_x = combine_rows_sum(grad_rows_GD, route.row_TK).to(x_RD.dtype)
+        return grad_x, grad_weights_RK, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None
+
+
+def _gate_up(x_RD: Tensor, gate_up_EHD: Tensor, gate_up_bias_EH: Tensor | None, call: _Call) -> Tensor:
+    rows_GD = gather_rows(x_RD.to(call.dtype), call.route.token_G)
+    return _add_bias(grouped_linear(rows_GD, gate_up_EHD.to(call.dtype), call.route.end_E), gate_up_bias_EH, call.route)
+
+
+def _add_bias(rows_GO: Tensor, bias_EO: Tensor | None, route: Route) -> Tensor:
+    return rows_GO if bias_EO is None else rows_GO.add_(_row_bias(bias_EO, route, rows_GO.dtype))
+
+
+def _row_bias(bias_EO: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
+    """The bias of each row's expert; of the last one for rows that belong to nobody."""
+    expert_G = expert_of_row(route.end_E, len(route.token_G)).clamp_(max=len(bias_EO) - 1)
+    return bias_EO.to(dtype).index_select(0, expert_G)
+
+
+def _weight_of_row(weights_RK: Tensor, route: Route) -> Tensor:
+    """The router's weight of each row, 0 for padding."""
+    g = len(route.token_G)
+    row_RK = torch.where(route.row_TK < 0, g, route.row_TK).flatten()
+    return weights_RK.new_zeros(g + 1).index_copy_(0, row_RK, weights_RK.flatten())[:g]
+
+
+def _rows_to_slots(value_G: Tensor, row_TK: Tensor) -> Tensor:
+    """The value of each (token, slot)'s row, 0 where there is none."""
+    if not len(value_G):
+        return value_G.new_zeros(row_TK.shape)
+    picked = value_G.index_select(0, row_TK.clamp(min=0).flatten()).view(row_TK.shape)
+    return picked.masked_fill(row_TK < 0, 0)

@@ -1,0 +1,271 @@
+"""The model families: which there are, and their configurations from and to Hugging Face's `config.json`.
+
+Every field of a `config.json` is one of the configuration's own, one that is supported with one value only, or one that has no influence on
+training (`NO_INFLUENCE`, and each family's). Anything else raises: a model that is not the one described is worse than none. Rotary
+embedding is read in both styles, `rope_theta` and `rope_scaling` (transformers 4, the hub) and `rope_parameters` (transformers 5), and
+written in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lather.errors import ConfigError
+from lather.models import deepseek_v2, gpt_oss, qwen3_moe
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.fields import Published
+from lather.models.gpt_oss import GptOssConfig
+from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.models.rotary import YarnConfig
+
+ModelConfig = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """What there is of a model family."""
+
+    model_type: str
+    """Hugging Face's name."""
+    config: type[ModelConfig]
+    build: Callable[..., Decoder]
+    """From a configuration, a generator and, optionally, a device."""
+    presets: Mapping[str, ModelConfig]
+    """Published models by name."""
+    published: Published
+
+
+FAMILIES: Mapping[str, Family] = types.MappingProxyType(
+    {
+        family.model_type: family
+        for family in (
+            Family(
+                "deepseek_v2",
+                DeepseekV2Config,
+                deepseek_v2.build_deepseek_v2,
+                {"deepseek-v2-lite": deepseek_v2.DEEPSEEK_V2_LITE},
+                deepseek_v2.PUBLISHED,
+            ),
+            Family(
+                "qwen3_moe",
+                Qwen3MoeConfig,
+                qwen3_moe.build_qwen3_moe,
+                {"qwen3-30b-a3b": qwen3_moe.QWEN3_30B_A3B},
+                qwen3_moe.PUBLISHED,
+            ),
+            Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, {"gpt-oss-20b": gpt_oss.GPT_OSS_20B}, gpt_oss.PUBLISHED),
+        )
+    }
+)
+
+NO_INFLUENCE = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "label2id",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_return_dict",
+    }
+)
+"""Fields of any family that say nothing about the function that is trained. Dropout, tied encoders and the like are not among them."""
+
+FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
+"""Fields of any family that are supported with one value only, as `Published.fixed`, but not written."""
+
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+ROPE_TYPES = ("default", "yarn")
+
+
+def build_model(config: ModelConfig, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+    """The model with fresh weights drawn on CPU from `generator`, on `device`; on the meta device without weights."""
+    return family_of(config).build(config, generator, device)
+
+
+def family_of(config: ModelConfig) -> Family:
+    return FAMILIES[config.model_type]
+
+
+def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
+    """The configuration that a parsed `config.json` describes.
+
+    Raises ConfigError, naming the field, for a family, field or value that is not supported, and for missing fields.
+    """
+    model_type = mapping.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"model_type = {model_type!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    published = family.published
+    mapping = _without_aliases(mapping, published.aliases)
+    _check_fixed(mapping, family)
+    rope_theta, rope_scaling = _read_rope(mapping, published)
+
+    hints = typing.get_type_hints(family.config)
+    names = [field.name for field in dataclasses.fields(family.config) if field.name not in ROPE_FIELDS]
+    optional = published.defaults.keys() | published.nullable
+    missing = [name for name in names if mapping.get(name) is None and name not in optional]
+    missing += [name for name in sorted(published.nullable) if name not in mapping]
+    if missing:
+        raise ConfigError(f"missing fields: {', '.join(missing)}; a {family.model_type} model cannot be built without them")
+    unknown = [name for name, value in mapping.items() if value is not None and name not in _known_fields(family)]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} = {mapping[unknown[0]]!r} is not supported: no {family.model_type} model is known to have this field; "
+            "take it out if it has no influence"
+        )
+    fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
+    for name, default in published.defaults.items():
+        if name not in fields:
+            fields[name] = default(fields) if callable(default) else default
+    config = family.config(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)
+    for name, derive in published.derived.items():
+        _check_value(name, mapping.get(name), (derive(config),), family)
+    return config
+
+
+def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """A `config.json` that transformers loads, in the order of the fields. The dtype of the weights is left to who writes them."""
+    published = family_of(config).published
+    fields: dict[str, Any] = {"architectures": [published.architecture]}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in ROPE_FIELDS and not (value is None and field.name not in published.nullable):
+            fields[field.name] = list(value) if isinstance(value, tuple) else value
+    fields |= {name: values[0] for name, values in published.fixed.items()}
+    fields |= {name: derive(config) for name, derive in published.derived.items()}
+    scaling = None
+    if config.rope_scaling is not None:
+        given = {name: value for name, value in dataclasses.asdict(config.rope_scaling).items() if value is not None}
+        scaling = {"rope_type": "yarn", **given}
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    return {**fields, "rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def _known_fields(family: Family) -> set[str]:
+    published = family.published
+    own = {field.name for field in dataclasses.fields(family.config)}
+    supported = {*own, *ROPE_FIELDS, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
+    return supported | NO_INFLUENCE | published.ignored
+
+
+def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    renamed = dict(mapping)
+    for alias, name in aliases.items():
+        value = renamed.pop(alias, None)
+        if value is not None and renamed.setdefault(name, value) != value:
+            raise ConfigError(f"{alias} = {value!r} contradicts {name} = {renamed[name]!r}: they are one field, keep one")
+    return renamed
+
+
+def _check_fixed(mapping: Mapping[str, Any], family: Family) -> None:
+    published = family.published
+    _check_value("architectures", mapping.get("architectures"), ([published.architecture],), family)
+    for name, values in {**FIXED, **published.fixed}.items():
+        _check_value(name, mapping.get(name), values, family)
+    quantization = mapping.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        supported = "must be left out" if published.quantization is None else f"must be {published.quantization!r} or left out"
+        if published.quantization is None or method != published.quantization:
+            raise ConfigError(f"quantization_config.quant_method = {method!r} is not supported for {family.model_type}: it {supported}")
+
+
+def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Family) -> None:
+    """Null is as good as left out. True is not 1 here."""
+    if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported):
+        words = " or ".join("null" if each is None else repr(each) for each in supported)
+        raise ConfigError(f"{name} = {value!r} is not supported for {family.model_type}: it must be {words}")
+
+
+def _read_rope(mapping: Mapping[str, Any], published: Published) -> tuple[float, YarnConfig | None]:
+    """Of both styles at once, what they say must agree."""
+    given = [(name, mapping[name]) for name in ("rope_scaling", "rope_parameters") if mapping.get(name) is not None]
+    thetas = {} if mapping.get("rope_theta") is None else {"rope_theta": _typed(mapping["rope_theta"], float, "rope_theta")}
+    scalings: dict[str, YarnConfig | None] = {}
+    for name, rope in given:
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"{name} = {rope!r} is not valid: it must be an object or null")
+        if rope.get("rope_theta") is not None:
+            thetas[f"{name}.rope_theta"] = _typed(rope["rope_theta"], float, f"{name}.rope_theta")
+        scalings[name] = _read_scaling(name, rope, mapping)
+    if not thetas:
+        raise ConfigError("missing fields: rope_theta; give it or rope_parameters.rope_theta")
+    if not scalings and published.rope_scaling_required:
+        raise ConfigError("missing fields: rope_scaling; give it or rope_parameters")
+    for values in (thetas, scalings):
+        if len(set(values.values())) > 1:
+            contradiction = " and ".join(f"{name} = {value!r}" for name, value in values.items())
+            raise ConfigError(f"{contradiction} contradict each other: keep one of them")
+    return next(iter(thetas.values())), next(iter(scalings.values()), None)
+
+
+def _read_scaling(name: str, rope: Mapping[str, Any], mapping: Mapping[str, Any]) -> YarnConfig | None:
+    kinds = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)} or {"default"}
+    kind = next(iter(kinds))
+    if len(kinds) > 1 or kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"{name}.rope_type = {'/'.join(sorted(kinds))!r} is not supported: it must be one of {', '.join(map(repr, ROPE_TYPES))}"
+        )
+    hints = typing.get_type_hints(YarnConfig) if kind == "yarn" else {}
+    values: dict[str, Any] = {}
+    for key, value in rope.items():
+        if key in ("rope_type", "type", "rope_theta") or value is None or (key == "partial_rotary_factor" and value == 1):
+            continue
+        if key not in hints:
+            raise ConfigError(f"{name}.{key} = {value!r} is not supported for rope_type {kind!r}: take it out if it has no influence")
+        values[key] = _typed(value, hints[key], f"{name}.{key}")
+    if kind == "default":
+        return None
+    if "factor" not in values:
+        raise ConfigError(f"missing fields: {name}.factor; YaRN cannot do without it")
+    if "original_max_position_embeddings" not in values:  # as transformers has it
+        values["original_max_position_embeddings"] = _typed(mapping.get("max_position_embeddings"), int, "max_position_embeddings")
+    return YarnConfig(**values)
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """A JSON value as the field's type; an int is taken for a float and a list for a tuple, nothing else is converted."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} = {value!r} is not valid: it must be a list")
+        return tuple(_typed(item, typing.get_args(hint)[0], name) for item in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{name} = {value!r} is not valid: it must be {words[hint]}")
+    return value

@@ -1,0 +1,30 @@
+"""MXFP4 weights to ordinary numbers: blocks of 32 four-bit floats that share one power of two.
+
+Source: OCP Microscaling Formats (MX) v1.0, elements E2M1, scales E8M0, laid out as the published GPT-OSS weights are: two elements
+to a byte, the earlier one in the low half; the scale's exponent is biased by 127.
+
+Letters: R rows, G blocks to a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lather.shapes import Float
+
+BLOCK = 32
+"""Elements that share a scale."""
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Of the sixteen elements: sign, two bits of exponent, one of mantissa."""
+SCALE_BIAS = 127
+
+
+def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor) -> Float[Tensor, "r c"]:
+    """uint8 blocks (R, G, 16) and scales (R, G) as (R, 32 G) fp32 values, exact in bf16 too. The scale 255 means not-a-number."""
+    table = torch.tensor(VALUES, device=blocks_RGb.device)
+    elements = torch.stack((blocks_RGb & 15, blocks_RGb >> 4), dim=-1).flatten(-2)
+    exponent_RG = scales_RG.to(torch.int32) - SCALE_BIAS
+    one_RG = torch.ones(scales_RG.shape, device=scales_RG.device)
+    scale_RG = torch.ldexp(one_RG, exponent_RG).masked_fill(scales_RG == 255, torch.nan)
+    return (table[elements.int()] * scale_RG.unsqueeze(-1)).flatten(-2)

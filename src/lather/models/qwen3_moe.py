@@ -1,0 +1,168 @@
+"""Qwen3-MoE (arXiv:2505.09388): grouped-query attention with RMSNorm of queries and keys, mixture-of-experts layers without shared experts.
+
+Field names and defaults of meaning are those of the published Hugging Face `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lather.models.assembly import assemble
+from lather.models.attention import GroupedQueryAttention
+from lather.models.decoder import Block, Decoder
+from lather.models.experts import Experts
+from lather.models.fields import CheckedFields, Published
+from lather.models.layers import GatedMLP
+from lather.models.moe import MoE
+from lather.models.rotary import Rotary, YarnConfig
+from lather.models.routing import Router
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(CheckedFields):
+    """Sizes of a Qwen3-MoE style model."""
+
+    model_type: str = "qwen3_moe"
+    """The family, by its Hugging Face name."""
+    vocab_size: int = 4096
+    """Tokens in the vocabulary."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    intermediate_size: int = 512
+    """Width of the dense layers' feed-forward."""
+    moe_intermediate_size: int = 128
+    """Width of one expert's feed-forward."""
+    num_hidden_layers: int = 6
+    """Blocks, dense ones included."""
+    decoder_sparse_step: int = 1
+    """Every so many-th block has experts, the others are dense."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Further blocks that are dense, counted from 0."""
+    num_attention_heads: int = 6
+    """Heads of queries."""
+    num_key_value_heads: int = 2
+    """Heads of keys and values, a divisor of the heads of queries."""
+    head_dim: int = 32
+    """Width of a head, even."""
+    attention_bias: bool = False
+    """Biases on attention's four projections."""
+    num_experts: int = 8
+    """Experts per MoE block."""
+    num_experts_per_tok: int = 2
+    """Experts per token (top-k)."""
+    norm_topk_prob: bool = True
+    """Scale the chosen experts' weights to sum 1."""
+    router_aux_loss_coef: float = 0.001
+    """Coefficient of each block's load-balancing loss, which is 1 when the load is even; 0: none."""
+    max_position_embeddings: int = 2048
+    """Longest sequence, tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: YarnConfig | None = None
+    """Stretching of the positions by YaRN; left out: none."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    tie_word_embeddings: bool = False
+    """The head is the embedding."""
+
+    def __post_init__(self) -> None:
+        self._require("model_type", self.model_type == "qwen3_moe", "'qwen3_moe'")
+        self._require_at_least(
+            1,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "num_hidden_layers",
+            "decoder_sparse_step",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "num_experts",
+            "num_experts_per_tok",
+            "max_position_embeddings",
+        )
+        self._require_positive("rope_theta", "rms_norm_eps", "initializer_range")
+        self._require_coefficient("router_aux_loss_coef")
+        self._require_rotary("head_dim", self.rope_scaling)
+        self._require_divides("num_key_value_heads", "num_attention_heads")
+        self._require_at_most("num_experts_per_tok", "num_experts")
+        layers = range(self.num_hidden_layers)
+        inside = all(index in layers for index in self.mlp_only_layers) and len(set(self.mlp_only_layers)) == len(self.mlp_only_layers)
+        self._require("mlp_only_layers", inside, f"different blocks from 0 to {len(layers) - 1}")
+
+    @property
+    def balance_loss_coef(self) -> float:
+        """Coefficient of each block's load-balancing loss."""
+        return self.router_aux_loss_coef
+
+    def is_dense(self, index: int) -> bool:
+        """Whether this block, counted from 0, has one feed-forward instead of experts."""
+        return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
+
+
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    max_position_embeddings=40960,
+    rope_theta=1e6,
+)
+
+PUBLISHED = Published(
+    architecture="Qwen3MoeForCausalLM",
+    defaults={
+        "head_dim": lambda fields: fields["hidden_size"] // fields["num_attention_heads"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+        "attention_bias": False,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_dropout": (0.0,),
+        "use_sliding_window": (False,),
+        "sliding_window": (None,),
+    },
+    derived={},
+    aliases={"num_local_experts": "num_experts"},
+    ignored=frozenset({"max_window_layers"}),
+)
+
+
+def build_qwen3_moe(config: Qwen3MoeConfig, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+    """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
+    return assemble(config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device)
+
+
+def _block(config: Qwen3MoeConfig, *, is_dense: bool) -> Block:
+    attention = GroupedQueryAttention(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        rotary=Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
+        qk_norm_eps=config.rms_norm_eps,
+        bias=config.attention_bias,
+    )
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size) if is_dense else _moe(config)
+    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
+
+
+def _moe(config: Qwen3MoeConfig) -> MoE:
+    router = Router(config.hidden_size, config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
+    return MoE(router, Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size), None)

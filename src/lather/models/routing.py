@@ -1,0 +1,241 @@
+"""The router: scores of each token for each expert, the K experts taken, and what keeps their load even.
+
+Sources: top-k gating (Shazeer et al., arXiv:1701.06538); softmax scores, group-limited top-k and the expert-level balance loss (DeepSeek-V2,
+arXiv:2405.04434, section 2.2); router z-loss (ST-MoE, arXiv:2202.08906, eq. 5); sigmoid scores and loss-free balancing by a bias that is
+added for the choice alone (Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437); balance over the global batch (Qiu et al.,
+arXiv:2501.11873). Scores are computed in fp32 or wider: near-ties between experts need more than bf16.
+
+Letters: T tokens, D hidden size, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lather.shapes import Float, Int
+
+SCORES = ("softmax", "sigmoid")
+BALANCE_LEVELS = ("micro_batch", "sequence", "global_batch")
+
+
+@dataclass
+class Routing:
+    """The router's decision for T tokens. The losses are not multiplied by their coefficients."""
+
+    experts_TK: Int[Tensor, "t k"]
+    """The experts of each token."""
+    weights_TK: Float[Tensor, "t k"]
+    """The weight of each of them in the token's output, fp32 or wider."""
+    count_E: Int[Tensor, " e"]
+    """Rows that each expert receives."""
+    balance_loss: Float[Tensor, ""]
+    """E * sum over experts of (share of rows) * (mean score); 1 when the load is even."""
+    z_loss: Float[Tensor, ""]
+    """Mean over tokens of logsumexp(logits)^2."""
+
+
+class Router(nn.Module):
+    """Scores each token for each expert and takes the K best.
+
+    Shapes: weight (E, D), bias (E) if asked for. `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `num_groups` > 1
+    a token's experts come from the `num_groups_per_tok` groups (of E / num_groups neighbours) that have the best single expert.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = False,
+        scale: float = 1.0,
+        bias: bool = False,
+        num_groups: int = 1,
+        num_groups_per_tok: int = 1,
+    ) -> None:
+        super().__init__()
+        _check_router(num_experts, num_experts_per_tok, score, num_groups, num_groups_per_tok)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.num_experts_per_tok, self.score, self.normalize, self.scale = num_experts_per_tok, score, normalize, scale
+        self.num_groups, self.num_groups_per_tok = num_groups, num_groups_per_tok
+        self.balance = LoadBalance("micro_batch")
+        """How the balance loss is taken; `Decoder.balance_load` sets it for all blocks."""
+        self.e_score_correction_bias: Tensor | None
+        self.register_buffer("e_score_correction_bias", None)
+        self._replayed_TK: Tensor | None = None
+
+    def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
+        """`num_sequences` equally long sequences follow each other in x; only the balance loss at sequence level asks."""
+        logits_TE = router_logits(x_TD, self.weight, self.bias)
+        scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        experts_TK = self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.scale != 1:
+            weights_TK = weights_TK * self.scale
+        count_E = count_rows(experts_TK, len(self.weight))
+        if self.score == "sigmoid":  # the balance loss is about shares
+            scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences)
+        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE))
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        bias_E: Tensor | None = self.e_score_correction_bias
+        if bias_E is not None:
+            scores_TE = scores_TE + bias_E
+        if self.num_groups > 1:
+            grouped_TGE = scores_TE.unflatten(-1, (self.num_groups, -1))
+            kept_TG = grouped_TGE.amax(-1).topk(self.num_groups_per_tok, dim=-1, sorted=False).indices
+            allowed_TG = torch.zeros_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(1, kept_TG, value=True)
+            scores_TE = grouped_TGE.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores_TE.topk(self.num_experts_per_tok, dim=-1).indices
+
+    @contextlib.contextmanager
+    def replay(self, experts_TK: Int[Tensor, "t k"]) -> Iterator[None]:
+        """Inside the block tokens go to these experts, with the weights that the scores give them; for tests and benchmarks.
+
+        Raises ValueError if they are not K different experts per token.
+        """
+        e, k = len(self.weight), self.num_experts_per_tok
+        if experts_TK.dim() != 2 or experts_TK.shape[1] != k:
+            raise ValueError(f"replay got experts of shape {tuple(experts_TK.shape)}: it must be (T, {k}), one row per token")
+        if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < e:
+            raise ValueError(f"replay got experts {int(experts_TK.min())} to {int(experts_TK.max())}: they must be 0 to {e - 1}")
+        if (experts_TK.sort(-1).values.diff(dim=-1) == 0).any():
+            raise ValueError("replay got a token that has the same expert twice: give K different experts per token")
+        self._replayed_TK = experts_TK
+        try:
+            yield
+        finally:
+            self._replayed_TK = None
+
+    def _replayed(self, scores_TE: Tensor) -> Tensor:
+        assert self._replayed_TK is not None
+        if len(self._replayed_TK) != len(scores_TE):
+            raise ValueError(
+                f"replay was given {len(self._replayed_TK)} tokens, but the batch has {len(scores_TE)}: give one row per token"
+            )
+        return self._replayed_TK.to(scores_TE.device)
+
+    def enable_loss_free_balancing(self) -> None:
+        """Start the bias that `update_correction_bias` moves; it is part of the state dict."""
+        if self.e_score_correction_bias is None:
+            self.e_score_correction_bias = torch.zeros(len(self.weight), device=self.weight.device)
+
+    @torch.no_grad()
+    def update_correction_bias(self, count_E: Int[Tensor, " e"], rate: float) -> None:
+        """After a step whose experts had `count_E` rows: raise the bias of the underloaded by `rate`, lower that of the overloaded."""
+        assert self.e_score_correction_bias is not None, "call enable_loss_free_balancing first"
+        load_E = count_E.to(self.e_score_correction_bias)
+        self.e_score_correction_bias += rate * (load_E.mean() - load_E).sign()
+
+
+def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_groups: int, num_groups_per_tok: int) -> None:
+    if score not in SCORES:
+        raise ValueError(f"score = {score!r} is not valid: use one of {', '.join(map(repr, SCORES))}")
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups = {num_groups} is not valid: it must divide the {num_experts} experts")
+    if not 1 <= num_groups_per_tok <= num_groups:
+        raise ValueError(f"num_groups_per_tok = {num_groups_per_tok} is not valid: it must be from 1 to num_groups ({num_groups})")
+    reachable = num_experts // num_groups * num_groups_per_tok
+    if not 1 <= num_experts_per_tok <= reachable:
+        raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
+
+
+class _RouterLogits(torch.autograd.Function):
+    """Product in fp32 that keeps x in its own dtype: a bf16 x costs D, not 3 D."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.has_bias = bias_E is not None
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        return F.linear(x_TD.to(wide), weight_ED.to(wide), None if bias_E is None else bias_E.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype) if needs_x else None
+        grad_weight = (grad_TE.T @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype) if needs_weight else None
+        return grad_x, grad_weight, grad_TE.sum(0).to(weight_ED.dtype) if ctx.has_bias and needs_bias else None
+
+
+def router_logits(
+    x_TD: Float[Tensor, "t d"], weight_ED: Float[Tensor, "e d"], bias_E: Float[Tensor, " e"] | None = None
+) -> Float[Tensor, "t e"]:
+    """x W^T + b in fp32 or wider, whatever x's dtype and autocast are."""
+    with torch.autocast(x_TD.device.type, enabled=False):
+        logits: Tensor = _RouterLogits.apply(x_TD, weight_ED, bias_E)  # type: ignore[no-untyped-call]
+    return logits
+
+
+def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
+    """How often each expert occurs. (torch.bincount would wait for a CUDA device.)"""
+    rows_G = experts_TK.flatten()
+    return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G, torch.ones_like(rows_G))
+
+
+def z_loss(logits_TE: Float[Tensor, "t e"]) -> Float[Tensor, ""]:
+    """Mean over tokens of logsumexp(logits)^2; 0 for no tokens."""
+    return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
+
+
+def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) -> Float[Tensor, ""]:
+    """DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient): counts against mean scores; differentiable through the scores."""
+    share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
+    mean_score_E = scores_TE.sum(0) / max(len(scores_TE), 1)
+    return len(count_E) * (share_E * mean_score_E).sum()
+
+
+class LoadBalance:
+    """The balance loss over a micro-batch, each sequence alone, or the global batch.
+
+    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`: `begin_step`
+    starts anew. The scores are the micro-batch's own.
+    """
+
+    def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
+        if level not in BALANCE_LEVELS:
+            raise ValueError(f"balance level {level!r} is not valid: use one of {', '.join(map(repr, BALANCE_LEVELS))}")
+        self.level, self.group = level, group
+        self._count_E: Tensor | None = None
+
+    def begin_step(self) -> None:
+        self._count_E = None
+
+    def loss(self, scores_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:
+        num_experts = scores_TE.shape[1]
+        if self.level == "sequence" and num_sequences > 1:
+            return _mean_over_sequences(scores_TE, experts_TK, num_sequences)
+        count_E = count_rows(experts_TK, num_experts)
+        if self.level == "global_batch" and torch.is_grad_enabled():
+            if self.group is not None:
+                dist.all_reduce(count_E, group=self.group)
+            self._count_E = count_E = count_E if self._count_E is None else self._count_E + count_E
+        return balance_loss(scores_TE, count_E)
+
+
+def _mean_over_sequences(scores_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:
+    num_experts = scores_TE.shape[1]
+    if len(scores_TE) % num_sequences:
+        raise ValueError(f"num_sequences = {num_sequences} is not valid: it must divide the {len(scores_TE)} tokens")
+    scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.view(num_sequences, -1)
+    count_BE = torch.zeros(num_sequences, num_experts, dtype=scores_TE.dtype, device=scores_TE.device)
+    count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
+    share_BE = count_BE / max(experts_BG.shape[1], 1)
+    mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
+    return num_experts * (share_BE * mean_score_BE).sum(-1).mean()

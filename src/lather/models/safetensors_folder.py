@@ -1,0 +1,229 @@
+"""Reading and writing safetensors a piece at a time, and folders that are complete or not there.
+
+Source: the safetensors format: eight bytes with the length of the header (little-endian), the header in JSON (name, dtype, shape and place
+of each tensor), then the tensors' bytes without gaps. The library reads it; it writes only what is in memory as a whole, so that is here.
+
+A tensor, or a part of one, is in memory only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lather.errors import ExchangeError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+"""Those that weights come in; U8 holds packed ones."""
+ANOTHER_COPY = "fetch or save it again"
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says of a tensor."""
+
+    file: Path
+    dtype: str
+    """As in the header: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes in the file."""
+
+
+class SafetensorsFolder:
+    """The tensors of one or more safetensors files, their headers checked, their contents read on demand."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        """`tensor[index]` on CPU, for an index whose part is in one piece; only that part is read.
+
+        It is read rather than mapped: pages of a mapped file would count as the process's memory. Raises ExchangeError if the file has
+        changed since its header was checked.
+        """
+        stored = self.tensors[name]
+        part = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")[index]
+        assert part.is_contiguous(), (name, index)
+        if part.numel() == 0:
+            return torch.empty(part.shape, dtype=part.dtype)
+        content = bytearray(part.nbytes)
+        try:
+            with stored.file.open("rb") as file:
+                file.seek(stored.start + int(part.storage_offset()) * part.itemsize)
+                if file.readinto(content) != part.nbytes:
+                    raise ExchangeError(f"{stored.file}: has been cut while it was read: {ANOTHER_COPY}")
+        except OSError as error:
+            raise ExchangeError(f"{stored.file}: has become unreadable ({error.strerror}): {ANOTHER_COPY}") from None
+        return torch.frombuffer(content, dtype=part.dtype).view(part.shape)
+
+
+def open_safetensors(file: Path) -> SafetensorsFolder:
+    """One file. Raises ExchangeError if it is missing, truncated or damaged."""
+    return SafetensorsFolder(_read_header(file))
+
+
+def open_published(folder: Path) -> SafetensorsFolder:
+    """The weights of a Hugging Face folder: `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+
+    Raises ExchangeError if there are none, if the index names a file that is not there, is outside the folder or lacks a tensor, or if a
+    file is truncated or damaged. Pickled weights (`pytorch_model.bin`) are never opened.
+    """
+    if (folder / SINGLE_FILE).exists():
+        return open_safetensors(folder / SINGLE_FILE)
+    index = folder / INDEX_FILE
+    if not index.exists():
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise ExchangeError(
+                f"{folder / pickles[0]}: pickled weights are refused, since loading them can run any code: save the model as safetensors "
+                "(transformers' save_pretrained does) and give that folder"
+            )
+        raise ExchangeError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights in safetensors")
+    weight_map = _read_index(index)
+    headers = {name: _read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ExchangeError(f"{index}: places {name!r} in {file}, which does not hold it: {ANOTHER_COPY}")
+    return SafetensorsFolder({name: headers[file][name] for name, file in weight_map.items()})
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("its weight_map does not give a file name to each tensor")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExchangeError(f"{index}: not a usable index ({error}): {ANOTHER_COPY}") from None
+    for name, file in weight_map.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ExchangeError(f"{index}: places {name!r} in {file!r}, which is not a .safetensors file beside it: {ANOTHER_COPY}")
+        if not (index.parent / file).is_file():
+            raise ExchangeError(f"{index}: places {name!r} in {file}, which is not there: {ANOTHER_COPY}")
+    return weight_map
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The library checks the header; where the bytes are it does not tell."""
+    try:
+        with safe_open(file, framework="pt"), file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ExchangeError(f"{file}: missing, truncated or damaged ({error}): {ANOTHER_COPY}") from None
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """A tensor of a file that is about to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]]) -> None:
+    """Write a file in which `pieces(name)` gives each tensor's values, in the order of its memory; one piece is in memory at a time.
+
+    Pieces may be on any device and of any floating dtype. The file is on disk when this returns.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # every tensor is aligned then, without gaps
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as out:
+        out.write(len(encoded).to_bytes(8, "little"))
+        out.write(encoded)
+        for tensor in ordered:
+            before = out.tell()
+            for piece in pieces(tensor.name):
+                flat = piece.detach().to("cpu", tensor.dtype).contiguous().flatten()
+                out.write(flat.view(torch.uint8).numpy().data)
+            assert out.tell() - before == tensor.num_bytes, tensor.name
+        out.flush()
+        os.fsync(out.fileno())
+
+
+@contextlib.contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `target` when the block ends, synced to disk; after an exception or a kill there is no `target`.
+
+    Raises ExchangeError if `target` is there and not an empty folder, if its place cannot be written, or if another process is writing it.
+    """
+    place = Path(os.path.realpath(target))
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise ExchangeError(f"{target}: exists already and is not an empty folder: give another place, or delete it")
+    aside = place.with_name(f".tmp-{place.name}")
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(aside, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ExchangeError(f"{target}: cannot be written ({error.strerror}): give another place") from None
+    try:
+        _take(lock, aside, target)
+        try:
+            yield aside
+            for path in (*aside.rglob("*"), aside):
+                sync(path)
+            aside.rename(place)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
+            raise
+        sync(place.parent)
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, aside: Path, target: Path) -> None:
+    """Lock the folder and empty it of what a killed process has left."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(lock), os.stat(aside))
+    except OSError:  # locked, or renamed or removed meanwhile
+        is_ours = False
+    if not is_ours:
+        raise ExchangeError(f"{target}: another process is writing it: wait for it, or give another place")
+    for leftover in aside.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have the file's contents, or the folder's entries, on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

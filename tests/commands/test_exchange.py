@@ -1,0 +1,259 @@
+"""`lather import` and `lather export` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lather.cli import main
+from lather.commands.exchange import parse_size
+from lather.errors import ConfigError
+from lather.models.huggingface import model_from_hugging_face, save_hugging_face
+from lather.optim import SOAP
+from lather.train.checkpoint import Progress, load_checkpoint
+from lather.train.config_file import load_config
+from lather.train.data import train_tokenizer
+from lather.train.loop import build_model
+from models.tiny import error, tiny_config, tiny_model
+from tiny_run import write_config
+
+FIRST = "checkpoints/step-00000000"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("published")
+    save_hugging_face(tiny_model(vocab_size=300), tiny_config(vocab_size=300), folder)
+    train_tokenizer(iter(["def f(x): return x\n"] * 9), 300).save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("imported") / "run"
+    assert main(["import", str(published), str(run)]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, a checkpoint at each."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder, steps=3, checkpoint_every=1)
+    assert main(["train", str(config), "--run-dir", str(folder / "run"), "--checkpoint.keep-last", "9"]) == 0
+    return folder / "run"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# --- what they do -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
+def test_a_model_of_transformers_comes_back_to_the_bit(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from models.published import logits, make_model, read_back
+
+    theirs = make_model(family)
+    theirs.save_pretrained(tmp_path / "in", max_shard_size=30_000)
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert f"{family}, 0.0" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp32", "--max-shard-size", "20KB"]) == 0
+    assert "step-00000000 in fp32" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(read_back(tmp_path / "out")), logits(theirs))
+    assert load_config(tmp_path / "run/config.toml").model == model_from_hugging_face(tmp_path / "out")[1]
+
+
+def test_an_imported_run_has_all_that_a_run_has_and_generates(published: Path, imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(contents(imported)) == {
+        "config.toml",
+        "tokenizer.json",
+        *(f"{FIRST}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json")),
+        *(f"huggingface/{name}" for name in ("config.json", "generation_config.json", "tokenizer.json")),
+    }
+    assert (imported / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
+    assert load_config(imported / "config.toml").run_dir == str(imported)
+    weights = load_file(imported / FIRST / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert main(["generate", str(imported), "--prompt", "def f", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def f")
+
+
+def test_training_starts_from_imported_weights_with_a_fresh_optimizer(imported: Path) -> None:
+    config = load_config(imported / "config.toml")
+    model = build_model(config, torch.device("cpu"))
+    optimizer = SOAP(model.parameters(), lr=1e-3)
+    assert load_checkpoint(imported / FIRST, model, optimizer) == Progress(0, 0.0)
+    assert not optimizer.state
+    expected = tiny_model(vocab_size=300)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_exporting_an_imported_run_gives_the_folder_again(published: Path, imported: Path, tmp_path: Path) -> None:
+    assert main(["export", str(imported), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    before, after = contents(published), contents(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer_text = "def f7(x):\n    return x"
+    for dtype, arguments in {torch.bfloat16: [], torch.float32: ["--dtype", "fp32"], torch.float16: ["--dtype", "fp16"]}.items():
+        out = tmp_path / str(dtype)
+        assert main(["export", str(trained), str(out), *arguments]) == 0
+        stored = load_file(out / "model.safetensors")
+        weights = load_file(trained / "checkpoints/step-00000003/model.safetensors")
+        assert {tensor.dtype for tensor in stored.values()} == {dtype}
+        assert torch.equal(stored["model.norm.weight"], weights["norm.weight"].to(dtype))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer(tokenizer_text)["input_ids"]) == tokenizer_text
+    tokens = torch.tensor([tokenizer(tokenizer_text)["input_ids"]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "torch.float32", attn_implementation="eager", experts_implementation="eager"
+    )
+    ours = build_model(load_config(trained / "config.toml"), torch.device("cpu"))
+    load_checkpoint(trained / "checkpoints/step-00000003", ours)
+    with torch.no_grad():
+        assert error(theirs(tokens).logits, ours(tokens).logits_BSV) < 1e-5
+
+
+def test_step_chooses_the_checkpoint(trained: Path, tmp_path: Path) -> None:
+    for step in ("1", "3", "-1"):
+        assert main(["export", str(trained), str(tmp_path / step), "--step", step, "--dtype", "fp32"]) == 0
+    exported = {step: load_file(tmp_path / step / "model.safetensors")["model.embed_tokens.weight"] for step in ("1", "3", "-1")}
+    weights = load_file(trained / "checkpoints/step-00000001/model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(exported["1"], weights)
+    assert not torch.equal(exported["1"], exported["3"])
+    assert torch.equal(exported["-1"], exported["3"])
+
+
+def test_a_run_trained_with_another_tokenizer_is_exported_with_that_one(imported: Path, trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(imported, run)
+    shutil.copyfile(trained / "tokenizer.json", run / "tokenizer.json")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+
+
+def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(published, tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").unlink()
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert "no tokenizer.json" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert sorted(contents(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+# --- wrong input --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["import"], ["--help"]),
+        (["import", "{published}"], ["--help"]),
+        (["import", "nowhere", "new"], ["nowhere", "not a folder", "config.json"]),
+        (["import", "{imported}", "new"], ["config.json", "missing", "give the folder of a model"]),
+        (["import", "{published}", "{imported}"], ["run", "not an empty folder", "give another place"]),
+        (["import", "{published}", "{published}/config.json/x"], ["config.json/x", "cannot be written", "give another place"]),
+        (["import", "{published}", "new", "--dtype", "bf16"], ["--dtype"]),
+        (["export"], ["--help"]),
+        (["export", "nowhere", "new"], ["nowhere", "not a run", "run_dir"]),
+        (["export", "{published}", "new"], ["not a run", "run_dir"]),
+        (["export", "{imported}", "{published}"], ["published", "not an empty folder", "give another place"]),
+        (["export", "{imported}", "new", "--step", "7"], ["--step 7", "no such checkpoint", "use one of 0"]),
+        (["export", "{imported}", "new", "--dtype", "int8"], ["--dtype", "int8", "bf16"]),
+        (["export", "{imported}", "new", "--max-shard-size", "5 parsecs"], ["--max-shard-size", "'5 parsecs'", "5GB"]),
+        (["export", "{imported}", "new", "--max-shard-size", "0GB"], ["--max-shard-size", "'0GB'", "5GB"]),
+    ],
+    ids=str,
+)
+def test_wrong_command_lines_are_one_line_and_write_nothing(
+    published: Path,
+    imported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = contents(published), contents(imported)
+    assert main([argument.format(published=published, imported=imported) for argument in arguments]) == 2
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert message.startswith("lather: error: ")
+    for words in expected:
+        assert words in message
+    assert (contents(published), contents(imported)) == before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_not_exported(name: str, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(imported, run)
+    content = bytearray((run / FIRST / name).read_bytes())
+    content[-20] ^= 1
+    (run / FIRST / name).write_bytes(content)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert f"{FIRST}/{name}: missing or damaged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_without_checkpoint_is_not_exported(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copyfile(imported / "config.toml", tmp_path / "run/config.toml")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_damaged_folder_leaves_no_run(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(published, tmp_path / "in")
+    weights = tmp_path / "in/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    assert "model.safetensors: missing, truncated or damaged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_full_disk_leaves_no_half_folder(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert main(["export", str(imported), str(tmp_path / "out")]) == 1
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    assert "No space left on device" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("5GB", 5 * 10**9), ("4GiB", 2**32), ("1.5 MB", 1_500_000), ("20kb", 20_000), ("7", 7), ("7B", 7), ("2KiB", 2048)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 G B", "0", "nan", "1e9", "5iB", "5G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--max-shard-size = .* is not valid"):
+        parse_size(text)

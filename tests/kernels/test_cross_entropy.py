@@ -1,0 +1,358 @@
+"""The in-place loss against `F.cross_entropy` in fp64; logits that are gone must raise, in every way to read them; Triton against torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lather.kernels import cross_entropy as op
+from lather.kernels.cross_entropy import SpentLogits, cross_entropy_, reference
+from lather.memory.live_bytes import PeakBytes
+
+pytest.importorskip("triton")
+from lather.kernels.cross_entropy import triton
+
+SIZES = [(63, 500), (1, 500), (13, 63), (7, 1), (1, 1), (0, 5)]
+"""T, V."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Uninitialised memory is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(t: int, v: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """A leaf, and labels; `leaf * 1` are logits."""
+    generator = torch.Generator().manual_seed(0)
+    leaf = torch.randn(t, v, generator=generator, dtype=torch.float64).mul(3).to(dtype)
+    labels = torch.randint(0, v, (t,), generator=generator)
+    labels[2::5] = -100
+    return leaf.requires_grad_(), labels
+
+
+def plain(logits: Tensor, labels: Tensor, z_loss: float = 0.0, normalizer: float = 1.0) -> Tensor:
+    logits = logits.double()
+    total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return (total + z_loss * (logits.logsumexp(-1) * (labels != -100)).square().sum()) / normalizer
+
+
+def with_gradient(loss: Tensor, leaf: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaf)]
+
+
+def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative to the largest element of each."""
+    assert [x.shape for x in actual] == [x.shape for x in expected]
+    pairs = [(a.double(), b.double()) for a, b in zip(actual, expected, strict=True) if b.numel()]
+    return max(float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_is_cross_entropy(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "PIECE_ELEMENTS", 2000)
+    leaf, labels = inputs(*size)
+    actual = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0) * 2, leaf)
+    expected = with_gradient(plain(leaf, labels, 1e-3, 7.0) * 2, leaf)
+    assert largest_error(actual, expected) < 1e-13
+    if expected[0]:
+        assert largest_error([1.01 * a for a in actual], expected) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_logits_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    leaf, labels = inputs(63, 500, dtype)
+    loss, gradient = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=50.0), leaf)
+    expected, expected_gradient = with_gradient(plain(leaf, labels, 1e-3, 50.0), leaf)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert largest_error([gradient], [expected_gradient]) < max(torch.finfo(dtype).eps, 3e-6)
+
+
+def test_rows_without_a_label_may_hold_anything_and_masked_columns_are_left_out() -> None:
+    leaf, labels = inputs(13, 63)
+    with torch.no_grad():
+        leaf[labels == -100] = torch.nan
+        leaf[:, 50:] = -torch.inf
+    labels[labels >= 50] = 3
+    loss, gradient = with_gradient(cross_entropy_(leaf * 1, labels), leaf)
+    rows = labels != -100
+    expected = with_gradient(plain(leaf[rows], labels[rows]), leaf)
+    assert largest_error([loss, gradient[rows]], [expected[0], expected[1][rows]]) < 1e-13
+    assert not gradient[~rows].any()
+
+
+def test_all_labels_ignored_gives_zeros() -> None:
+    leaf, labels = inputs(13, 63)
+    assert not any(a.any() for a in with_gradient(cross_entropy_(leaf * 1, torch.full_like(labels, -100), z_loss=1.0), leaf))
+
+
+def test_an_ignore_index_that_is_a_token_too_and_a_normalizer_on_the_device() -> None:
+    leaf, labels = inputs(13, 63)
+    padded = labels.where(labels >= 0, 0)
+    actual = with_gradient(cross_entropy_(leaf * 1, padded, ignore_index=0, normalizer=torch.tensor(11)), leaf)
+    assert largest_error(actual, with_gradient(plain(leaf, padded.where(padded > 0, -100), normalizer=11.0), leaf)) < 1e-13
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_a_linear_layer_with_a_batch_dim(bias: bool) -> None:
+    """With a bias, torch makes them as a view of a tensor that nobody has."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[0, 8, -100], [3, 3, 1]])
+
+    def logits() -> Tensor:
+        return F.linear(x, weight, weight[:, 0] if bias else None)
+
+    actual = with_gradient(cross_entropy_(logits(), labels), weight)
+    assert largest_error(actual, with_gradient(plain(logits().flatten(0, 1), labels.flatten()), weight)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_second_tensor_of_their_size(dtype: torch.dtype) -> None:
+    leaf, labels = inputs(400, 6000, dtype)
+    logits = leaf * 1
+    with PeakBytes() as peak:
+        loss = cross_entropy_(logits, labels)
+    assert peak.bytes < 3 * 4 * reference.PIECE_ELEMENTS < 0.7 * leaf.nbytes
+    with PeakBytes() as peak:
+        loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes  # the gradient of the leaf, which is another tensor
+
+
+def test_the_gradient_is_the_logits_memory() -> None:
+    leaf, labels = inputs(13, 63)
+    logits = leaf * 1
+    where = logits.data_ptr()
+    seen: list[int] = []
+    logits.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    cross_entropy_(logits, labels).backward()
+    assert seen == [where]
+
+
+# --- spent logits ---------------------------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "array": lambda x: x.__array__(),
+    "print": print,
+    "repr": repr,
+    "format": lambda x: f"{x}",
+    "index": operator.itemgetter(0),
+    "assign": lambda x: operator.setitem(x, 0, 0.0),
+    "iterate": list,
+    "plus": lambda x: x + 1,
+    "plus from the right": lambda x: 1 + x,
+    "equal": lambda x: x == 1,
+    "argument": lambda x: torch.equal(torch.zeros(3), x),
+    "in a list": lambda x: torch.stack([x]),
+    "out": lambda x: torch.add(torch.zeros(3), 1, out=x),
+    "source": torch.zeros_like,
+    "aten": torch.ops.aten.sum.default,
+    "truth": bool,
+    "number": float,
+    "view": lambda x: x.view(-1),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "memory": lambda x: x.data_ptr(),
+    "storage": lambda x: x.untyped_storage(),
+    "dlpack": lambda x: x.__dlpack__(),
+    "in place": lambda x: x.mul_(2),
+    "to": lambda x: x.to("cpu"),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "save": lambda x: torch.save(x, io.BytesIO()),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_later_read_raises(read: str) -> None:
+    leaf, labels = inputs(3, 4)
+    logits = leaf * 1
+    cross_entropy_(logits, labels)
+    with pytest.raises(RuntimeError, match="went into cross_entropy_, which has overwritten them"):
+        READS[read](logits)
+
+
+def test_shape_dtype_and_device_can_still_be_asked() -> None:
+    leaf, labels = inputs(3, 4)
+    logits = leaf * 1
+    loss = cross_entropy_(logits, labels)
+    assert (logits.shape, logits.dtype, logits.device, logits.dim(), logits.numel()) == ((3, 4), leaf.dtype, leaf.device, 2, 12)
+    assert isinstance(logits, SpentLogits)
+    assert type(loss) is Tensor
+    with pytest.raises(RuntimeError, match="went into cross_entropy_"):
+        cross_entropy_(logits, labels)
+
+
+def test_the_base_of_a_view_is_spent_with_it() -> None:
+    leaf, labels = inputs(6, 4)
+    base = (leaf * 1).view(2, 3, 4).clone()
+    expected = with_gradient(plain(leaf, labels), leaf)
+    loss = cross_entropy_(base.flatten(0, 1), labels)
+    assert largest_error(with_gradient(loss, leaf), expected) < 1e-13
+    with pytest.raises(RuntimeError, match="went into cross_entropy_"):
+        base.sum()
+
+
+def test_a_node_that_saved_the_logits_raises() -> None:
+    leaf, labels = inputs(3, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy_(leaf.tanh(), labels).backward()  # saves its result
+    logits = leaf * 1
+    penalty = logits.square().sum()  # saves its argument
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (cross_entropy_(logits, labels) + penalty).backward()
+
+
+def test_a_change_of_the_kept_gradient_raises() -> None:
+    leaf, labels = inputs(3, 4)
+    logits = leaf * 1
+    alias = logits.detach()
+    loss = cross_entropy_(logits, labels)
+    alias.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_second_backward_raises(retain: bool) -> None:
+    leaf, labels = inputs(3, 4)
+    loss = cross_entropy_(leaf * 1, labels)
+    loss.backward(retain_graph=retain)
+    assert leaf.grad is not None
+    first = leaf.grad.clone()
+    with pytest.raises(RuntimeError, match="through cross_entropy_ a second time"):
+        loss.backward()
+    assert torch.equal(leaf.grad, first)
+
+
+def test_without_gradient_the_logits_stay() -> None:
+    leaf, labels = inputs(13, 63)
+    expected = plain(leaf, labels).item()
+    logits = leaf * 1
+    before = logits.detach().clone()
+    with torch.no_grad():
+        assert cross_entropy_(logits, labels).item() == pytest.approx(expected, rel=1e-13)
+        assert cross_entropy_(leaf, labels).item() == pytest.approx(expected, rel=1e-13)
+    frozen = leaf.detach()
+    loss = cross_entropy_(frozen.T.contiguous().T, labels)
+    assert loss.item() == pytest.approx(expected, rel=1e-13)
+    assert not loss.requires_grad
+    assert torch.equal(logits, before)
+    assert torch.equal(frozen, before)
+    logits.square().sum().backward()
+
+
+def test_logits_that_cannot_be_overwritten_raise_and_are_as_before() -> None:
+    leaf, labels = inputs(6, 4)
+    whole = leaf * 1
+    for logits, message in (
+        (leaf, "are a leaf"),
+        (whole[1:], "view of a part"),
+        (leaf.view(6, 4), "view of a part|leaf"),
+        ((leaf.T.contiguous() * 1).T, "not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cross_entropy_(logits, labels[: len(logits)])
+    with pytest.raises(TypeError, match="plain tensor, not Other"):
+        cross_entropy_((leaf * 1).as_subclass(Other), labels)
+    assert torch.equal(whole, leaf)
+
+
+class Other(Tensor):
+    pass
+
+
+def test_bad_labels_raise_before_the_logits_change() -> None:
+    leaf, labels = inputs(6, 4)
+    logits = leaf * 1
+    for label in (4, -1, -99):
+        labels[1] = label
+        with pytest.raises(ValueError, match=rf"label {label} is out of range: labels are in \[0, 4\)"):
+            cross_entropy_(logits, labels)
+    with pytest.raises(ValueError, match="normalizer=0"):
+        cross_entropy_(logits, labels, normalizer=0.0)
+    assert torch.equal(logits, leaf)
+
+
+def test_under_checkpointing() -> None:
+    leaf, labels = inputs(13, 63)
+    expected = with_gradient(plain(leaf.tanh(), labels), leaf)
+
+    def head(x: Tensor) -> Tensor:
+        return cross_entropy_(x.tanh() * 1, labels)
+
+    assert largest_error(with_gradient(checkpoint(head, leaf, use_reentrant=False), leaf), expected) < 1e-13
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (3, 5000)], ids=str)
+def test_triton_is_the_reference(size: tuple[int, int], dtype: torch.dtype) -> None:
+    leaf, labels = inputs(*size, dtype)
+    logits = leaf.detach()
+    logits[labels == -100] = torch.nan
+    logits[:, 100:200] = -torch.inf
+    labels = labels.where(labels >= 0, -1)
+    labels[(labels >= 100) & (labels < 200)] = 1
+    results = []
+    for module in (reference, triton):
+        gradient = logits.clone()
+        losses = module.token_losses_and_gradient_(gradient, labels, torch.tensor(0.3), z_loss=0.01)
+        torch.testing.assert_close(module.token_losses(logits, labels, z_loss=0.01), losses, rtol=1e-6, atol=1e-6)
+        results.append((losses, gradient))
+    (expected, expected_gradient), (actual, gradient) = results
+    assert actual.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6)
+    if size[0] > 1 and size[1] > 1:
+        assert not torch.allclose(1.01 * actual, expected, rtol=1e-3)
+        assert not torch.allclose(1.01 * gradient, expected_gradient, rtol=8e-3, atol=1e-6)
+
+
+def test_the_whole_operation_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, labels = inputs(13, 63, torch.float32)
+    expected = with_gradient(cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0), leaf)
+    calls: list[Any] = []
+    original = triton._launch
+    monkeypatch.setattr(triton, "_launch", lambda *args: calls.append(args) or original(*args))
+    monkeypatch.setattr(op, "use_triton", lambda *tensors: True)
+    loss = cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0)
+    assert largest_error(with_gradient(loss, leaf), expected) < 3e-6
+    assert len(calls) == 1
+
+
+def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        @staticmethod
+        def token_losses_and_gradient_(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+            return reference.token_losses_and_gradient_(torch.from_numpy(logits.numpy()), *args, **options)  # a version of its own
+
+    monkeypatch.setattr(op, "_implementation", lambda logits: Kernel)
+    leaf, labels = inputs(3, 4)
+    logits = leaf * 1
+    penalty = logits.square().sum()
+    loss = cross_entropy_(logits, labels)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+    assert largest_error(with_gradient(loss, leaf), with_gradient(plain(leaf, labels), leaf)) < 1e-13

@@ -1,0 +1,169 @@
+"""Gathering rows against plain indexing under autograd; the Triton kernels, in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.kernels import gather as op
+from lather.kernels.gather import padded_index_gather, reference, scatter_for_grouped_gemm
+
+try:
+    from lather.kernels.gather import triton
+except ModuleNotFoundError:
+    triton = None  # type: ignore[assignment]
+
+INTERPRETER = pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
+)
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
+)
+
+SHAPES = [(63, 33, 500), (5, 2100, 3), (100, 1, 63), (1, 4, 9), (4, 3, 0), (0, 3, 2), (0, 3, 0)]
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(rows: int, columns: int, picked: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + columns + picked)
+    x = torch.randn(rows, columns, generator=generator).to(dtype)
+    index = torch.randint(-1, max(rows, 1), (picked,), generator=generator) if rows else torch.full((picked,), -1)
+    return x, index, torch.randn(picked, columns, generator=generator).to(dtype)
+
+
+def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm()
+    return bool(error <= TOLERANCE[dtype] * expected.double().norm())
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert is_close(actual, expected, dtype)
+    if expected.abs().sum() > 0:
+        assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_and_their_adjoint(implementation: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x, index, grad = inputs(*shape, dtype)
+    with_zeros = torch.cat([x, x.new_zeros(1, x.shape[1])])  # -1 is the last row
+    assert torch.equal(implementation.gather_rows(x, index), with_zeros[index])
+    padded = implementation.gather_rows(x, index, len(index) + 5)
+    assert torch.equal(padded, torch.cat([with_zeros[index], x.new_zeros(5, x.shape[1])]))
+
+    sums = [[0.0] * x.shape[1] for _ in range(len(x))]
+    for row, values in zip(index.tolist(), grad.tolist(), strict=True):
+        if row >= 0:
+            sums[row] = [a + b for a, b in zip(sums[row], values, strict=True)]
+    actual = implementation.add_rows(grad, index, len(x))
+    assert actual.dtype == dtype
+    assert_close(actual, torch.tensor(sums, dtype=torch.float64).view(x.shape), dtype)
+
+
+@IMPLEMENTATIONS
+def test_repeated_rows_are_added_in_fp32(implementation: ModuleType) -> None:
+    """256 + 1 + ... + 1 in bf16 would stay 256."""
+    grad = torch.ones(201, 3, dtype=torch.bfloat16)
+    grad[0] = 256
+    total = implementation.add_rows(grad, torch.zeros(201, dtype=torch.int64), 1)
+    assert total.tolist() == [[456.0] * 3]
+
+
+def test_view_of_a_padded_buffer() -> None:
+    x, index, _ = inputs(63, 8, 500, torch.float32)
+    rows = padded_index_gather(x.requires_grad_(), index.clamp(min=0))
+    assert torch.equal(rows, x[index.clamp(min=0)])
+    assert rows.untyped_storage().nbytes() == 1024 * 8 * 4
+    buffer = rows.detach().as_strided((1024, 8), (8, 1))
+    assert (buffer[500:] == 0).all()
+    assert padded_index_gather(x, index[:7], 4).untyped_storage().nbytes() == 8 * 8 * 4
+    (rows.mul_(2)).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.sum(0), torch.full((8,), 1000.0))
+
+
+def test_gradients() -> None:
+    x, index, _ = inputs(5, 3, 11, torch.float64)
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: padded_index_gather(t, index, 4), (x,))
+    assert torch.autograd.gradcheck(lambda t: padded_index_gather(t, index[:0], 4), (x,))
+    ids = torch.tensor([2, 0, -1, 2, 0])
+    assert torch.autograd.gradcheck(lambda t: scatter_for_grouped_gemm(t, ids, 4, 2).rows[:9], (x,))
+
+
+@pytest.mark.parametrize("rows", [63, 500, 1, 0])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_rows_grouped_by_expert(rows: int, alignment: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, ids = torch.randn(rows, 6, generator=generator), torch.randint(-1, 5, (rows,), generator=generator)
+    grouped = scatter_for_grouped_gemm(x, ids, 7, alignment)  # experts 5 and 6 have none
+    assert len(grouped.rows) % 1024 == 0
+    expected, start = torch.zeros_like(grouped.rows), 0
+    for expert in range(7):
+        mine = x[ids == expert]
+        assert start % alignment == 0
+        expected[start : start + len(mine)] = mine
+        start += -(-len(mine) // alignment) * alignment
+        assert grouped.end_E[expert] == start
+    assert torch.equal(grouped.rows, expected)
+    here = ids >= 0
+    assert (grouped.position_G[~here] == -1).all()
+    assert torch.equal(grouped.rows[grouped.position_G[here]], x[here])
+
+
+def test_only_indices_are_kept() -> None:
+    x, index, _ = inputs(63, 8, 500, torch.float32)
+    x.requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        padded_index_gather(x, index)
+        scatter_for_grouped_gemm(x, index[:63].clamp(max=3), 4, 8)
+    assert [t.shape for t in kept] == [(500,), (63,)]
+
+
+def test_errors_name_value_and_constraint() -> None:
+    x, index, _ = inputs(5, 3, 4, torch.float32)
+    with pytest.raises(TypeError, match=r"x is torch.int64.*floating"):
+        op.validate(x.long(), index, 1)
+    with pytest.raises(TypeError, match=r"index is torch.int32.*int64"):
+        op.validate(x, index.int(), 1)
+    with pytest.raises(ValueError, match=r"index \(4, 1\)"):
+        op.validate(x, index.unsqueeze(1), 1)
+    with pytest.raises(ValueError, match="meta"):
+        op.validate(x, index.to("meta"), 1)
+    with pytest.raises(ValueError, match="pad_to_multiple=0"):
+        padded_index_gather(x, index, 0)
+    for wrong in (5, -2):
+        index[2] = wrong
+        with pytest.raises(ValueError, match=rf"index holds {wrong}: .*\[-1, 5\)"):
+            padded_index_gather(x, index)
+    with pytest.raises(ValueError, match=r"expert_ids holds 5: .*\[-1, 5\)"):
+        scatter_for_grouped_gemm(x[:4], index.clamp(max=4).index_fill(0, torch.tensor(1), 5).clamp(min=0), 5, 1)
+    with pytest.raises(ValueError, match="5 rows and 4 expert ids"):
+        scatter_for_grouped_gemm(x, torch.zeros(4, dtype=torch.int64), 5, 1)
+
+
+def test_raw_operations_are_without_autograd() -> None:
+    x, index, grad = inputs(5, 3, 4, torch.float32)
+    assert not op.gather_rows(x.requires_grad_(), index).requires_grad
+    assert not op.add_rows(grad.requires_grad_(), index, 5).requires_grad

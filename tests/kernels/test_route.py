@@ -1,0 +1,146 @@
+"""Routing indices against plain loops over the pairs; the Triton kernels, in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lather.kernels import route as op
+from lather.kernels.route import Route, plan_route, reference
+
+try:
+    from lather.kernels.route import triton
+except ModuleNotFoundError:
+    triton = None  # type: ignore[assignment]
+
+INTERPRETER = pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
+)
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
+)
+
+CASES = {  # tokens, slots, experts, alignment, share of pairs without a row
+    "uneven": (63, 3, 5, 1, 0.0),
+    "many_experts": (50, 10, 130, 16, 0.3),
+    "one_pair": (1, 1, 4, 8, 0.0),
+    "no_tokens": (0, 2, 3, 4, 0.0),
+    "no_tokens_unaligned": (0, 6, 3, 1, 0.0),
+    "one_expert": (500, 1, 1, 7, 0.0),
+    "elsewhere": (21, 2, 3, 1, 1.0),
+    "holes": (63, 2, 64, 1, 0.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def experts(case: str) -> Tensor:
+    tokens, slots, num_experts, _, missing = CASES[case]
+    generator = torch.Generator().manual_seed(len(case))
+    scores = torch.rand(tokens, num_experts, generator=generator) * torch.linspace(1, 2, num_experts)
+    ids = scores.topk(min(slots, num_experts), -1).indices if tokens else torch.zeros(0, slots, dtype=torch.int64)
+    return ids.masked_fill(torch.rand(ids.shape, generator=generator) < missing, -1)
+
+
+def loops(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[list[int], list[list[int]], list[int], list[int]]:
+    """The definition: expert after expert, token after token, slot after slot."""
+    tokens, slots = experts_TK.shape
+    ids = experts_TK.tolist()
+    token_of_row: list[int] = []
+    row_of_pair = [[-1] * slots for _ in range(tokens)]
+    counts, ends = [], []
+    for expert in range(num_experts):
+        start = len(token_of_row)
+        for t in range(tokens):
+            for k in range(slots):
+                if ids[t][k] == expert:
+                    row_of_pair[t][k] = len(token_of_row)
+                    token_of_row.append(t)
+        counts.append(len(token_of_row) - start)
+        token_of_row += [-1] * (-len(token_of_row) % alignment)
+        ends.append(len(token_of_row))
+    bound = tokens * slots if alignment == 1 else tokens * slots + num_experts * (alignment - 1)
+    bound += -bound % alignment
+    return token_of_row + [-1] * (bound - len(token_of_row)), row_of_pair, counts, ends
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", CASES)
+def test_indices_against_plain_loops(implementation: ModuleType, case: str) -> None:
+    experts_TK, (_, _, num_experts, alignment, _) = experts(case), CASES[case]
+    token_of_row, row_of_pair, counts, ends = loops(experts_TK, num_experts, alignment)
+    token_G, row_TK, count_E, end_E = implementation.plan_route(experts_TK, num_experts, alignment)
+    assert [t.dtype for t in (token_G, row_TK, count_E, end_E)] == [torch.int64, torch.int64, torch.int64, torch.int32]
+    assert token_G.tolist() == token_of_row
+    assert row_TK.shape == experts_TK.shape
+    assert row_TK.tolist() == row_of_pair
+    assert count_E.tolist() == counts
+    assert end_E.tolist() == ends
+
+
+@INTERPRETER
+def test_more_blocks_than_one_scan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "BLOCK_N", 4)
+    monkeypatch.setattr(triton, "BLOCK_P", 8)
+    monkeypatch.setattr(triton, "BLOCK_E", 2)
+    experts_TK = experts("uneven")
+    for actual, expected in zip(triton.plan_route(experts_TK, 5, 4), reference.plan_route(experts_TK, 5, 4), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_without_alignment_every_row_has_a_token() -> None:
+    experts_TK = experts("uneven")
+    route = plan_route(experts_TK, 5)
+    assert isinstance(route, Route)
+    assert route.row_TK.flatten().sort().values.tolist() == list(range(63 * 3))
+    assert torch.equal(route.token_G[route.row_TK], torch.arange(63).unsqueeze(1).expand(63, 3))
+    assert torch.equal(route.count_E, experts_TK.flatten().bincount(minlength=5))
+
+
+def test_ends_are_the_offsets_of_grouped_mm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TD, w_EDF = torch.randn(21, 8, generator=generator), torch.randn(6, 8, 4, generator=generator)
+    experts_TK = torch.randint(-1, 5, (21, 2), generator=generator)  # expert 5 has none
+    route = plan_route(experts_TK, 6, alignment=8)
+    out = F.grouped_mm(x_TD[route.token_G.clamp(min=0)], w_EDF, offs=route.end_E)
+    for t in range(21):
+        for k in range(2):
+            if experts_TK[t, k] >= 0:
+                torch.testing.assert_close(out[route.row_TK[t, k]], x_TD[t] @ w_EDF[experts_TK[t, k]], rtol=1e-5, atol=1e-5)
+
+
+@INTERPRETER
+def test_input_of_any_layout() -> None:
+    experts_TK = experts("holes").t().contiguous().t()
+    for actual, expected in zip(triton.plan_route(experts_TK, 64, 2), reference.plan_route(experts_TK.contiguous(), 64, 2), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_errors_name_value_and_constraint() -> None:
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"int32.*int64"):
+        op.validate(ids.int(), 4, 1)
+    with pytest.raises(ValueError, match=r"shape \(6,\)"):
+        op.validate(ids.flatten(), 4, 1)
+    with pytest.raises(ValueError, match="num_experts=0"):
+        plan_route(ids, 0)
+    with pytest.raises(ValueError, match="alignment=0"):
+        plan_route(ids, 4, 0)
+    with pytest.raises(ValueError, match="2\\*\\*31"):
+        plan_route(ids, 4, 2**30)
+    for wrong in (4, -2):
+        ids[1, 1] = wrong
+        with pytest.raises(ValueError, match=rf"holds {wrong}: .*\[-1, 4\)"):
+            plan_route(ids, 4)

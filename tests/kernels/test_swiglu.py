@@ -1,0 +1,191 @@
+"""The gated activations against the plain formula under autograd; the Triton kernels, in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lather.kernels import swiglu as op
+from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate, clamped_swiglu, reference, swiglu
+
+try:
+    from lather.kernels.swiglu import triton
+except ModuleNotFoundError:
+    triton = None  # type: ignore[assignment]
+
+INTERPRETER = pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
+)
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
+)
+
+GATES = [SWIGLU, CLAMPED_SWIGLU, Gate(alpha=1.3, offset=0.5, limit=0.7)]
+GATE_IDS = ["swiglu", "clamped", "halves_clamped"]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def plain(gate_up: Tensor, gate: Gate) -> Tensor:
+    """The definition, column by column, for autograd to differentiate."""
+    num_columns = gate_up.shape[-1] // 2
+    columns = []
+    for f in range(num_columns):
+        g, u = (gate_up[..., 2 * f], gate_up[..., 2 * f + 1]) if gate.interleaved else (gate_up[..., f], gate_up[..., num_columns + f])
+        if gate.limit is not None:
+            g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+        columns.append(g / (1 + torch.exp(-gate.alpha * g)) * (u + gate.offset))
+    return torch.stack(columns, -1)
+
+
+def inputs(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    gate_up = 4 * torch.randn(rows, 2 * columns, generator=generator)
+    return gate_up.to(dtype), torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, generator=generator)
+
+
+def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm()
+    return bool(error <= TOLERANCE[dtype] * expected.double().norm())
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert is_close(actual, expected, dtype)
+    if expected.abs().sum() > 0:
+        assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+@pytest.mark.parametrize(("rows", "columns"), [(63, 5), (1, 1), (0, 4)])
+def test_reference_against_autograd_of_the_definition(gate: Gate, rows: int, columns: int) -> None:
+    gate_up, grad, scale = inputs(rows, columns, torch.float64)
+    leaf, weight = gate_up.clone().requires_grad_(), scale.double().requires_grad_()
+    h = plain(leaf, gate)
+    assert_close(reference.gate_forward(gate_up, gate), h.detach(), torch.float64)
+
+    (expected,) = torch.autograd.grad(h, leaf, grad, retain_graph=True)
+    unscaled, product, nothing = reference.gate_backward(grad, gate_up, gate)
+    assert nothing is None
+    assert_close(unscaled, expected, torch.float64)
+    assert_close(product, h.detach(), torch.float64)
+    assert_close(reference.gate_gradient(grad, gate_up, gate), expected, torch.float64)
+
+    expected, expected_dot = torch.autograd.grad(weight.unsqueeze(1) * h, (leaf, weight), grad)
+    scaled, product, dot = reference.gate_backward(grad, gate_up, gate, scale)
+    assert dot is not None
+    assert_close(scaled, expected, torch.float64)
+    assert_close(product, (weight.unsqueeze(1) * h).detach(), torch.float64)
+    assert_close(dot, expected_dot, torch.float64)
+
+
+def test_forward_bits_are_those_of_the_plain_formula() -> None:
+    gate_up, _, _ = inputs(63, 33, torch.float32)
+    gate, up = gate_up.chunk(2, -1)
+    assert torch.equal(swiglu(gate_up), F.silu(gate) * up)
+
+
+def test_blocks_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, grad, scale = inputs(63, 7, torch.float32)
+    whole = reference.gate_backward(grad, gate_up, SWIGLU, scale)
+    monkeypatch.setattr(reference, "BLOCK", 40)
+    for one, other in zip(reference.gate_backward(grad, gate_up, SWIGLU, scale), whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+def test_clamped_and_saturated_values(implementation: ModuleType, gate: Gate) -> None:
+    """Values at, above and far above the limit; nothing overflows, and a NaN is not clamped away."""
+    values = torch.tensor([-200.0, -7.0, -0.7, 0.0, 0.7, 7.0, 7.5, 200.0], dtype=torch.float64)
+    gate_up = torch.cartesian_prod(values, values)
+    grad = torch.ones(len(gate_up), 1, dtype=torch.float64)
+    leaf = gate_up.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(leaf, gate), leaf, grad)
+    torch.testing.assert_close(implementation.gate_gradient(grad, gate_up, gate), expected)
+    poisoned = torch.tensor([[float("nan"), 1.0], [1.0, float("nan")]])
+    assert implementation.gate_forward(poisoned, gate).isnan().all()
+
+
+@INTERPRETER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+@pytest.mark.parametrize(("rows", "columns"), [(63, 33), (3, 1500), (500, 4), (1, 1), (0, 4)])
+def test_triton_against_the_reference(gate: Gate, rows: int, columns: int, dtype: torch.dtype) -> None:
+    gate_up, grad, scale = inputs(rows, columns, dtype)
+    assert_close(triton.gate_forward(gate_up, gate), reference.gate_forward(gate_up, gate), dtype)
+    assert_close(triton.gate_gradient(grad, gate_up, gate), reference.gate_gradient(grad, gate_up, gate), dtype)
+    for actual, expected in zip(
+        triton.gate_backward(grad, gate_up, gate, scale), reference.gate_backward(grad, gate_up, gate, scale), strict=True
+    ):
+        assert actual.dtype == expected.dtype
+        assert_close(actual, expected, dtype)
+
+
+@IMPLEMENTATIONS
+def test_other_layouts(implementation: ModuleType) -> None:
+    """Three dims, and rows that do not lie one after the other."""
+    gate_up, grad, _ = inputs(30, 6, torch.float32)
+    for x, g in ((gate_up.view(5, 6, 12), grad.view(5, 6, 6)), (gate_up.t().contiguous().t(), grad[:1].expand(30, 6))):
+        contiguous = reference.gate_backward(g.contiguous(), x.contiguous(), CLAMPED_SWIGLU)
+        for actual, expected in zip(implementation.gate_backward(g, x, CLAMPED_SWIGLU)[:2], contiguous[:2], strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_public_operations_under_autograd() -> None:
+    gate_up, _, _ = inputs(4, 3, torch.float64)
+    leaf = gate_up.view(2, 2, 6).requires_grad_()
+    assert torch.autograd.gradcheck(swiglu, (leaf,))
+    assert torch.autograd.gradcheck(clamped_swiglu, (leaf,))
+    assert torch.autograd.gradcheck(lambda x: clamped_swiglu(x, 1.1, 0.9), (leaf,))
+    torch.testing.assert_close(clamped_swiglu(gate_up), plain(gate_up, CLAMPED_SWIGLU))
+
+
+@pytest.mark.parametrize("operation", [swiglu, clamped_swiglu], ids=["swiglu", "clamped_swiglu"])
+def test_only_gate_up_is_kept(operation: object) -> None:
+    gate_up = inputs(8, 4, torch.float32)[0].requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        operation(gate_up)  # type: ignore[operator]
+    assert [t.untyped_storage().data_ptr() for t in kept] == [gate_up.untyped_storage().data_ptr()]
+
+
+def test_errors_name_value_and_constraint() -> None:
+    x = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"\(3, 5\).*even"):
+        swiglu(torch.zeros(3, 5))
+    with pytest.raises(TypeError, match=r"int64.*floating"):
+        op.validate(torch.zeros(3, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"grad_h has shape \(3, 4\).*\(3, 2\)"):
+        op.gate_backward(torch.zeros(3, 4), x, SWIGLU)
+    with pytest.raises(ValueError, match=r"scale has shape \(2,\)"):
+        op.gate_backward(torch.zeros(3, 2), x, SWIGLU, torch.ones(2))
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"limit=.*above 0"):
+            Gate(limit=limit)
+
+
+def test_raw_operations_are_without_autograd() -> None:
+    gate_up, grad, scale = inputs(3, 4, torch.float32)
+    outputs = op.gate_backward(grad, gate_up.requires_grad_(), SWIGLU, scale.requires_grad_())
+    for tensor in (*outputs, op.gate_forward(gate_up, SWIGLU), op.gate_gradient(grad, gate_up, SWIGLU)):
+        assert tensor is not None
+        assert not tensor.requires_grad

@@ -1,0 +1,136 @@
+"""`PeakBytes` on sequences whose bytes are known, and against the CPU allocator as the profiler records it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.memory.live_bytes import PeakBytes
+
+
+def new(num_bytes: int, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def temporaries() -> None:
+    new(100)
+    new(70)
+
+
+def kept_together() -> None:
+    kept = [new(100), new(70)]
+    del kept
+    new(150)
+
+
+def views() -> None:
+    x = new(100)
+    views = [x.view(10, 10), x[:50], x.view(10, 10).T, x.detach()]
+    del x
+    new(7)
+    del views
+    new(90)
+
+
+def in_place() -> None:
+    x = new(100)
+    x.zero_().add_(1)[3:].mul_(2)
+    torch.add(x, x, out=x)
+
+
+def shrunk_and_grown() -> None:
+    x = new(100)
+    x.untyped_storage().resize_(0)
+    y = new(80)
+    x.untyped_storage().resize_(40)
+    y.add_(1)
+
+
+def several_outputs() -> None:
+    torch.ones(4).sort()
+
+
+def made_from_python() -> None:
+    torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (temporaries, 100),
+        (kept_together, 170),
+        (views, 107),
+        (in_place, 100),
+        (shrunk_and_grown, 120),
+        (several_outputs, 16 + 16 + 32),
+        (made_from_python, 8),
+    ],
+    ids=["temporaries", "kept_together", "views", "in_place", "shrunk_and_grown", "several_outputs", "made_from_python"],
+)
+def test_known_sequences(work: Callable[[], None], expected: int) -> None:
+    with PeakBytes() as peak:
+        work()
+    assert peak.bytes == expected
+    assert peak.now == 0
+
+
+def test_growth_after_the_last_operation_counts() -> None:
+    with PeakBytes() as peak:
+        x = new(10)
+        x.untyped_storage().resize_(130)
+    assert peak.bytes == peak.now == 130
+
+
+def test_tensors_from_before_do_not_count_even_when_they_come_back_as_views() -> None:
+    before = new(1000)
+    with PeakBytes() as peak:
+        again = before.view(10, 100)[2:].zero_()
+        new(30)
+        assert peak.now == 0
+        copy = again.clone()
+    assert peak.bytes == copy.nbytes == 800
+
+
+def test_backward_counts_too_on_the_meta_device() -> None:
+    x = torch.empty(1000, device="meta", requires_grad=True)
+    with PeakBytes() as peak:
+        y = x.exp()  # 4000, saved
+        y.sum().backward()  # its gradient is a view of 4 bytes: 4000 more for x's
+    assert x.grad is not None
+    assert 8000 <= peak.bytes <= 8016
+
+
+def allocated(work: Callable[[], object], folder: Path) -> int:
+    """Peak of the CPU allocator's bytes over `work`, from the profiler's record of every allocation."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    total = peak = 0
+    for _, change in changes:
+        total += change
+        peak = max(peak, total)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_large_is_hidden_inside_operations_of_the_loss(dtype: torch.dtype, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 32, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(2000, 32, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, 2000, (96,), generator=generator)
+
+    def work() -> object:
+        return torch.autograd.grad(linear_cross_entropy(x, weight, labels, tile=(32, 100)), (x, weight))
+
+    work()
+    with PeakBytes() as peak:
+        work()
+    assert peak.bytes == pytest.approx(allocated(work, tmp_path), rel=0.1)

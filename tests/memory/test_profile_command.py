@@ -1,0 +1,149 @@
+"""`lather profile` as a user meets it: tables, files, and one clear line for everything that can be put right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+from lather.cli import main
+from lather.memory.report import from_json
+from lather.models.layers import MEMORY_MODES
+from tiny_run import write_config
+
+ROWS = 2 * 16
+"""Tokens of a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("profile"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], str]:
+    """Status, lines of output, errors."""
+    capsys.readouterr()
+    status = main(["profile", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out.splitlines(), err
+
+
+def document(path: Path) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(path.read_text())
+    return parsed
+
+
+def test_tables_json_and_picture(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, err = run(capsys, config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    assert (status, err) == (0, "")
+    titles = [line.strip() for line in lines]
+    assert {"embed_tokens", "layers.0", "layers.1", "norm", "loss", "kept for backward, each storage once"} <= set(titles)
+    assert "one micro-batch of 2 x 16 tokens, fp32, memory 'saved'" in titles
+    assert titles[-2:] == [str(tmp_path / "p.json"), str(tmp_path / "p.png")]
+    assert matplotlib.image.imread(tmp_path / "p.png").std() > 0
+
+    written = document(tmp_path / "p.json")
+    assert (written["measured_blocks"], written["precision"], written["torch"]) == ("all", "fp32", torch.__version__)
+    assert (written["micro_batch_size"], written["sequence_length"], written["model"]["hidden_size"]) == (2, 16, 16)
+    (mode,) = written["profiles"]
+    assert mode == "saved"
+    profile = from_json(written["profiles"]["saved"])
+    assert profile.num_tokens == ROWS
+    gate_up = [one for one in profile.storages if one.layer == "layers.1" and one.segment == "run_experts" and one.shape[-1:] == (2 * 8,)]
+    assert [one.bytes for one in gate_up if one.kind == "activation"] == [ROWS * 2 * 2 * 8 * 4]  # T K 2F in fp32
+    assert profile.bytes("activation", segment="dispatch") == 0
+    assert profile.bytes("weight", segment="run_experts") == (3 * 16 * 24 + 4 * 3 * 16 * 8) * 4
+
+
+def test_comparison_of_all_modes(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, _ = run(capsys, config, "--compare", "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    assert status == 0
+    profiles = {mode: from_json(one) for mode, one in document(tmp_path / "p.json")["profiles"].items()}
+    assert tuple(profiles) == MEMORY_MODES
+    sizes = {mode: profile.bytes("activation") for mode, profile in profiles.items()}
+    assert sizes["recompute"] < sizes["saved"] < sizes["reference"]
+    (model,) = (line.split() for line in lines if line.split()[:1] == ["model"])
+    kib = {mode: f"{size / ROWS / 1024:,.2f}" for mode, size in sizes.items()}
+    ratio = {mode: f"{size / sizes['reference']:.2f}" for mode, size in sizes.items()}
+    assert model == ["model", kib["saved"], ratio["saved"], "x", kib["recompute"], ratio["recompute"], "x", kib["reference"]]
+    attention = {profile.bytes("activation", segment="attend_and_route") for profile in profiles.values()}
+    assert len(attention) == 1, "the mode is one of the feed-forward layers alone"
+    assert matplotlib.image.imread(tmp_path / "p.png").std() > 0
+
+
+def test_distinct_layers_give_what_all_give(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = {}
+    for layers in ("all", "distinct"):
+        arguments = ("--model.num-hidden-layers", 4, "--layers", layers, "--json", tmp_path / "p.json")
+        status, lines, _ = run(capsys, config, *arguments)
+        assert status == 0
+        written[layers] = document(tmp_path / "p.json")
+        assert any("measured on 3 of 4 blocks" in line for line in lines) == (layers == "distinct")
+    assert written["distinct"]["measured_blocks"] == [0, 1, 2]
+    whole, cut = (written[layers]["profiles"]["saved"] for layers in ("all", "distinct"))
+    for key in ("bytes", "layers", "activation_bytes_per_token"):
+        assert whole[key] == cut[key]
+
+
+def test_big_models_are_cut_without_being_asked(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lather.commands.profile.MOST_PARAMETERS", 1000)
+    assert run(capsys, config, "--model.num-hidden-layers", 4, "--json", tmp_path / "p.json")[0] == 0
+    assert document(tmp_path / "p.json")["measured_blocks"] == [0, 1, 2]
+
+
+def test_overrides_change_batch_precision_and_mode(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, other = tmp_path / "plain.json", tmp_path / "other.json"
+    assert run(capsys, config, "--json", plain)[0] == 0
+    arguments = ("--train.micro-batch-size", 4, "--train.sequence-length", 8, "--train.precision", "bf16", "--moe.memory", "reference")
+    assert run(capsys, config, *arguments, "--json", other)[0] == 0
+    (before,), (after,) = (document(path)["profiles"].values() for path in (plain, other))
+    assert before["num_tokens"] == after["num_tokens"] == ROWS
+    assert before["bytes"]["weight copy"] == 0 < after["bytes"]["weight copy"]
+    assert list(document(other)["profiles"]) == ["reference"]
+    shapes = {tuple(one["shape"]) for one in after["storages"]}
+    assert (4, 8) in shapes  # the tokens
+
+
+def test_the_run_directory_is_not_touched(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, config, "--run-dir", tmp_path / "run")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    assert not (config.parent / "data").exists()
+
+
+BAD_INPUT: list[tuple[list[str], list[str]]] = [
+    ([], ["needs a configuration first", "configs/quickstart.toml"]),
+    (["nowhere.toml"], ["nowhere.toml", "no such file"]),
+    (["{config}", "--moe.memory", "lean"], ["--moe.memory", "'lean'", "'recompute'"]),
+    (["{config}", "--layers", "some"], ["--layers", "'some'", "'distinct'"]),
+    (["{config}", "--train.sequence-length", "65"], ["train.sequence_length", "65", "model.max_position_embeddings (64)"]),
+    (["{config}", "--train.micro-batch-size", "3"], ["train.batch_size", "4", "(3)"]),
+    (["{config}", "--out", "absent/x.png"], ["absent/x.png", "cannot be written", "no such folder"]),
+    (["{config}", "--json", "absent/x.json"], ["absent/x.json", "cannot be written", "no such folder"]),
+    (["{config}", "--comparison"], ["--comparison"]),
+    (["{config}", "--out"], ["--out"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD_INPUT, ids=[" ".join(case[0]) or "nothing" for case in BAD_INPUT])
+def test_bad_input_is_one_line_and_status_2(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lather.commands.profile.build", None)  # errors come before a model is built
+    status, lines, err = run(capsys, *(argument.format(config=config) for argument in arguments))
+    assert (status, lines) == (2, [])
+    assert len(err.splitlines()) == 1
+    for words in expected:
+        assert words in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,233 @@
+"""Attention against a plain softmax, a head and a position at a time, in fp64; packed documents; what is made once per forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, SequenceLayout, attend, check_boundaries, flexible_attention
+from lather.models.rotary import Rotary
+from models.tiny import error, random_normal, random_tokens, tiny_family_model
+
+CPU = torch.device("cpu")
+B, S, H, N = 2, 7, 6, 5
+PACKED = [0, 3, 4, 4, 9, 14]
+"""Over two rows of 7: documents of 3, 1, none, 3 and then, in the next row, 2 and 5 tokens."""
+DOCUMENTS = [[0, 0, 0, 1, 2, 2, 2], [3, 3, 4, 4, 4, 4, 4]]
+
+
+def layout(packed: bool = False, length: int = S) -> SequenceLayout:
+    return SequenceLayout(B, length, CPU, torch.tensor(PACKED) if packed else None)
+
+
+def inputs(num_kv_heads: int = H, value_width: int = N, length: int = S) -> list[Tensor]:
+    """Queries, keys, values and sinks."""
+    shapes = [(B, length, H, N), (B, length, num_kv_heads, N), (B, length, num_kv_heads, value_width), (H,)]
+    return [random_normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def sees(b: int, query: int, key: int, window: int | None, packed: bool) -> bool:
+    same = not packed or DOCUMENTS[b][query] == DOCUMENTS[b][key]
+    return key <= query and same and (window is None or query - key < window)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None = None, packed: bool = False, scale: float = N**-0.5
+) -> Tensor:
+    """Softmax over the keys that are seen, and the sink, a head and a position at a time."""
+    rows = []
+    for b, s, h in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        group = h // (q.shape[2] // k.shape[2])
+        keys = [key for key in range(q.shape[1]) if sees(b, s, key, window, packed)]
+        scores = scale * (k[b, keys, group] @ q[b, s, h])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[h : h + 1]))
+        rows.append(scores.softmax(0)[: len(keys)] @ v[b, keys, group])
+    return torch.stack(rows).view(*q.shape[:3], v.shape[-1])
+
+
+def assert_same_with_gradients(actual: Tensor, expected: Tensor, leaves: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert error(actual, expected) < tolerance
+    cotangent = random_normal(*expected.shape, seed=9)
+    for ours, plain in zip(torch.autograd.grad(actual, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent), strict=True):
+        assert plain.abs().max() > 1e-3
+        assert error(ours, plain) < tolerance
+
+
+@pytest.mark.parametrize("num_kv_heads", [H, 2])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("window", [None, 1, 3, S - 1, S])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+def test_attention_is_a_plain_softmax_with_its_gradients(num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool) -> None:
+    q, k, v, sinks = inputs(num_kv_heads)
+    sink = sinks if has_sinks else None
+    actual = attend(q, k, v, layout(packed), window=window, sinks_H=sink)
+    leaves = [v, sinks] if has_sinks else [v]
+    if window != 1:  # with one key and no sink, scores do not matter
+        leaves += [q, k]
+    assert_same_with_gradients(actual, plain_attention(q, k, v, sink, window=window, packed=packed), leaves)
+
+
+@pytest.mark.parametrize("value_width", [1, 4, 5, 6, 9])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_width_of_values_and_the_scale_are_free(value_width: int, has_sinks: bool, scale: float | None) -> None:
+    q, k, v, sinks = inputs(2, value_width)
+    sink = sinks if has_sinks else None
+    expected = plain_attention(q, k, v, sink, scale=N**-0.5 if scale is None else scale)
+    assert_same_with_gradients(attend(q, k, v, layout(), scale=scale, sinks_H=sink), expected, [q, k, v])
+
+
+@pytest.mark.parametrize("length", [1, 2, 63])
+def test_odd_lengths(length: int) -> None:
+    q, k, v, sinks = inputs(2, length=length)
+    expected = plain_attention(q, k, v, sinks, window=17)
+    assert error(attend(q, k, v, layout(length=length), window=17, sinks_H=sinks), expected) < 1e-12
+
+
+@pytest.mark.parametrize("which", range(4), ids=["queries", "keys", "values", "sinks"])
+def test_tolerance_rejects_an_error_of_one_percent(which: int) -> None:
+    tensors = inputs(2)
+    expected = plain_attention(*tensors)
+    tensors[which] = 1.01 * tensors[which]
+    q, k, v, sinks = tensors
+    assert error(attend(q, k, v, layout(), sinks_H=sinks), expected) > 1e-4
+
+
+def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
+    q, k, v, _ = inputs()
+    without = attend(q, k, v, layout())
+    assert error(attend(q, k, v, layout(), sinks_H=torch.full((H,), -1e9, dtype=torch.float64)), without) < 1e-12
+    assert attend(q, k, v, layout(), sinks_H=torch.full((H,), 1e3, dtype=torch.float64)).abs().max() < 1e-100
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("num_kv_heads", [2])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+def test_flex_attention_gives_the_same(num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool) -> None:
+    """The path for CUDA, here without its kernel. (tests/gpu has that one, and gradients.)"""
+    q, k, v, sinks = inputs(num_kv_heads)
+    sink = sinks if has_sinks else None
+    heads = [x.transpose(1, 2).float() for x in (q, k, v)]
+    actual = flexible_attention(*heads, layout(packed).block_mask(window), N**-0.5, None if sink is None else sink.float())
+    expected = plain_attention(q, k, v, sink, window=window, packed=packed)
+    assert actual.dtype in FLEX_DTYPES
+    assert error(actual.transpose(1, 2), expected.float()) < 1e-6
+
+
+def test_grouped_queries_keep_no_more_than_the_formula_says() -> None:
+    """q/k norm and biases have parameters where asked for, and only there."""
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "rotary": Rotary(6, 10.0)}
+    plain = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
+    biases = {name.replace("weight", "bias") for name in plain}
+    names = [
+        set(GroupedQueryAttention(**sizes, **more).state_dict()) for more in ({}, {"qk_norm_eps": 1e-6}, {"bias": True}, {"sinks": True})
+    ]
+    assert names == [plain, plain | {"q_norm.weight", "k_norm.weight"}, plain | biases, plain | {"sinks"}]
+
+
+# --- Layouts --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_positions_restart_and_documents_end_with_rows() -> None:
+    packed = layout(packed=True)
+    assert packed.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
+    assert packed.documents is not None
+    assert packed.documents.tolist() == DOCUMENTS
+    assert layout().positions.tolist() == [list(range(S))]
+
+
+@pytest.mark.parametrize("boundaries", [[0, 14], [0, 7, 14], [0, 0, 7, 7, 14, 14]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_whole_rows_are_no_packing(boundaries: list[int], dtype: torch.dtype) -> None:
+    rows = SequenceLayout(B, S, CPU, torch.tensor(boundaries, dtype=dtype))
+    assert rows.documents is None
+    assert rows.is_plain(None)
+    assert rows.positions.tolist() == [list(range(S))]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_an_empty_batch_has_a_layout(shape: tuple[int, int]) -> None:
+    empty = SequenceLayout(*shape, CPU, torch.tensor([0, 0]))
+    q = torch.zeros(*shape, 2, 4)
+    assert attend(q, q, q, empty).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("bad", "error_type", "words"),
+    [
+        (torch.tensor([0.0, 14.0]), TypeError, "torch.float32"),
+        (torch.tensor([[0, 14]]), ValueError, "shape (1, 2)"),
+        (torch.tensor([14]), ValueError, "shape (1,)"),
+        (torch.tensor([1, 14]), ValueError, "from 1 to 14: it must go from 0 to batch * length = 14"),
+        (torch.tensor([0, 13]), ValueError, "from 0 to 13"),
+        (torch.tensor([0, 15]), ValueError, "from 0 to 15"),
+        (torch.tensor([0, 9, 5, 14]), ValueError, "falls from 9 to 5 at entry 2"),
+    ],
+    ids=["floats", "two rows", "one boundary", "start", "short", "long", "falling"],
+)
+def test_bad_boundaries_are_refused(bad: Tensor, error_type: type[Exception], words: str) -> None:
+    with pytest.raises(error_type) as raised:
+        check_boundaries(bad, B * S)
+    assert str(raised.value).startswith("cu_seqlens ")
+    assert words in str(raised.value)
+
+
+def test_a_mask_is_what_is_seen_and_the_sink() -> None:
+    mask = layout(packed=True).mask(3)
+    assert mask.shape == (B, 1, S + 1, S + 1)
+    assert mask[..., 0].all()
+    assert not mask[:, :, 0, 1:].any()
+    expected = [[[sees(b, query, key, 3, packed=True) for key in range(S)] for query in range(S)] for b in range(B)]
+    assert mask[:, 0, 1:, 1:].tolist() == expected
+
+
+def test_masks_and_tables_are_made_once_for_all_layers() -> None:
+    shared = layout()
+    assert shared.mask(3) is shared.mask(3) is not shared.mask(4)
+    assert shared.mask(S) is shared.mask(100) is shared.mask(None)
+    assert shared.block_mask(3) is shared.block_mask(3)
+    assert shared.rotary_tables(Rotary(4, 10.0), torch.bfloat16)[0] is shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0]
+    assert shared.rotary_tables(Rotary(4, 10.0), torch.float32)[0] is not shared.rotary_tables(Rotary(4, 11.0), torch.float32)[0]
+    assert shared.rotary_tables(Rotary(4, 10.0), torch.float64)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packed", "num_masks"), [("deepseek_v2", False, 0), ("qwen3_moe", False, 0), ("gpt_oss", False, 1), ("gpt_oss", True, 2)]
+)
+def test_a_forward_pass_makes_a_mask_per_distinct_window(
+    model_type: str, packed: bool, num_masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int | None] = []
+    original: Callable[..., Any] = SequenceLayout._sees
+    monkeypatch.setattr(SequenceLayout, "_sees", lambda self, window: made.append(window) or original(self, window))
+    model = tiny_family_model(model_type, num_hidden_layers=5)
+    model(random_tokens(B, S), cu_seqlens=torch.tensor(PACKED) if packed else None)
+    assert len(made) == num_masks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
+def test_packed_documents_give_what_each_gives_alone(model_type: str) -> None:
+    model, tokens = (
+        tiny_family_model(model_type, sliding_window=2) if model_type == "gpt_oss" else tiny_family_model(model_type),
+        random_tokens(B, S),
+    )
+    together = model(tokens, cu_seqlens=torch.tensor(PACKED)).logits_BSV
+    for b, start, stop in [(0, 0, 3), (0, 3, 4), (0, 4, 7), (1, 0, 2), (1, 2, 7)]:
+        alone = model(tokens[b : b + 1, start:stop]).logits_BSV[0]
+        assert error(together[b, start:stop], alone) < 2e-6
+    assert error(model(tokens).logits_BSV, together) > 1e-2
+
+
+def test_scale_by_default_is_one_over_the_root_of_the_width() -> None:
+    q, k, v, _ = inputs()
+    assert torch.equal(attend(q, k, v, layout()), attend(q, k, v, layout(), scale=1 / math.sqrt(N)))

@@ -1,0 +1,77 @@
+"""Products of rows grouped by expert against one product per expert, with `F.grouped_mm` and with the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lather.models.grouped import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_sum, grouped_weight_gradient
+from models.tiny import error, random_normal
+
+COUNTS = {"uneven": [3, 0, 7, 1, 0], "all in one": [0, 11, 0, 0, 0], "nobody": [0, 0, 0, 0, 0], "last rows free": [2, 2, 0, 1, 3]}
+SIZES = {"grouped_mm": (torch.float32, 16, 8), "loop, odd sizes": (torch.float32, 15, 7), "loop, fp64": (torch.float64, 16, 8)}
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+class Case:
+    """Rows of `counts`, three free ones after them where `counts` leave room, all NaN there: nobody may read them."""
+
+    def __init__(self, counts: list[int], dtype: torch.dtype, i: int, o: int) -> None:
+        self.end_E = torch.tensor(counts).cumsum(0).to(torch.int32)
+        self.rows = [slice(end - count, end) for end, count in zip(self.end_E.tolist(), counts, strict=True)]
+        self.used = sum(counts)
+        self.x_GI, self.g_GO = (self._rows(width, dtype, seed) for width, seed in ((i, 0), (o, 1)))
+        self.weight_EOI = random_normal(len(counts), o, i, seed=2).to(dtype)
+
+    def _rows(self, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+        rows = random_normal(14, width, seed=seed).to(dtype)
+        rows[self.used :] = torch.nan
+        return rows
+
+
+@pytest.fixture(params=[(c, s) for c in COUNTS for s in SIZES], ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(COUNTS[request.param[0]], *SIZES[request.param[1]])
+
+
+def test_linear_is_each_experts_own(case: Case) -> None:
+    expected = [case.x_GI[rows] @ weight.T for rows, weight in zip(case.rows, case.weight_EOI, strict=True)]
+    actual = grouped_linear(case.x_GI, case.weight_EOI, case.end_E)
+    assert actual.shape == case.g_GO.shape
+    assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
+
+
+def test_transposed_linear_is_each_experts_own(case: Case) -> None:
+    expected = [case.g_GO[rows] @ weight for rows, weight in zip(case.rows, case.weight_EOI, strict=True)]
+    actual = grouped_linear_transposed(case.g_GO, case.weight_EOI, case.end_E)
+    assert actual.shape == case.x_GI.shape
+    assert error(actual[: case.used], torch.cat(expected)) < TOLERANCE[actual.dtype]
+
+
+def test_weight_gradient_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
+    expected = torch.stack([case.g_GO[rows].T @ case.x_GI[rows] for rows in case.rows])
+    assert error(grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E), expected) < TOLERANCE[expected.dtype]
+
+
+def test_sum_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
+    x_GI = case.x_GI.nan_to_num(1e30)  # rows of nobody go to a sum of their own
+    expected = torch.stack([x_GI[rows].sum(0) for rows in case.rows])
+    assert error(grouped_sum(x_GI, case.end_E), expected) < TOLERANCE[expected.dtype]
+
+
+def test_tolerance_rejects_one_percent() -> None:
+    case = Case(COUNTS["uneven"], *SIZES["grouped_mm"])
+    expected = grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used]
+    case.weight_EOI[2] *= 1.01
+    assert error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used], expected) > 100 * TOLERANCE[torch.float32]
+
+
+def test_expert_of_row() -> None:
+    assert expert_of_row(torch.tensor([2, 2, 5], dtype=torch.int32), 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
+def test_bf16_products_are_rounded_once() -> None:
+    case = Case(COUNTS["uneven"], torch.bfloat16, 16, 8)
+    wide = grouped_linear(case.x_GI.float(), case.weight_EOI.float(), case.end_E)[: case.used]
+    assert error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used].float(), wide) < 2**-8

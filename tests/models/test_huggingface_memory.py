@@ -1,0 +1,133 @@
+"""How much is in memory while weights go in and out: bytes counted at every operation, and the process's own peak."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lather.models.decoder import Decoder
+from lather.models.families import ModelConfig, build_model
+from lather.models.gpt_oss import GptOssConfig
+from lather.models.huggingface import copy_weights, load_hugging_face, open_hugging_face, save_hugging_face
+from lather.models.safetensors_folder import SafetensorsFolder, open_safetensors
+from models.tiny import tiny_config, tiny_model
+
+SHARD = 300_000
+"""Bytes."""
+
+
+def make(family: str) -> tuple[ModelConfig, Decoder]:
+    """In bf16. DeepSeek-V2's largest tensor is the embedding; GPT-OSS's are the stacked experts, of which one at a time is in memory."""
+    config: ModelConfig
+    if family == "deepseek_v2":
+        config = tiny_config(vocab_size=2000, hidden_size=64, moe_intermediate_size=80, n_routed_experts=16, num_hidden_layers=4)
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_local_experts": 16}
+        config = GptOssConfig(vocab_size=300, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    return config, build_model(config, torch.Generator()).bfloat16()
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were made by operations inside and alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.untyped_storage()._cdata not in known:
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive[StorageWeakRef(storage)] = storage.nbytes()
+        self._alive = {reference: size for reference, size in self._alive.items() if not reference.expired()}
+        self.peak = max(self.peak, sum(self._alive.values()))
+
+
+def test_the_count_counts() -> None:
+    with LiveBytes() as live:
+        kept = torch.ones(1000)
+        for _ in range(5):
+            torch.ones(500)
+        kept.view(2, 500)
+        torch.ones(9000, device="meta")
+    assert live.peak == 6000
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize("way", ["import", "load", "export from a file", "export a model"])
+def test_one_tensor_at_a_time(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is there twice while its dtype changes, and three times while it is also transposed."""
+    config, model = make(family)
+    save_hugging_face(model, config, tmp_path / "in", max_shard_bytes=SHARD)
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 4
+    weights, _ = open_hugging_face(tmp_path / "in")
+    copy_weights(weights, tmp_path / "ours.safetensors")
+    stored = open_safetensors(tmp_path / "ours.safetensors")
+    read = SafetensorsFolder.read
+
+    def counted_read(*arguments: Any) -> torch.Tensor:
+        tensor = read(*arguments)
+        live.count(tensor)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsFolder, "read", counted_read)
+    with LiveBytes() as live:
+        if way == "import":
+            copy_weights(weights, tmp_path / "again.safetensors")
+        elif way == "load":
+            load_hugging_face(tmp_path / "in", model)
+        elif way == "export from a file":
+            save_hugging_face(stored, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.bfloat16)
+        else:
+            save_hugging_face(model, config, tmp_path / "out", max_shard_bytes=SHARD, dtype=torch.float32)
+    largest = max(p[0].numel() if p.dim() == 3 else p.numel() for p in model.parameters())
+    assert 0 < live.peak <= largest * (2 + 4 + 4)
+    assert live.peak < sum(p.numel() for p in model.parameters())
+
+
+PEAK_OF_A_ROUND_TRIP = """
+import re, sys
+from pathlib import Path
+from lather.models.huggingface import copy_weights, open_hugging_face, save_hugging_face
+from lather.models.safetensors_folder import open_safetensors
+
+def memory(line):
+    return int(re.search(line + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+folder = Path(sys.argv[1])
+open_hugging_face(folder / "in")
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+weights, config = open_hugging_face(folder / "in")
+copy_weights(weights, folder / "ours.safetensors")
+save_hugging_face(open_safetensors(folder / "ours.safetensors"), config, folder / "out", max_shard_bytes=8_000_000)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of the peak")
+def test_the_process_grows_by_a_shard_and_a_tensor_not_by_the_model(tmp_path: Path) -> None:
+    """The model has 112 MB in fp32, its shards 8 MB, its largest tensor 4 MB."""
+    sizes = {"vocab_size": 4000, "hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 64, "num_hidden_layers": 3}
+    save_hugging_face(tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in", max_shard_bytes=8_000_000)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PEAK_OF_A_ROUND_TRIP, str(tmp_path)]
+    done = subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True, text=True)
+    assert (tmp_path / "ours.safetensors").stat().st_size > 110_000_000
+    assert int(done.stdout) < 8_000_000 + 2 * 4_000_000

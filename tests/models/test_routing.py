@@ -1,0 +1,252 @@
+"""The router: scores, choice, weights, losses, load balancing and replay, against hand-made numbers and plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lather.models.routing import LoadBalance, Router, balance_loss, router_logits, z_loss
+from models.tiny import random_normal
+
+D, E = 8, 6
+
+
+def router(k: int = 2, *, seed: int = 0, **options: object) -> Router:
+    made = Router(D, E, k, **options).double()  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(seed)
+    for p in made.parameters():
+        nn.init.normal_(p, generator=generator)
+    return made
+
+
+def scores_of(made: Router, x_TD: Tensor) -> Tensor:
+    logits = x_TD @ made.weight.T + (0 if made.bias is None else made.bias)
+    return logits.softmax(-1) if made.score == "softmax" else 1 / (1 + (-logits).exp())
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("normalize", "scale"), [(False, 1.0), (True, 1.0), (False, 2.5), (True, 2.5)])
+@pytest.mark.parametrize("k", [1, 3, E])
+def test_the_best_experts_with_their_weights(score: str, bias: bool, normalize: bool, scale: float, k: int) -> None:
+    made, x = router(k, score=score, bias=bias, normalize=normalize, scale=scale), random_normal(17, D)
+    routing = made(x)
+    for t, scores in enumerate(scores_of(made, x)):
+        chosen = sorted(range(E), key=lambda e, scores=scores: -scores[e].item())[:k]
+        total = sum(scores[e].item() for e in chosen) if normalize else 1.0
+        assert routing.experts_TK[t].tolist() == chosen
+        assert routing.weights_TK[t].tolist() == pytest.approx([scale * scores[e].item() / total for e in chosen], rel=1e-13)
+    assert routing.count_E.tolist() == [int((routing.experts_TK == e).sum()) for e in range(E)]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_only_the_best_groups_are_in_reach(score: str) -> None:
+    made, x = router(2, score=score, num_groups=3, num_groups_per_tok=2), random_normal(40, D)
+    routing = made(x)
+    restricted = 0
+    for t, scores in enumerate(scores_of(made, x).tolist()):
+        best = [max(scores[2 * g : 2 * g + 2]) for g in range(3)]
+        groups = sorted(range(3), key=lambda g, best=best: -best[g])[:2]
+        reach = [e for g in groups for e in (2 * g, 2 * g + 1)]
+        assert routing.experts_TK[t].tolist() == sorted(reach, key=lambda e, scores=scores: -scores[e])[:2]
+        restricted += routing.experts_TK[t].tolist() != sorted(range(E), key=lambda e, scores=scores: -scores[e])[:2]
+    one_group = router(2, score=score, num_groups=3, num_groups_per_tok=1)(x)
+    assert (one_group.experts_TK // 2 == one_group.experts_TK[:, :1] // 2).all()
+    assert restricted == 0  # the two best experts are always within the two best groups; one group does restrict:
+    assert (one_group.experts_TK != routing.experts_TK).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 .* from 1 to the 6"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 .* from 1 to the 6"),
+        ({"num_experts_per_tok": 3, "num_groups": 3, "num_groups_per_tok": 1}, "from 1 to the 2 experts in reach"),
+        ({"num_experts_per_tok": 1, "num_groups": 4}, "num_groups = 4 .* divide the 6"),
+        ({"num_experts_per_tok": 1, "num_groups": 3, "num_groups_per_tok": 4}, "num_groups_per_tok = 4 .* from 1 to num_groups"),
+        ({"num_experts_per_tok": 1, "score": "tanh"}, "score = 'tanh' .* 'softmax', 'sigmoid'"),
+    ],
+    ids=str,
+)
+def test_a_router_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Router(D, E, **arguments)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_router_decides_in_fp32_under_autocast(normalize: bool) -> None:
+    made = router(normalize=normalize, scale=1.7).float()
+    x = random_normal(50, D).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = made(x)
+    expected = made(x.float())
+    assert routing.weights_TK.dtype == torch.float32
+    assert torch.equal(routing.experts_TK, expected.experts_TK)
+    assert torch.equal(routing.weights_TK, expected.weights_TK)
+
+
+def test_balance_loss_is_one_when_the_load_is_even() -> None:
+    scores = random_normal(10, E).softmax(-1)
+    assert balance_loss(scores, torch.full((E,), 4)).item() == pytest.approx(1, rel=1e-14)
+    assert balance_loss(torch.full((10, E), 1 / E), torch.tensor([10, 10, 0, 0, 0, 0])).item() == pytest.approx(1, rel=1e-6)
+
+
+def test_balance_loss_and_its_gradient_by_hand() -> None:
+    scores = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]], dtype=torch.float64, requires_grad=True)
+    loss = balance_loss(scores, torch.tensor([2, 1, 1]))
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * (0.5 * 0.6 + 0.25 * 0.15 + 0.25 * 0.25))
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [pytest.approx([3 * 0.5 / 2, 3 * 0.25 / 2, 3 * 0.25 / 2])] * 2
+
+
+def test_balance_loss_falls_as_routing_evens_out() -> None:
+    losses = []
+    for preference in (4, 1, 0.3, 0):
+        scores = (random_normal(400, E) + preference * torch.arange(E)).softmax(-1)
+        losses.append(balance_loss(scores, scores.topk(2).indices.flatten().bincount(minlength=E)).item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > 2.4
+    assert losses[-1] < 1.01
+
+
+def test_logits_keep_no_wide_copy_of_a_bf16_input_and_have_right_gradients() -> None:
+    weight, bias = random_normal(E, D, seed=1).requires_grad_(), random_normal(E, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(router_logits, (random_normal(5, D).requires_grad_(), weight, bias))
+    kept: list[Tensor] = []
+    x, made = random_normal(5, D).bfloat16().requires_grad_(), router().bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        logits = router_logits(x, made.weight)
+    assert logits.dtype == torch.float32
+    assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
+    assert error_of(logits, x.float() @ made.weight.float().T) == 0
+
+
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    return (actual - expected).abs().max().item()
+
+
+def test_z_loss_and_its_gradient() -> None:
+    logits = random_normal(7, E).requires_grad_()
+    expected = sum(float(row.exp().sum().log()) ** 2 for row in logits.detach()) / 7
+    assert z_loss(logits).item() == pytest.approx(expected, rel=1e-13)
+    assert torch.autograd.gradcheck(z_loss, logits)
+    assert z_loss(logits[:0]) == 0
+
+
+# --- over what the balance loss is taken --------------------------------------------------------------------------------------------
+
+
+def test_balance_over_sequences_is_the_mean_of_each_alone() -> None:
+    made, x = router(), random_normal(3 * 5, D)
+    made.balance = LoadBalance("sequence")
+    alone = [made(x[5 * b : 5 * b + 5]).balance_loss.item() for b in range(3)]
+    together = made(x, 3).balance_loss
+    assert together.item() == pytest.approx(sum(alone) / 3, rel=1e-13)
+    made.balance = LoadBalance("micro_batch")
+    assert abs(made(x, 3).balance_loss.item() - together.item()) > 1e-3
+
+
+def test_sequences_that_do_not_divide_the_tokens_are_refused() -> None:
+    made = router()
+    made.balance = LoadBalance("sequence")
+    with pytest.raises(ValueError, match="num_sequences = 2 .* divide the 5 tokens"):
+        made(random_normal(5, D), 2)
+
+
+def test_balance_over_the_global_batch_counts_all_micro_batches_of_the_step() -> None:
+    made, x, y = router(), random_normal(30, D), random_normal(30, D, seed=9) + 1
+    made.balance = LoadBalance("global_batch")
+    first, second = made(x), made(y)
+    scores = scores_of(made, y)
+    assert first.balance_loss.item() == pytest.approx(balance_loss(scores_of(made, x), first.count_E).item(), rel=1e-13)
+    assert second.balance_loss.item() == pytest.approx(balance_loss(scores, first.count_E + second.count_E).item(), rel=1e-13)
+    assert abs(balance_loss(scores, second.count_E) - second.balance_loss) > 1e-3
+    made.balance.begin_step()
+    assert made(y).balance_loss.item() == pytest.approx(balance_loss(scores, second.count_E).item(), rel=1e-13)
+
+
+def test_validation_does_not_count_towards_the_global_batch() -> None:
+    made, x = router(), random_normal(30, D)
+    made.balance = LoadBalance("global_batch")
+    with torch.no_grad():
+        made(x + 1)
+    assert made(x).balance_loss.item() == pytest.approx(router()(x).balance_loss.item(), rel=1e-13)
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="'batch' is not valid: use one of 'micro_batch', 'sequence', 'global_batch'"):
+        LoadBalance("batch")
+
+
+# --- loss-free balancing ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_bias_evens_the_load_without_touching_the_weights(score: str) -> None:
+    made, x = router(score=score), random_normal(500, D) + 0.7
+    before = made(x)
+    made.enable_loss_free_balancing()
+    assert torch.equal(made(x).experts_TK, before.experts_TK)
+    for _ in range(400):
+        made.update_correction_bias(made(x).count_E, rate=0.002)
+    after = made(x)
+    assert after.count_E.double().std() < before.count_E.double().std() / 5
+    expected = scores_of(made, x).gather(1, after.experts_TK)
+    assert error_of(after.weights_TK, expected) < 1e-13
+
+
+def test_the_bias_moves_by_the_rate_towards_the_mean() -> None:
+    made = router()
+    made.enable_loss_free_balancing()
+    made.update_correction_bias(torch.tensor([4, 0, 2, 2, 1, 3]), rate=0.25)
+    assert made.e_score_correction_bias is not None
+    assert made.e_score_correction_bias.tolist() == [-0.25, 0.25, 0, 0, 0.25, -0.25]
+    assert "e_score_correction_bias" in made.state_dict()
+    assert "e_score_correction_bias" not in router().state_dict()
+
+
+# --- replay -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_replay_forces_the_experts_and_takes_their_scores() -> None:
+    made, x = router(normalize=True), random_normal(4, D)
+    forced = torch.tensor([[5, 0], [1, 2], [0, 5], [3, 4]])
+    with made.replay(forced):
+        routing = made(x)
+    scores = scores_of(made, x).gather(1, forced)
+    assert torch.equal(routing.experts_TK, forced)
+    assert error_of(routing.weights_TK, scores / scores.sum(1, keepdim=True)) < 1e-14
+    assert routing.count_E.tolist() == [2, 1, 1, 1, 1, 2]
+    assert not torch.equal(made(x).experts_TK, forced)
+
+
+def test_replaying_its_own_choice_changes_nothing_not_even_gradients() -> None:
+    made, x = router(k=3), random_normal(9, D).requires_grad_()
+    plain = made(x)
+    with made.replay(plain.experts_TK):
+        again = made(x)
+    first, second = (torch.autograd.grad(r.weights_TK.square().sum() + r.balance_loss, (x, made.weight)) for r in (plain, again))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ([[0]], r"shape \(1, 1\): it must be \(T, 2\)"),
+        ([[0, 6]], "experts 0 to 6: they must be 0 to 5"),
+        ([[-1, 2]], "experts -1 to 2"),
+        ([[3, 3]], "same expert twice"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused(experts: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message), router().replay(torch.tensor(experts)):
+        pass
+
+
+def test_a_replay_for_another_number_of_tokens_is_refused_and_ends_with_its_block() -> None:
+    made = router()
+    with pytest.raises(ValueError, match="given 1 tokens, but the batch has 4"), made.replay(torch.tensor([[0, 1]])):
+        made(random_normal(4, D))
+    assert made(random_normal(4, D)).experts_TK.shape == (4, 2)
