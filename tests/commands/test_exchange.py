@@ -66,7 +66,9 @@ def test_a_model_of_transformers_comes_back_to_the_bit(family: str, tmp_path: Pa
     theirs = make_model(family)
     theirs.save_pretrained(tmp_path / "in", max_shard_size=30_000)
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
-    assert f"{family}, 0.0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{family}, 0.0" in out
+    assert f"--init-from {tmp_path / 'run'}" in out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "fp32", "--max-shard-size", "20KB"]) == 0
     assert "step-00000000 in fp32" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
@@ -145,6 +147,42 @@ def test_a_run_trained_with_another_tokenizer_is_exported_with_that_one(imported
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+
+
+def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was_imported(
+    imported: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Training has written the tokenizer anew, into another run."""
+    run, tokenizer = tmp_path / "run", json.loads((imported / "tokenizer.json").read_text())
+    shutil.copytree(trained, run)
+    (run / "tokenizer.json").write_text(json.dumps(tokenizer, indent=7))
+    text = (run / "config.toml").read_text()
+    assert 'tokenizer = ""' in text
+    (run / "config.toml").write_text(text.replace('tokenizer = ""', f'tokenizer = "{imported / "tokenizer.json"}"'))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (imported / "huggingface/generation_config.json").read_bytes()
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(7, "'"), ([8, 7], "("), (None, "<|endoftext|>"), (999, "<|endoftext|>")], ids=str)
+def test_further_training_uses_the_tokenizer_and_the_end_of_documents_of_the_model(
+    eos: object, expected: str, published: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(published, tmp_path / "in")
+    train_tokenizer(iter(["x"]), 300, "<end>").save(str(tmp_path / "in/tokenizer.json"))
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    (tmp_path / "in/config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    data = load_config(tmp_path / "run/config.toml").data
+    assert data.tokenizer == str(tmp_path / "run/tokenizer.json")
+    assert data.end_of_text == expected
+
+
+def test_a_damaged_tokenizer_is_not_imported(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(published, tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{")
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    assert "in/tokenizer.json: not a usable tokenizer" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,3 +172,11 @@ def test_raw_operations_are_without_autograd() -> None:
     outputs = op.combine_backward(grad, rows, row_TK, weights.requires_grad_())
     for tensor in (*outputs, op.combine_forward(rows, row_TK, weights), op.combine_rows_sum(rows, row_TK)):
         assert not tensor.requires_grad
+
+
+@IMPLEMENTATIONS
+def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(implementation: ModuleType) -> None:
+    row_TK = torch.tensor([[1], [2]])
+    grad = torch.tensor([[float("inf")], [1.0]])
+    grad_rows, _ = implementation.combine_backward(grad, torch.ones(4, 1), row_TK, torch.ones(2, 1))
+    assert grad_rows.flatten().tolist() == [0.0, float("inf"), 1.0, 0.0]

@@ -11,7 +11,7 @@ import torch
 
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from models.tiny import SIZES, random_tokens, tiny_config
+from models.tiny import SIZES, random_tokens, tiny_config, tiny_model
 
 AT_LEAST_ONE = [
     "vocab_size",
@@ -130,3 +130,10 @@ def test_parameter_count(q_lora_rank: int | None, dense: int, shared: int, tied:
     expected = 37 * d * (1 if tied else 2) + d + 3 * (attention + 2 * d) + dense * 3 * d * 40 + (3 - dense) * moe
     model = build_deepseek_v2(config, torch.Generator().manual_seed(0))
     assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_the_balance_loss_is_of_each_sequence_alone_if_asked() -> None:
+    tokens = random_tokens(3, 9)
+    alone = torch.stack([tiny_model()(row[None]).balance_loss() for row in tokens]).mean()
+    assert torch.allclose(tiny_model(seq_aux=True)(tokens).balance_loss(), alone)
+    assert not torch.allclose(tiny_model()(tokens).balance_loss(), alone)

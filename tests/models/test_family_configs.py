@@ -483,7 +483,7 @@ def test_yarn_without_an_original_length_takes_the_whole_one_as_transformers_doe
 
 
 def test_quantized_weights_are_read_in_the_published_form_only() -> None:
-    for model_type, method in [("gpt_oss", "gptq"), ("qwen3_moe", "mxfp4"), ("gpt_oss", None)]:
+    for model_type, method in [("gpt_oss", "gptq"), ("qwen3_moe", "mxfp4"), ("gpt_oss", None), ("qwen3_moe", None)]:
         with pytest.raises(ConfigError, match=rf"^quantization_config.quant_method = {method!r} is not supported for {model_type}"):
             config_from_hugging_face(FILES[model_type] | {"quantization_config": {"quant_method": method}})
     assert "quantization_config" not in config_to_hugging_face(PRESETS["gpt-oss-20b"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -91,6 +92,9 @@ def test_shards_hold_what_the_index_says_and_are_within_their_size(family: str, 
     sizes = {file: sum(tensor.nbytes for tensor in tensors.values()) for file, tensors in files.items()}
     assert index["metadata"]["total_size"] == sum(sizes.values()) == sum(p.numel() * 4 for p in model.parameters())
     assert all(size <= 9000 or len(files[file]) == 1 for file, size in sizes.items())
+    first = {file: name for name, file in reversed(index["weight_map"].items())}
+    for file, following in itertools.pairwise(sorted(files)):
+        assert sizes[file] + files[following][first[following]].nbytes > 9000, "there was room for one more"
     experts_of_a_layer = {file for name, file in index["weight_map"].items() if name.startswith("model.layers.2.mlp.experts.")}
     assert len(experts_of_a_layer) > 1
     single = load_file(tmp_path / "in/model.safetensors")

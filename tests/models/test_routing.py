@@ -42,7 +42,7 @@ def test_the_best_experts_with_their_weights(score: str, bias: bool, normalize: 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_only_the_best_groups_are_in_reach(score: str) -> None:
-    made, x = router(2, score=score, num_groups=3, num_groups_per_tok=2), random_normal(40, D)
+    made, x = router(2, score=score, groups=(3, 2)), random_normal(40, D)
     routing = made(x)
     restricted = 0
     for t, scores in enumerate(scores_of(made, x).tolist()):
@@ -51,7 +51,7 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
         reach = [e for g in groups for e in (2 * g, 2 * g + 1)]
         assert routing.experts_TK[t].tolist() == sorted(reach, key=lambda e, scores=scores: -scores[e])[:2]
         restricted += routing.experts_TK[t].tolist() != sorted(range(E), key=lambda e, scores=scores: -scores[e])[:2]
-    one_group = router(2, score=score, num_groups=3, num_groups_per_tok=1)(x)
+    one_group = router(2, score=score, groups=(3, 1))(x)
     assert (one_group.experts_TK // 2 == one_group.experts_TK[:, :1] // 2).all()
     assert restricted == 0  # the two best experts are always within the two best groups; one group does restrict:
     assert (one_group.experts_TK != routing.experts_TK).any()
@@ -62,9 +62,9 @@ def test_only_the_best_groups_are_in_reach(score: str) -> None:
     [
         ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 .* from 1 to the 6"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 .* from 1 to the 6"),
-        ({"num_experts_per_tok": 3, "num_groups": 3, "num_groups_per_tok": 1}, "from 1 to the 2 experts in reach"),
-        ({"num_experts_per_tok": 1, "num_groups": 4}, "num_groups = 4 .* divide the 6"),
-        ({"num_experts_per_tok": 1, "num_groups": 3, "num_groups_per_tok": 4}, "num_groups_per_tok = 4 .* from 1 to num_groups"),
+        ({"num_experts_per_tok": 3, "groups": (3, 1)}, "from 1 to the 2 experts in reach"),
+        ({"num_experts_per_tok": 1, "groups": (4, 1)}, r"groups = \(4, 1\) .* divide the 6"),
+        ({"num_experts_per_tok": 1, "groups": (3, 4)}, r"groups = \(3, 4\) .* from 1 to 3 groups"),
         ({"num_experts_per_tok": 1, "score": "tanh"}, "score = 'tanh' .* 'softmax', 'sigmoid'"),
     ],
     ids=str,

@@ -73,7 +73,7 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
             "log": {"every": 2, "sample_tokens": 8},
         }
         for key, value in changes.items():
-            mapping[key] = {**mapping[key], **value} if isinstance(value, dict) else value
+            mapping[key] = {**mapping.get(key, {}), **value} if isinstance(value, dict) else value
         return config_from_mapping(mapping)
 
     return make

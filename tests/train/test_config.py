@@ -26,6 +26,7 @@ AT_LEAST_1 = [0, -1]
 
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "run_dir": [""],
+    "init_from": [],
     "seed": [-1, 2**64],
     **{
         f"model.{name}": AT_LEAST_1
@@ -71,6 +72,8 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "data.source": [""],
     "data.pattern": [""],
     "data.cache_dir": [""],
+    "data.tokenizer": [],
+    "data.end_of_text": [""],
     "data.holdout_every": [1, 0, -1],
     "data.packed_attention": [],
     "data.shard_tokens": AT_LEAST_1,
@@ -134,7 +137,8 @@ def hint_of(name: str) -> Any:
 
 
 def members(hint: Any) -> list[Any]:
-    return [arg for arg in typing.get_args(hint) if arg is not type(None)] if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return [arg for arg in typing.get_args(hint) if arg is not type(None)] if is_union else [hint]
 
 
 def wrong_types(hint: Any) -> list[Any]:
@@ -227,7 +231,7 @@ def test_an_unknown_key_like_nothing_lists_the_keys_of_its_section() -> None:
     in_section, at_top = refusal({"checkpoint": {"zzzzzz": 1}}), refusal({"zzzzzz": 1})
     assert "'checkpoint.zzzzzz'" in in_section
     assert "known keys: checkpoint.every, checkpoint.keep_last" in in_section
-    assert "known keys: run_dir, seed, model" in at_top
+    assert "known keys: run_dir, init_from, seed, model" in at_top
 
 
 @pytest.mark.parametrize(

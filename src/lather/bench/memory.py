@@ -219,7 +219,8 @@ def loss_extra_bytes(loss: Callable[..., Tensor], dtype: torch.dtype) -> int:
         labels_T = torch.empty(LOSS_TOKENS, dtype=torch.int64)
         with PeakBytes() as peak:
             loss(x_TD, weight_VD, labels_T).backward()
-    return peak.bytes - (x_TD.numel() + weight_VD.numel()) * dtype.itemsize
+    extra: int = peak.bytes - (x_TD.numel() + weight_VD.numel()) * dtype.itemsize
+    return extra
 
 
 def check_loss() -> dict[str, float]:

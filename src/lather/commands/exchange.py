@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from lather.models.huggingface import (
 )
 from lather.models.safetensors_folder import complete_folder, open_safetensors
 from lather.train.checkpoint import checked_weights, list_checkpoints, write_first_checkpoint
-from lather.train.config import Config, LoopConfig
+from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
+from lather.train.data import load_tokenizer
 
 COMPANION_FOLDER = "huggingface"
 """Folder of an imported run with what a later export carries along."""
@@ -65,7 +67,7 @@ def import_command(arguments: list[str]) -> int:
         raise UserError(f"{parsed.folder}: not a folder: give one with config.json and safetensors")
     weights, model = open_hugging_face(parsed.folder)
     train = LoopConfig(sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings))
-    config = Config(run_dir=str(parsed.run), model=model, train=train)
+    config = Config(run_dir=str(parsed.run), model=model, data=_data(parsed), train=train)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
         (aside / COMPANION_FOLDER).mkdir()
@@ -79,6 +81,8 @@ def import_command(arguments: list[str]) -> int:
     if TOKENIZER_FILE not in carried:
         print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
     print(f"run               {parsed.run}")
+    config_file = parsed.run / "config.toml"
+    print(f"to train further  lather train {config_file} --init-from {parsed.run} --run-dir NEW --data.source FOLDER")
     return 0
 
 
@@ -90,7 +94,7 @@ def export_command(arguments: list[str]) -> int:
         raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
     config = load_config(parsed.run / "config.toml")
     checkpoint = _choose(parsed.run / "checkpoints", parsed.step)
-    tokenizer = _tokenizer(parsed.run)
+    tokenizer = _tokenizer(parsed.run, config.data)
     save_hugging_face(
         open_safetensors(checked_weights(checkpoint)),
         config.model,
@@ -104,13 +108,31 @@ def export_command(arguments: list[str]) -> int:
     return 0
 
 
-def _tokenizer(run: Path) -> Path | None:
-    """What an import brought, unless the run has been trained with another tokenizer since."""
-    companions, own = run / COMPANION_FOLDER, run / TOKENIZER_FILE
+def _data(parsed: ImportArguments) -> DataConfig:
+    """Further training is with the model's own tokenizer, and its documents end as the model's have ended."""
+    if not (parsed.folder / TOKENIZER_FILE).is_file():
+        return DataConfig()
+    tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "fetch it again, or take it away")
+    ids = json.loads((parsed.folder / CONFIG_FILE).read_text("utf-8")).get("eos_token_id")
+    last = ids[0] if isinstance(ids, list) and ids else ids
+    candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and last >= 0 else None]
+    known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
+    return DataConfig(tokenizer=str(parsed.run / TOKENIZER_FILE), end_of_text=known[0] if known else END_OF_TEXT)
+
+
+def _tokenizer(run: Path, data: DataConfig) -> Path | None:
+    """The run's tokenizer; with all that an import brought beside it, if it is still that one."""
+    own = run / TOKENIZER_FILE
+    brought = [folder / COMPANION_FOLDER for folder in (run, Path(data.tokenizer or own).parent)]
     if not own.is_file():
-        return companions if companions.is_dir() else None
-    brought = companions / TOKENIZER_FILE
-    return companions if brought.is_file() and brought.read_bytes() == own.read_bytes() else own
+        return brought[0] if brought[0].is_dir() else None
+    return next((folder for folder in brought if _same_tokenizer(folder / TOKENIZER_FILE, own)), own)
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    """Not the same bytes: training writes the tokenizer that it was given anew."""
+    read = [load_tokenizer(path, "put it back").to_str() for path in (one, other) if path.is_file()]
+    return len(read) == 2 and read[0] == read[1]
 
 
 def _choose(folder: Path, step: int) -> Path:

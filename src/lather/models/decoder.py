@@ -6,8 +6,8 @@
     4 combine            sums back to their tokens             all-to-all under expert parallelism
     5 aggregate          shared experts, residual              compute
 
-A dense block has the same segments with 2 and 4 as identities. `forward` is their composition in one autograd graph: what every other way of
-running a block must agree with. What the feed-forward layers keep for backward is `set_memory`'s choice; "reference" is plain autograd.
+A dense block has the same segments with 2 and 4 as identities. `forward` is their composition in one autograd graph: what every other way
+of running a block must agree with. What the feed-forward layers keep for backward is `set_memory`'s choice; "reference" is plain autograd.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, R tokens at this rank's experts, V
 vocabulary.
@@ -143,7 +143,8 @@ class Decoder(nn.Module):
         The loss never holds the logits of all tokens at a time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`. `cu_seqlens`:
         boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: how tokens get to experts on other ranks.
         """
-        layout = SequenceLayout(*tokens_BS.shape, tokens_BS.device, cu_seqlens)
+        batch, length = tokens_BS.shape
+        layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens)
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:

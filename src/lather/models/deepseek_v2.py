@@ -207,8 +207,7 @@ def _moe(config: DeepseekV2Config) -> MoE:
         config.num_experts_per_tok,
         normalize=normalize,
         scale=1.0 if normalize else config.routed_scaling_factor,
-        num_groups=config.n_group if grouped else 1,
-        num_groups_per_tok=config.topk_group if grouped else 1,
+        groups=(config.n_group, config.topk_group) if grouped else (1, 1),
     )
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)

@@ -1,6 +1,6 @@
 """Routed experts in the least memory between forward and backward.
 
-One autograd function goes from tokens to tokens: gather the rows of each expert, gate/up product, gate, down product, weighted sum per token.
+One autograd function goes from tokens to tokens: gather the rows of each expert, gate/up, gate, down, weighted sum per token.
 
     kept between forward and backward     x (R, D), which the caller keeps as well; gate/up (G, 2F); indices and the router's weights
     made anew in backward                 the experts' input rows (gathered), the gated product (from gate/up)
@@ -15,7 +15,6 @@ Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,15 +98,15 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
 class _Call:
     """What a call of the autograd function needs besides tensors with gradients."""
 
-    route: Route | None
+    route: Route
     gate: Gate
     dtype: torch.dtype
-    keep_gate_up: bool
+    keep_gate_up: bool = False
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x_RD: Tensor,
         weights_RK: Tensor,
@@ -122,8 +121,7 @@ class _RoutedExperts(torch.autograd.Function):
         y_GD = _add_bias(grouped_linear(h_GF, down_EDF.to(call.dtype), call.route.end_E), down_bias_ED, call.route)
         del h_GF
         y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
-        ctx.call = dataclasses.replace(call, route=None)  # its tensors are saved like all others, so that hooks and profiles see them
-        route = call.route
+        route, ctx.options = call.route, (call.gate, call.dtype)
         kept_GH = gate_up_GH if call.keep_gate_up else None
         parameters = (gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED)
         ctx.save_for_backward(x_RD, weights_RK, kept_GH, *parameters, route.token_G, route.row_TK, route.count_E, route.end_E)
@@ -134,9 +132,10 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
         x_RD, weights_RK, gate_up_GH, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *route_tensors = ctx.saved_tensors
+        gate, dtype = ctx.options
         route = Route(*route_tensors)
-        call = dataclasses.replace(ctx.call, route=route)
-        end_E, dtype = route.end_E, call.dtype
+        call = _Call(route, gate, dtype)
+        end_E = route.end_E
         if gate_up_GH is None:
             gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
         needs_x, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, _ = ctx.needs_input_grad
@@ -144,7 +143,8 @@ class _RoutedExperts(torch.autograd.Function):
         grad_GD = gather_rows(grad_RD.to(dtype), route.token_G)
         weight_G = _weight_of_row(weights_RK, route)
         grad_h_GF = grouped_linear_transposed(grad_GD, down_EDF.to(dtype), end_E)
-        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
+        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, gate, weight_G)
+        assert dot_G is not None
         del grad_h_GF, gate_up_GH
         grad_down = grouped_weight_gradient(grad_GD, h_GF, end_E).to(down_EDF.dtype) if needs_down else None
         del h_GF

@@ -85,6 +85,7 @@ def _sound(*operands: Tensor) -> bool:
 
 
 def _operand_is_sound(operand: Tensor) -> bool:
+    dtypes: tuple[torch.dtype, ...]
     if operand.is_cuda:
         dtypes = (torch.bfloat16,) if torch.cuda.get_device_capability(operand.device) >= (8, 0) else ()
     else:

@@ -122,4 +122,4 @@ class GatedMLP(nn.Module):
         dtype = compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             y: Tensor = _GatedMLP.apply(x.flatten(0, -2), *weights, dtype, self.memory == "saved")  # type: ignore[no-untyped-call]
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(x.shape)

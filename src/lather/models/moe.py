@@ -1,11 +1,11 @@
 """The mixture-of-experts layer: router, routed and shared experts, and how tokens get to the experts and back.
 
-Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k routing, shared experts that see every token. No
-token is ever dropped; an expert may have none.
+Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k routing, shared experts that see every token.
+No token is ever dropped; an expert may have none.
 
 An `Exchange` takes tokens to the ranks that have their experts and brings each rank's partial sum back. A token travels once to a rank,
-however many of its experts are there: rows are expanded where the experts are, weighted and summed there, so what travels and what is kept is
-(R, D), never (T * K, D). On one rank nothing travels.
+however many of its experts are there: rows are expanded where the experts are, weighted and summed there, so what travels and what is
+kept is (R, D), never (T * K, D). On one rank nothing travels.
 
 Letters: T tokens of this rank, R tokens that are here for this rank's experts, D hidden size, E experts, K experts per token.
 """

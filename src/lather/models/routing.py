@@ -1,9 +1,9 @@
 """The router: scores of each token for each expert, the K experts taken, and what keeps their load even.
 
-Sources: top-k gating (Shazeer et al., arXiv:1701.06538); softmax scores, group-limited top-k and the expert-level balance loss (DeepSeek-V2,
-arXiv:2405.04434, section 2.2); router z-loss (ST-MoE, arXiv:2202.08906, eq. 5); sigmoid scores and loss-free balancing by a bias that is
-added for the choice alone (Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437); balance over the global batch (Qiu et al.,
-arXiv:2501.11873). Scores are computed in fp32 or wider: near-ties between experts need more than bf16.
+Sources: top-k gating (Shazeer et al., arXiv:1701.06538); softmax scores, group-limited top-k and the expert-level balance loss
+(DeepSeek-V2, arXiv:2405.04434, section 2.2); router z-loss (ST-MoE, arXiv:2202.08906, eq. 5); sigmoid scores and loss-free balancing by a
+bias that is added for the choice alone (Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437); balance over the global batch (Qiu
+et al., arXiv:2501.11873). Scores are computed in fp32 or wider: near-ties between experts need more than bf16.
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
 """
@@ -46,8 +46,8 @@ class Routing:
 class Router(nn.Module):
     """Scores each token for each expert and takes the K best.
 
-    Shapes: weight (E, D), bias (E) if asked for. `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `num_groups` > 1
-    a token's experts come from the `num_groups_per_tok` groups (of E / num_groups neighbours) that have the best single expert.
+    Shapes: weight (E, D), bias (E) if asked for. `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `groups`
+    (number of groups, groups per token) a token's experts come from those groups of neighbours that have the best single expert.
     """
 
     def __init__(
@@ -60,15 +60,14 @@ class Router(nn.Module):
         normalize: bool = False,
         scale: float = 1.0,
         bias: bool = False,
-        num_groups: int = 1,
-        num_groups_per_tok: int = 1,
+        groups: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
-        _check_router(num_experts, num_experts_per_tok, score, num_groups, num_groups_per_tok)
+        _check_router(num_experts, num_experts_per_tok, score, *groups)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         self.num_experts_per_tok, self.score, self.normalize, self.scale = num_experts_per_tok, score, normalize, scale
-        self.num_groups, self.num_groups_per_tok = num_groups, num_groups_per_tok
+        self.num_groups, self.num_groups_per_tok = groups
         self.balance = LoadBalance("micro_batch")
         """How the balance loss is taken; `Decoder.balance_load` sets it for all blocks."""
         self.e_score_correction_bias: Tensor | None
@@ -146,9 +145,11 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
     if score not in SCORES:
         raise ValueError(f"score = {score!r} is not valid: use one of {', '.join(map(repr, SCORES))}")
     if num_experts % num_groups:
-        raise ValueError(f"num_groups = {num_groups} is not valid: it must divide the {num_experts} experts")
+        raise ValueError(
+            f"groups = ({num_groups}, {num_groups_per_tok}) is not valid: the number of groups must divide the {num_experts} experts"
+        )
     if not 1 <= num_groups_per_tok <= num_groups:
-        raise ValueError(f"num_groups_per_tok = {num_groups_per_tok} is not valid: it must be from 1 to num_groups ({num_groups})")
+        raise ValueError(f"groups = ({num_groups}, {num_groups_per_tok}) is not valid: a token may have from 1 to {num_groups} groups")
     reachable = num_experts // num_groups * num_groups_per_tok
     if not 1 <= num_experts_per_tok <= reachable:
         raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
@@ -195,7 +196,7 @@ def z_loss(logits_TE: Float[Tensor, "t e"]) -> Float[Tensor, ""]:
 
 
 def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) -> Float[Tensor, ""]:
-    """DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient): counts against mean scores; differentiable through the scores."""
+    """DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient); differentiable through the scores."""
     share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
     mean_score_E = scores_TE.sum(0) / max(len(scores_TE), 1)
     return len(count_E) * (share_E * mean_score_E).sum()
@@ -204,8 +205,8 @@ def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) ->
 class LoadBalance:
     """The balance loss over a micro-batch, each sequence alone, or the global batch.
 
-    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`: `begin_step`
-    starts anew. The scores are the micro-batch's own.
+    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`;
+    `begin_step` starts anew. The scores are the micro-batch's own.
     """
 
     def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -238,4 +239,5 @@ def _mean_over_sequences(scores_TE: Tensor, experts_TK: Tensor, num_sequences: i
     count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
     share_BE = count_BE / max(experts_BG.shape[1], 1)
     mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
-    return num_experts * (share_BE * mean_score_BE).sum(-1).mean()
+    loss: Tensor = num_experts * (share_BE * mean_score_BE).sum(-1).mean()
+    return loss

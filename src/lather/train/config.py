@@ -14,6 +14,8 @@ from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.optim.soap import check_soap_options
 
+END_OF_TEXT = "<|endoftext|>"
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -23,6 +25,10 @@ class DataConfig:
     """"python-stdlib": the running Python's own standard library; otherwise a folder of text files."""
     pattern: str = "*.py"
     """Which files below the folder are text (glob on the file name)."""
+    tokenizer: str = ""
+    """A `tokenizer.json`; empty: a byte-level BPE of `model.vocab_size` tokens is trained on the text."""
+    end_of_text: str = END_OF_TEXT
+    """Token after each document; a tokenizer that is given must have it."""
     cache_dir: str = "data"
     """Folder for tokenizer and token shards; each corpus and vocabulary size gets a folder of its own in it."""
     packed_attention: bool = False
@@ -35,6 +41,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(bool(self.source), "data.source", self.source, "'python-stdlib' or a folder")
         require(bool(self.pattern), "data.pattern", self.pattern, "a glob such as '*.txt'")
+        require(bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer")
         require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
         require(self.holdout_every >= 2, "data.holdout_every", self.holdout_every, "at least 2 files")
         require(self.shard_tokens >= 1, "data.shard_tokens", self.shard_tokens, "at least 1 token")
@@ -218,6 +225,8 @@ class Config:
 
     run_dir: str = "runs/default"
     """Folder for everything the run writes; a run found there is resumed."""
+    init_from: str = ""
+    """Run directory, such as `lather import` makes, whose newest weights a fresh run starts from; empty: random weights."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)

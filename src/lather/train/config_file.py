@@ -60,7 +60,7 @@ def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
 
 def _sections(hint: Any) -> list[type]:
     """The dataclasses that a field of this type may hold; none: it is a plain value."""
-    return [one for one in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(one)]
+    return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
 
 
 def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:

@@ -10,6 +10,7 @@ a function of the seed and the step alone: a resumed run needs no state to see t
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -28,9 +29,8 @@ from torch import Tensor
 
 from lather.errors import DataError
 from lather.shapes import Int
-from lather.train.config import DataConfig
+from lather.train.config import END_OF_TEXT, DataConfig
 
-END_OF_TEXT = "<|endoftext|>"
 FORMAT = 1
 SPLITS = ("train", "validation")
 
@@ -117,6 +117,10 @@ def prepare(config: DataConfig, vocab_size: int, report: Report) -> Path:
 
 def _fingerprint(documents: Sequence[Document], config: DataConfig) -> str:
     digest = hashlib.sha256(json.dumps([FORMAT, config.holdout_every, config.shard_tokens]).encode())
+    if config.tokenizer:
+        digest.update(config.end_of_text.encode())
+        with contextlib.suppress(OSError):  # reported when it is read
+            digest.update(Path(config.tokenizer).read_bytes())
     for document in documents:
         digest.update(f"{document.name}\0{len(document.text)}\0".encode())
         digest.update(document.text.encode("utf-8", errors="replace"))
@@ -126,25 +130,43 @@ def _fingerprint(documents: Sequence[Document], config: DataConfig) -> str:
 def _write(folder: Path, documents: list[Document], config: DataConfig, vocab_size: int, report: Report) -> None:
     split = split_corpus(documents, config.holdout_every)
     size = sum(len(document.text) for document in documents)
-    report(f"tokenizer: byte-level BPE, {vocab_size} tokens, from {len(documents)} files, {size / 1e6:.1f} M characters")
-    tokenizer = train_tokenizer((document.text for document in split["train"]), vocab_size)
+    if config.tokenizer:
+        report(f"tokenizer: {config.tokenizer}, for {len(documents)} files, {size / 1e6:.1f} M characters")
+        tokenizer = _given_tokenizer(config, vocab_size)
+    else:
+        report(f"tokenizer: byte-level BPE, {vocab_size} tokens, from {len(documents)} files, {size / 1e6:.1f} M characters")
+        tokenizer = train_tokenizer((document.text for document in split["train"]), vocab_size, config.end_of_text)
     tokenizer.save(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(config.end_of_text)
+    assert end is not None
     shards = {}
     for name, part in split.items():
-        shards[name] = _write_shards(folder, name, part, tokenizer, config.shard_tokens)
+        shards[name] = _write_shards(folder, name, part, tokenizer, end, config.shard_tokens)
         report(f"{name}: {len(part)} files, {sum(shard['tokens'] for shard in shards[name]):,} tokens")
     (folder / "dataset.json").write_text(json.dumps({"format": FORMAT, "vocab_size": vocab_size, "splits": shards}, indent=1))
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text encodes, and decodes to itself. Token 0 ends a document."""
+def _given_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
+    tokenizer = load_tokenizer(Path(config.tokenizer), "data.tokenizer must be a tokenizer.json, or empty")
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocab_size:
+        raise DataError(f"data.tokenizer = {config.tokenizer!r} has token {highest}, but model.vocab_size is {vocab_size}: they do not fit")
+    if tokenizer.token_to_id(config.end_of_text) is None:
+        raise DataError(
+            f"data.end_of_text = {config.end_of_text!r} is no token of {config.tokenizer}: give the one that ends a document there"
+        )
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, end_of_text: str = END_OF_TEXT) -> Tokenizer:
+    """Byte-level BPE: any text encodes, and decodes to itself. Token 0, `end_of_text`, ends a document."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
         raise DataError(f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least {len(alphabet) + 1}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -160,10 +182,11 @@ def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
         raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
 
 
-def _write_shards(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer, shard_tokens: int) -> list[dict[str, Any]]:
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    encoded = tokenizer.encode_batch_fast([document.text for document in documents])
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+def _write_shards(
+    folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer, end: int, shard_tokens: int
+) -> list[dict[str, Any]]:
+    encoded = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
+    dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32
     tokens = np.concatenate([np.asarray([*encoding.ids, end], dtype=dtype) for encoding in encoded])
     shards = []
     for index, start in enumerate(range(0, len(tokens), shard_tokens)):

@@ -16,13 +16,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lather.errors import DataError, UserError
+from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.models.generate import generate
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from lather.train.config import Config
-from lather.train.data import END_OF_TEXT, Batches, TokenShards, load_tokenizer, prepare
+from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.metrics import MetricsWriter, StepRow, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
 from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device, prepare_experts
@@ -106,15 +106,19 @@ def build_model(config: Config, device: torch.device) -> Decoder:
     return model
 
 
+def _newest_checkpoint(run: Path) -> Path:
+    checkpoints = list_checkpoints(run / "checkpoints")
+    if not checkpoints:
+        raise CheckpointError(f"init_from = {str(run)!r} has no checkpoint: give a run directory that has one")
+    return checkpoints[-1]
+
+
 def _document_end(config: Config, dataset: Path) -> int | None:
     """The token that ends a document, if attention is to stay within documents."""
     if not config.data.packed_attention:
         return None
     tokenizer = load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
-    token: int | None = tokenizer.token_to_id(END_OF_TEXT)
-    if token is None:
-        raise DataError(f"{dataset / 'tokenizer.json'}: has no {END_OF_TEXT} token: turn data.packed_attention off")
-    return token
+    return tokenizer.token_to_id(config.data.end_of_text)
 
 
 class _Run:
@@ -132,6 +136,10 @@ class _Run:
         self.resumed_step = self.progress.step if existing else None
         if existing:
             display.note(f"resuming {existing[-1]}")
+        elif config.init_from:
+            start = _newest_checkpoint(Path(config.init_from))
+            load_checkpoint(start, self.model)
+            display.note(f"starting from the weights of {start}")
         parameters = sum(p.numel() for p in self.model.parameters())
         display.note(f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {device.type}, {len(shards):,} training windows")
         self.metrics = MetricsWriter(
@@ -260,6 +268,6 @@ def sample_text(
         temperature=temperature,
         top_k=top_k,
         generator=generator,
-        stop_token=tokenizer.token_to_id(END_OF_TEXT),
+        stop_token=tokenizer.token_to_id(config.data.end_of_text),
     )
     return str(tokenizer.decode([*tokens, *more]))

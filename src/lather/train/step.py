@@ -71,7 +71,8 @@ def document_boundaries(tokens_BS: Int[Tensor, "b s"], end_of_text: int) -> Int[
     num_tokens = tokens_BS.numel()
     after_end = (tokens_BS.flatten() == end_of_text).nonzero().flatten() + 1
     edges = torch.tensor([0, num_tokens], device=tokens_BS.device)
-    return torch.cat((edges, after_end)).unique()
+    boundaries: Tensor = torch.cat((edges, after_end)).unique()
+    return boundaries
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,189 @@
+"""What `[moe]` and packed documents do to a step, and runs that start from weights of elsewhere, with a tokenizer of elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lather.errors import CheckpointError, DataError
+from lather.models.decoder import Decoder
+from lather.train.checkpoint import list_checkpoints, load_checkpoint
+from lather.train.config import Config, LoopConfig, MoEConfig
+from lather.train.display import PlainDisplay
+from lather.train.loop import build_model, train
+from lather.train.metrics import load_per_expert, read_rows
+from lather.train.step import StepResult, TrainStep, document_boundaries, prepare_experts
+
+MakeModel = Callable[..., Decoder]
+MakeConfig = Callable[..., Config]
+Tokens = Callable[..., Tensor]
+
+
+def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
+    """The gradients that the optimizer is given, and the result."""
+    prepare_experts(model, moe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: dict[str, Tensor] = {}
+    optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
+    config = LoopConfig(batch_size=4, micro_batch_size=2, max_grad_norm=0.0)
+    result = TrainStep(model, optimizer, config, moe, **options)(tokens_BS, 0.0)
+    return seen, result
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("memory", ["saved", "recompute"])
+def test_memory_modes_give_the_gradient_of_plain_autograd(make_model: MakeModel, tokens: Tokens, memory: str) -> None:
+    batch = tokens(0)
+    lean, plain = (
+        step_of(make_model(dtype=torch.float64), MoEConfig(memory=mode, balance_coefficient=0.1), batch) for mode in (memory, "reference")
+    )
+    assert_close(lean[0], plain[0])
+    assert lean[1].loss == pytest.approx(plain[1].loss, rel=1e-12)
+
+
+def test_the_z_loss_adds_its_gradient(make_model: MakeModel, tokens: Tokens) -> None:
+    batch, model = tokens(0), make_model(dtype=torch.float64)
+    without, _ = step_of(model, MoEConfig(balance_coefficient=0.0), batch)
+    with_it, _ = step_of(model, MoEConfig(balance_coefficient=0.0, z_loss_coefficient=0.3), batch)
+    model.zero_grad()
+    for part in batch.split(2):
+        (0.3 * 0.5 * model(part[:, :-1]).z_loss()).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    assert gradients["layers.1.mlp.gate.weight"].abs().max() > 1e-4
+    assert_close(with_it, {name: without[name] + gradient for name, gradient in gradients.items()}, 1e-10)
+
+
+def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(make_model: MakeModel, tokens: Tokens) -> None:
+    batch = tokens(0)
+    losses = {
+        level: step_of(make_model(), MoEConfig(balance_level=level, balance_coefficient=0.1), batch)[1].balance_loss  # type: ignore[arg-type]
+        for level in ("micro_batch", "sequence", "global_batch")
+    }
+    assert len({round(loss, 6) for loss in losses.values()}) == 3
+    model, moe = make_model(), MoEConfig(balance_level="global_batch", balance_coefficient=0.1)
+    prepare_experts(model, moe)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), LoopConfig(batch_size=4, micro_batch_size=2), moe)
+    assert [step(batch, 0.0).balance_loss for _ in range(2)] == [losses["global_batch"]] * 2
+
+
+def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counted(make_model: MakeModel, tokens: Tokens) -> None:
+    model, moe = make_model(), MoEConfig(bias_update_rate=0.25)
+    _, result = step_of(model, moe, tokens(0))
+    bias = model.routers()[0].e_score_correction_bias
+    load = result.counts_LE[0].double()
+    assert bias is not None
+    assert bias.tolist() == (0.25 * (load.mean() - load).sign()).tolist()
+    assert bias.any()
+    model.get_parameter("norm.weight").data.fill_(torch.nan)
+    assert step_of(model, moe, tokens(0))[1].skipped
+    assert bias.tolist() == (0.25 * (load.mean() - load).sign()).tolist()
+
+
+# --- packed documents ---------------------------------------------------------------------------------------------------------------
+
+
+def test_boundaries_are_after_each_end_of_text() -> None:
+    tokens_BS = torch.tensor([[5, 0, 7, 7], [0, 0, 3, 0]])
+    assert document_boundaries(tokens_BS, 0).tolist() == [0, 2, 5, 6, 8]
+    assert document_boundaries(tokens_BS, 9).tolist() == [0, 8]
+    assert document_boundaries(tokens_BS[:0], 0).tolist() == [0]
+
+
+def test_packed_documents_give_the_gradient_of_each_alone(make_model: MakeModel, tokens: Tokens) -> None:
+    """Token 0 ends a document after 6 and 11 of 17 tokens; labels are the next tokens, across documents too."""
+    batch = tokens(0).clamp(min=1)
+    batch[:, 5] = batch[:, 10] = 0
+    moe = MoEConfig(balance_coefficient=0.0)
+    packed, result = step_of(make_model(dtype=torch.float64), moe, batch, end_of_text=0)
+    crossing, _ = step_of(make_model(dtype=torch.float64), moe, batch)
+    model = make_model(dtype=torch.float64)
+    loss = sum(model(batch[:, a:b], batch[:, a + 1 : b + 1], normalizer=4.0 * 16).loss for a, b in ((0, 6), (6, 11), (11, 16)))
+    loss.backward()
+    assert_close(packed, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-10)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert (packed["layers.0.self_attn.o_proj.weight"] - crossing["layers.0.self_attn.o_proj.weight"]).abs().max() > 1e-4
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(config: Config) -> Path:
+    train(config, PlainDisplay(100))
+    return Path(config.run_dir)
+
+
+def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> None:
+    """Five steps: an odd number of moves by the same rate cannot cancel."""
+    config = make_config(moe={"bias_update_rate": 0.01}, log={"expert_load_every": 2}, data={"packed_attention": True}, train={"steps": 5})
+    run_dir = run(config)
+    loads = {row["step"]: row["expert_load"] for row in read_rows(run_dir / "metrics.jsonl") if "expert_load" in row}
+    assert list(loads) == [2, 4]
+    assert all(len(block) == 4 and sum(block) == pytest.approx(4, abs=1e-3) for block in loads[4])
+    weights = load_file(list_checkpoints(run_dir / "checkpoints")[-1] / "model.safetensors")
+    bias = weights["layers.1.mlp.gate.e_score_correction_bias"]
+    model = build_model(config, torch.device("cpu"))
+    load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1], model)
+    assert bias.any()
+    assert torch.equal(model.get_buffer("layers.1.mlp.gate.e_score_correction_bias"), bias)
+
+
+def test_load_per_expert_is_a_share_of_the_even_load() -> None:
+    assert load_per_expert(torch.tensor([[1, 2, 3], [0, 0, 9]])) == [[0.5, 1.0, 1.5], [0.0, 0.0, 3.0]]
+    assert load_per_expert(torch.zeros(1, 2, dtype=torch.int64)) == [[0.0, 0.0]]
+
+
+def test_a_run_starts_from_the_newest_weights_of_another(make_config: MakeConfig, tmp_path: Path) -> None:
+    first = run(make_config(run_dir=str(tmp_path / "first")))
+    second = run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), seed=7))
+    ends = [row["validation_loss"] for row in read_rows(first / "metrics.jsonl") if "validation_loss" in row]
+    starts = [row["validation_loss"] for row in read_rows(second / "metrics.jsonl") if "validation_loss" in row]
+    assert starts[0] == pytest.approx(ends[-1], rel=1e-6)
+    assert starts[0] != pytest.approx(ends[0], rel=1e-3)
+
+
+def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(init_from=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"init_from = '.*nowhere' has no checkpoint: give a run directory"):
+        run(config)
+    assert not Path(config.run_dir).exists()
+
+
+def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: Path) -> None:
+    first = run(make_config(run_dir=str(tmp_path / "first")))
+    tokenizer = tmp_path / "given.json"
+    shutil.copyfile(first / "tokenizer.json", tokenizer)
+    config = make_config(run_dir=str(tmp_path / "second"), data={"tokenizer": str(tokenizer), "holdout_every": 3})
+    second = run(config)
+    assert json.loads((second / "tokenizer.json").read_text()) == json.loads(tokenizer.read_text())
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({"tokenizer": "missing.json"}, {}, "missing.json: not a usable tokenizer .* data.tokenizer must be"),
+        ({"end_of_text": "<eos>"}, {}, "data.end_of_text = '<eos>' is no token of"),
+        ({}, {"vocab_size": 260}, "has token 263, but model.vocab_size is 260"),
+    ],
+    ids=["missing", "end of text", "vocabulary"],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(
+    make_config: MakeConfig, tmp_path: Path, data: dict[str, str], model: dict[str, int], message: str
+) -> None:
+    first = run(make_config(run_dir=str(tmp_path / "first")))
+    given = {"tokenizer": str(first / "tokenizer.json"), **data}
+    with pytest.raises(DataError, match=message):
+        run(make_config(run_dir=str(tmp_path / "second"), data=given, model=model))
+    assert not (tmp_path / "second").exists()
