@@ -7,9 +7,10 @@
             logits tensor; counted on the meta device
     time    milliseconds of forward and backward of the layer, medians over interleaved rounds, ratios to plain autograd
 
-Sizes are DeepSeek-V2-Lite's: D 2048, E 64, K 6, F 1408; T is small for `kept`, whose bytes are proportional to it. Every case is checked
-first: all modes give the output and gradients of plain autograd. Letters: T tokens, D hidden size, E experts, K experts per token, F
-expert intermediate size, V vocabulary.
+Sizes are DeepSeek-V2-Lite's: D 2048, E 64, K 6, F 1408, and for `time` smaller ones, too; T is small for `kept`, whose bytes are
+proportional to it. Every case is checked first: all modes give the output and gradients of plain autograd.
+
+Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from lather.bench.measure import percentiles
 from lather.bench.memory_report import draw, print_table, summary
 from lather.bench.report import Row, RowFile, environment, wide_console
 from lather.errors import UserError, require
+from lather.kernels.combine import weighted_combine
 from lather.kernels.gather import padded_index_gather
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.route import plan_route
@@ -40,14 +42,28 @@ from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES
 from lather.models.routing import Router
 
-HIDDEN, EXPERTS, PER_TOKEN, INTERMEDIATE = 2048, 64, 6, 1408
-LOSS_TOKENS, VOCABULARY = 4096, 102400
-KEPT_TOKENS, CHECK_TOKENS, TIME_TOKENS = 32, 32, 512
+HIDDEN, LOSS_TOKENS, VOCABULARY = 2048, 4096, 102400
+KEPT_TOKENS, CHECK_TOKENS = 32, 32
 MIN_ROUNDS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference of an output or gradient from plain autograd's, relative in the Frobenius norm."""
 CONTESTANTS = ("reference", "early_free", "saved", "recompute")
 """The memory modes of the layer, and early freeing alone."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer."""
+
+    hidden: int
+    experts: int
+    experts_per_token: int
+    intermediate: int
+
+
+PUBLISHED = Sizes(HIDDEN, 64, 6, 1408)
+TIMED = {"DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256), "D 512, E 16, K 4, F 384, 2048 tokens": (Sizes(512, 16, 4, 384), 2048)}
+"""Few rows per expert, so that weights and their gradients are most of the work; and many rows."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +74,6 @@ class MemoryBenchmark:
     """What to measure."""
     rounds: int = 7
     """Timed rounds, each of one forward and backward per contestant."""
-    tokens: int = TIME_TOKENS
-    """Tokens per timed forward."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to run; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
@@ -67,19 +81,18 @@ class MemoryBenchmark:
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
-        require(self.tokens >= 1, "--tokens", self.tokens, "at least 1")
         require(bool(self.parts), "--parts", self.parts, "some of kept, loss, time")
 
 
 class Layer(nn.Module):
     """Router and experts of one MoE layer, on the meta device."""
 
-    def __init__(self, contestant: str) -> None:
+    def __init__(self, contestant: str, sizes: Sizes) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.router = Router(HIDDEN, EXPERTS, PER_TOKEN)
+            self.router = Router(sizes.hidden, sizes.experts, sizes.experts_per_token)
             kind = EarlyFree if contestant == "early_free" else Experts
-            self.experts = kind(EXPERTS, HIDDEN, INTERMEDIATE)
+            self.experts = kind(sizes.experts, sizes.hidden, sizes.intermediate)
         if contestant in MEMORY_MODES:
             self.experts.memory = contestant
 
@@ -89,9 +102,9 @@ class Layer(nn.Module):
         return y_TD
 
 
-def make_layers(dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
+def make_layers(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
     """A layer per contestant, all with the same random parameters."""
-    layers = {contestant: Layer(contestant) for contestant in CONTESTANTS}
+    layers = {contestant: Layer(contestant, sizes) for contestant in CONTESTANTS}
     generator = torch.Generator(device).manual_seed(0)
     shared = {
         name: torch.empty(p.shape, device=device).uniform_(-0.03, 0.03, generator=generator).to(dtype)
@@ -103,19 +116,16 @@ def make_layers(dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
 
 
 class EarlyFree(Experts):
-    """Early freeing alone: what is dead is dropped (gather and weighted sum keep indices, gate/up is kept once), nothing is made anew."""
+    """Early freeing alone: dead tensors are dropped and gate/up is kept once, but products keep their inputs and outputs."""
 
     def forward(self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor) -> Tensor:
         plan = plan_route(experts_RK, len(self.down_proj))
         rows_GD = padded_index_gather(x_RD, plan.token_G, 1)
         out = []
-        for expert, (start, end) in enumerate(itertools.pairwise([0, *plan.end_E.tolist()])):
-            if end > start:
-                h_NF = swiglu(rows_GD[start:end] @ self.gate_up_proj[expert].T)
-                out.append(h_NF @ self.down_proj[expert].T)
-        slot_G = torch.empty_like(plan.token_G).index_copy_(0, plan.row_TK.flatten(), torch.arange(plan.row_TK.numel(), device=x_RD.device))
-        weighted_GD = torch.cat(out) * weights_RK.flatten()[slot_G].to(x_RD.dtype).unsqueeze(-1)
-        return torch.zeros_like(x_RD).index_add(0, plan.token_G, weighted_GD)
+        runs = itertools.pairwise([0, *plan.end_E.tolist()])
+        for (start, end), gate_up_HD, down_DF in zip(runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True):
+            out.append(swiglu(rows_GD[start:end] @ gate_up_HD.T) @ down_DF.T)
+        return weighted_combine(torch.cat(out), plan.row_TK, weights_RK)
 
 
 def run(options: MemoryBenchmark) -> int:
@@ -157,15 +167,15 @@ def _rows(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
 
 def measure_kept(device: torch.device) -> Iterator[Row]:
     """A row per contestant, in bf16. Raises CheckError."""
-    layers = make_layers(torch.bfloat16, device)
+    layers = make_layers(PUBLISHED, torch.bfloat16, device)
     checked = check_layers(layers)
-    x_TD = _input(KEPT_TOKENS, torch.bfloat16, device)
+    x_TD = _input(KEPT_TOKENS, layers["saved"])
     for contestant, layer in layers.items():
         kept = profile_saved_tensors(layer, lambda layer=layer: layer(x_TD), num_tokens=KEPT_TOKENS)  # type: ignore[misc]
         floats = sum(one.bytes for one in kept.storages if one.kind != "weight" and one.dtype == "bfloat16")
         yield {
             "benchmark": "kept",
-            "config": {**_sizes(), "contestant": contestant, "tokens": KEPT_TOKENS, "dtype": "bfloat16"},
+            "config": {**asdict(PUBLISHED), "contestant": contestant, "tokens": KEPT_TOKENS, "dtype": "bfloat16"},
             "baseline": "reference",
             "check": checked,
             "bytes_per_token": kept.bytes("activation") / KEPT_TOKENS,
@@ -176,7 +186,7 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
 
 def _bound(contestant: str) -> int | None:
     """Elements per token that the contract allows besides routing metadata."""
-    k_d, k_f = PER_TOKEN * HIDDEN, PER_TOKEN * INTERMEDIATE
+    k_d, k_f = PUBLISHED.experts_per_token * HIDDEN, PUBLISHED.experts_per_token * PUBLISHED.intermediate
     return {"saved": HIDDEN + 2 * k_f, "recompute": HIDDEN, "early_free": 2 * k_d + 3 * k_f}.get(contestant)
 
 
@@ -239,28 +249,44 @@ def check_loss() -> dict[str, float]:
 
 
 def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
-    """A row per contestant. Raises CheckError."""
+    """A row per case and contestant. Raises CheckError."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layers = make_layers(dtype, device)
-    checked = check_layers(layers)
-    x_TD = _input(options.tokens, dtype, device)
-    times: dict[str, list[float]] = {contestant: [] for contestant in CONTESTANTS}
-    for index in range(options.rounds + 1):
-        turn = index % len(CONTESTANTS)
-        for contestant in (*CONTESTANTS[turn:], *CONTESTANTS[:turn]):
+    for case, (sizes, tokens) in TIMED.items():
+        layers = make_layers(sizes, dtype, device)
+        checked = check_layers(layers)
+        times = _time_rounds(layers, tokens, options.rounds)
+        for contestant in CONTESTANTS:
+            config = {
+                "case": case,
+                **asdict(sizes),
+                "contestant": contestant,
+                "tokens": tokens,
+                "dtype": str(dtype)[6:],
+                "rounds": options.rounds,
+            }
+            yield {
+                "benchmark": "time",
+                "config": config,
+                "baseline": "reference",
+                "check": checked,
+                "step_ms": percentiles(times[contestant]),
+                "round_ms": times[contestant],
+                "times_of_plain": float(np.median(np.divide(times[contestant], times["reference"]))),
+            }
+
+
+def _time_rounds(layers: dict[str, Layer], tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of forward and backward, one number per round; each round has every contestant, the order turning round by round."""
+    x_TD = _input(tokens, layers["saved"])
+    times: dict[str, list[float]] = {contestant: [] for contestant in layers}
+    order = list(layers)
+    for index in range(rounds + 1):
+        for contestant in order:
             milliseconds = _time_step(layers[contestant], x_TD)
             if index:  # the first round warms up
                 times[contestant].append(milliseconds)
-    for contestant in CONTESTANTS:
-        yield {
-            "benchmark": "time",
-            "config": {**_sizes(), "contestant": contestant, "tokens": options.tokens, "dtype": str(dtype)[6:], "rounds": options.rounds},
-            "baseline": "reference",
-            "check": checked,
-            "step_ms": percentiles(times[contestant]),
-            "round_ms": times[contestant],
-            "times_of_plain": float(np.median(np.divide(times[contestant], times["reference"]))),
-        }
+        order.append(order.pop(0))
+    return times
 
 
 def _time_step(layer: Layer, x_TD: Tensor) -> float:
@@ -283,16 +309,14 @@ def _synchronize(x: Tensor) -> None:
 
 def check_layers(layers: dict[str, Layer]) -> dict[str, float]:
     """Output and gradients of every contestant against plain autograd's. Raises CheckError."""
-    weight = next(layers["reference"].parameters())
-    x_TD = _input(CHECK_TOKENS, weight.dtype, weight.device)
-    cotangent_TD = _input(CHECK_TOKENS, weight.dtype, weight.device, seed=1).detach()
+    x_TD, cotangent_TD = (_input(CHECK_TOKENS, layers["reference"], seed=seed) for seed in (0, 1))
     expected: list[Tensor] = []
     errors = {}
     for contestant, layer in layers.items():
         y_TD = layer(x_TD)
-        results = [y_TD.detach(), *torch.autograd.grad((y_TD * cotangent_TD).sum(), (x_TD, *layer.parameters()))]
+        results = [y_TD.detach(), *torch.autograd.grad((y_TD * cotangent_TD.detach()).sum(), (x_TD, *layer.parameters()))]
         expected = expected or results
-        errors[f"error_of_{contestant}"] = _compare(contestant, results, expected, weight.dtype)
+        errors[f"error_of_{contestant}"] = _compare(contestant, results, expected, x_TD.dtype)
     return errors
 
 
@@ -303,10 +327,8 @@ def _compare(name: str, results: list[Tensor], expected: list[Tensor], dtype: to
     return max(errors)
 
 
-def _input(tokens: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(tokens, HIDDEN, dtype=torch.float32, device=device, generator=generator).to(dtype).requires_grad_()
-
-
-def _sizes() -> dict[str, Any]:
-    return {"hidden": HIDDEN, "experts": EXPERTS, "experts_per_token": PER_TOKEN, "intermediate": INTERMEDIATE}
+def _input(tokens: int, layer: Layer, seed: int = 0) -> Tensor:
+    weight_ED = layer.router.weight
+    generator = torch.Generator(weight_ED.device).manual_seed(seed)
+    x_TD = torch.randn(tokens, weight_ED.shape[1], device=weight_ED.device, generator=generator)
+    return x_TD.to(weight_ED.dtype).requires_grad_()

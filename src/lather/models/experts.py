@@ -72,13 +72,14 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "r d"]:
         """The same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
-        for expert in range(len(self.down_proj)):
+        biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
+        weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), *biases, strict=True)
+        for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
             token, slot = (experts_RK == expert).nonzero(as_tuple=True)
-            gate_up_NH = F.linear(x_RD[token], self.gate_up_proj[expert], None if self.gate_up_bias is None else self.gate_up_bias[expert])
-            out_ND = F.linear(
-                plain_gate(gate_up_NH, self.gate), self.down_proj[expert], None if self.down_bias is None else self.down_bias[expert]
-            )
-            y_RD = y_RD.index_add(0, token, (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype))
+            h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
+            out_ND = F.linear(h_NF, down_DF, down_bias_D)
+            weighted_ND = (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype)
+            y_RD = y_RD.scatter_add(0, token[:, None].expand_as(weighted_ND), weighted_ND)  # index_add would keep what it adds
         return y_RD
 
 
