@@ -34,7 +34,8 @@ lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## the optimizer benchmark against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
+bench: $(READY)  ## the memory benchmark, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
+	$(BIN)/lather bench memory
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/lather bench optimizer $(ARGS)
 

@@ -27,7 +27,7 @@ usage: lather COMMAND ...
   export RUN FOLDER                  write a run's model as a Hugging Face folder
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
   profile CONFIG                     what each layer keeps between forward and backward
-  bench optimizer                    measure SOAP against heavyball and pytorch_optimizer (extra `bench`)
+  bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
 
   -h, --help    --version            each command has a --help of its own
 """

@@ -154,6 +154,13 @@ def test_a_run_starts_from_the_newest_weights_of_another(make_config: MakeConfig
     assert starts[0] != pytest.approx(ends[0], rel=1e-3)
 
 
+def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: MakeConfig, tmp_path: Path) -> None:
+    first = run(make_config(run_dir=str(tmp_path / "first")))
+    run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), moe={"bias_update_rate": 0.1}))
+    with pytest.raises(CheckpointError, match="has a surplus 'layers.1.mlp.gate.e_score_correction_bias'"):
+        run(make_config(run_dir=str(tmp_path / "third"), init_from=str(tmp_path / "second")))
+
+
 def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(init_from=str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"init_from = '.*nowhere' has no checkpoint: give a run directory"):

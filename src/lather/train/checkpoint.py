@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
     """Load weights, and optimizer state if an optimizer is given. Files and model are compared before anything is changed.
 
+    Balancing biases that the checkpoint does not have, as no imported one has, stay as they are.
+
     Raises CheckpointError naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not the model's, or
     if the optimizer is of another class or its moments of other shapes.
     """
     state = _read_state(path)
     device = next(model.parameters()).device
     weights = _read_tensors(path / FILES[0], state)
-    _compare(path / FILES[0], weights, model_tensors(model))
+    own = model_tensors(model)
+    buffers = own.keys() - dict(model.named_parameters()).keys()
+    _compare(path / FILES[0], weights, own, optional=buffers - weights.keys())
     if optimizer is not None and state["optimizer"] is not None:
         if state["optimizer"] != type(optimizer).__name__:
             found, given = state["optimizer"], type(optimizer).__name__
@@ -128,7 +132,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         _load_optimizer(path / FILES[1], entries, model, optimizer, device)
     with torch.no_grad():
         for name, value in _named_state(model):
-            value.copy_(weights[name])
+            value.copy_(weights.get(name, value))
     return Progress(state["step"], state["seconds"], state["skipped_in_a_row"])
 
 
@@ -215,8 +219,8 @@ def _check_file(file: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 
-def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name in sorted(set(found) ^ set(expected)):
+def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor], optional: Collection[str]) -> None:
+    for name in sorted((set(found) ^ set(expected)) - set(optional)):
         where = "lacks" if name in expected else "has a surplus"
         raise CheckpointError(f"{file}: {where} {name!r}: {ANOTHER}")
     for name, value in found.items():

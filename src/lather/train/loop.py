@@ -149,7 +149,7 @@ class _Run:
     def train(self, stop: Callable[[], bool]) -> Outcome:
         steps = self.config.train.steps
         try:
-            if self.resumed_step is None:
+            if not read_rows(self.metrics.path):
                 self._validate()
             while self.progress.step < steps and not stop():
                 self._one_step()
