@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lather.cli import main
 from lather.commands.exchange import parse_size
@@ -16,11 +17,12 @@ from lather.errors import ConfigError
 from lather.models.huggingface import model_from_hugging_face, save_hugging_face
 from lather.optim import SOAP
 from lather.train.checkpoint import Progress, load_checkpoint
+from lather.train.config import OptimConfig
 from lather.train.config_file import load_config
 from lather.train.data import train_tokenizer
 from lather.train.loop import build_model
 from models.tiny import error, tiny_config, tiny_model
-from tiny_run import write_config
+from tiny_run import timeless_rows, write_config
 
 FIRST = "checkpoints/step-00000000"
 
@@ -163,7 +165,10 @@ def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was
     assert (tmp_path / "out/generation_config.json").read_bytes() == (imported / "huggingface/generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(7, "'"), ([8, 7], "("), (None, "<|endoftext|>"), (999, "<|endoftext|>")], ids=str)
+END_OF_TEXT = "<|endoftext|>"
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(7, "'"), ([8, 7], "("), *((eos, END_OF_TEXT) for eos in (None, 999, 2**40))], ids=str)
 def test_further_training_uses_the_tokenizer_and_the_end_of_documents_of_the_model(
     eos: object, expected: str, published: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +178,7 @@ def test_further_training_uses_the_tokenizer_and_the_end_of_documents_of_the_mod
     (tmp_path / "in/config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
     data = load_config(tmp_path / "run/config.toml").data
-    assert data.tokenizer == str(tmp_path / "run/tokenizer.json")
+    assert data.tokenizer == str(tmp_path.resolve() / "run/tokenizer.json")
     assert data.end_of_text == expected
 
 
@@ -189,11 +194,63 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
     shutil.copytree(published, tmp_path / "in")
     (tmp_path / "in/tokenizer.json").unlink()
     assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
-    assert "no tokenizer.json" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no tokenizer.json" in out
+    assert "to train further" not in out
+    (line,) = [line for line in out.splitlines() if "lather train" in line]
+    assert line.startswith("training further needs a tokenizer")
+    assert line.endswith(" --data.tokenizer FILE")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert sorted(contents(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
     assert main(["generate", str(tmp_path / "run"), "--prompt", "x"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False], ids=["tokenizer", "none"])
+def test_the_command_that_is_printed_trains_further_from_any_folder(
+    has_tokenizer: bool, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a rate far below the one for random weights."""
+    work, corpus, elsewhere = (tmp_path / name for name in ("my work", "corpus", "elsewhere"))
+    for folder in (work, corpus, elsewhere):
+        folder.mkdir()
+    for n in range(40):
+        (corpus / f"{n}.txt").write_text(f"def f{n}(x): return x + {n}\n" * 9)
+    shutil.copytree(published, work / "in")
+    if not has_tokenizer:
+        (work / "in/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    monkeypatch.chdir(work)
+    assert main(["import", "in", "my run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "lather train" in line]
+    arguments = shlex.split(line[line.index("lather train") :])[1:]
+    assert arguments[arguments.index("--data.pattern") + 1] == "*.txt"
+    monkeypatch.chdir(elsewhere)
+    places = {"my run": str(work / "my run"), "my run/config.toml": str(work / "my run/config.toml"), "NEW": "new", "FOLDER": str(corpus)}
+    places["FILE"] = str(tmp_path / "tokenizer.json")
+    sizes = {"train.steps": 1, "train.batch-size": 2, "train.micro-batch-size": 2, "train.sequence-length": 16, "log.sample-tokens": 0}
+    options = [
+        text
+        for name, value in {**sizes, "optim.schedule": "constant", "optim.warmup-steps": 0}.items()
+        for text in (f"--{name}", str(value))
+    ]
+    assert main([*(places.get(argument, argument) for argument in arguments), *options]) == 0
+    rows = timeless_rows(elsewhere / "new")
+    assert [row["lr"] for row in rows if "lr" in row] == [1e-4]
+    assert "starting from the weights of" in capsys.readouterr().out
+    optim = load_config(work / "my run/config.toml").optim
+    assert (optim.name, optim.lr) == ("soap", 1e-4)
+    assert optim.lr < OptimConfig().lr / 10
+    assert (elsewhere / "new/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_help_names_what_is_to_be_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert ("FOLDER RUN" if command == "import" else "RUN FOLDER") in out.splitlines()[0] + out.splitlines()[1]
+    assert "PATH" not in out
 
 
 # --- wrong input --------------------------------------------------------------------------------------------------------------------
@@ -202,14 +259,14 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["import"], ["--help"]),
-        (["import", "{published}"], ["--help"]),
+        (["import"], ["FOLDER", "RUN", "--help"]),
+        (["import", "{published}"], ["RUN", "--help"]),
         (["import", "nowhere", "new"], ["nowhere", "not a folder", "config.json"]),
         (["import", "{imported}", "new"], ["config.json", "missing", "give the folder of a model"]),
         (["import", "{published}", "{imported}"], ["run", "not an empty folder", "give another place"]),
         (["import", "{published}", "{published}/config.json/x"], ["config.json/x", "cannot be written", "give another place"]),
         (["import", "{published}", "new", "--dtype", "bf16"], ["--dtype"]),
-        (["export"], ["--help"]),
+        (["export"], ["RUN", "FOLDER", "--help"]),
         (["export", "nowhere", "new"], ["nowhere", "not a run", "run_dir"]),
         (["export", "{published}", "new"], ["not a run", "run_dir"]),
         (["export", "{imported}", "{published}"], ["published", "not an empty folder", "give another place"]),
@@ -217,6 +274,7 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
         (["export", "{imported}", "new", "--dtype", "int8"], ["--dtype", "int8", "bf16"]),
         (["export", "{imported}", "new", "--max-shard-size", "5 parsecs"], ["--max-shard-size", "'5 parsecs'", "5GB"]),
         (["export", "{imported}", "new", "--max-shard-size", "0GB"], ["--max-shard-size", "'0GB'", "5GB"]),
+        (["export", "{imported}", "new", "--max-shard-size", "9" * 400 + "GB"], ["--max-shard-size", "'9999", "...'", "at most 10^18"]),
     ],
     ids=str,
 )
@@ -239,6 +297,43 @@ def test_wrong_command_lines_are_one_line_and_write_nothing(
         assert words in message
     assert (contents(published), contents(imported)) == before
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"model_type": "mamba"}, "model_type = 'mamba' is not supported"),
+        ({"hidden_size": 0}, "model.hidden_size = 0 is not valid"),
+        ({"hidden_size": "24"}, "hidden_size = '24' is not valid"),
+        ({"kv_lora_rank": None}, "missing fields: kv_lora_rank"),
+        ({"rope_theta": 10**400}, "int too large"),
+        ({"vocab_size": 256}, "model.vocab_size = 256 is not valid: it must be at least 257"),
+    ],
+    ids=str,
+)
+def test_what_a_configuration_cannot_have_is_said_of_its_file(
+    changes: dict[str, object], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": changes.get("vocab_size", 300)}
+    save_hugging_face(tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in")
+    file = tmp_path / "in/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"lather: error: {file}: {expected}")
+    assert len(message.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"vocab_size": 300, "tie_word_embeddings": True}
+    save_hugging_face(tiny_model(**changes), tiny_config(**changes), tmp_path / "in")
+    tensors = load_file(tmp_path / "in/model.safetensors")
+    save_file({**tensors, "lm_head.weight": 1.01 * tensors["model.embed_tokens.weight"]}, tmp_path / "in/model.safetensors")
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    assert "'lm_head.weight' differs from 'model.embed_tokens.weight'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
@@ -285,13 +380,23 @@ def test_a_full_disk_leaves_no_half_folder(
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("5GB", 5 * 10**9), ("4GiB", 2**32), ("1.5 MB", 1_500_000), ("20kb", 20_000), ("7", 7), ("7B", 7), ("2KiB", 2048)],
+    [
+        ("5GB", 5 * 10**9),
+        ("4GiB", 2**32),
+        ("1000000000GB", 10**18),
+        ("1.5 MB", 1_500_000),
+        ("20kb", 20_000),
+        ("7", 7),
+        ("7B", 7),
+        ("2KiB", 2048),
+    ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 G B", "0", "nan", "1e9", "5iB", "5G"])
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 G B", "0", "nan", "inf", "1e9", "5iB", "5G", "1000000001GB", "9" * 400])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--max-shard-size = .* is not valid"):
+    with pytest.raises(ConfigError, match=r"--max-shard-size = .* is not valid") as raised:
         parse_size(text)
+    assert len(str(raised.value)) < 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from lather.kernels.adam_in_basis import triton
 
 SHAPES = [(3, 21, 33), (63,), (500, 5), (1,), (0, 4), ()]
 OPTIONS = [{"correct_bias": c, "nesterov": n} for c, n in itertools.product([True, False], repeat=2)]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Uninitialised memory is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, moments: torch.dtype | None = None) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.implementations import assert_close, on_each
 from lather.kernels import combine as op
 from lather.kernels.combine import reference, weighted_combine
 
@@ -17,24 +17,9 @@ try:
 except ModuleNotFoundError:
     triton = None  # type: ignore[assignment]
 
-INTERPRETER = pytest.mark.skipif(
-    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
-)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
-)
+IMPLEMENTATIONS = on_each(reference, triton)
 
 SHAPES = [(63, 3, 33, 200), (500, 2, 4, 1000), (2, 6, 1100, 12), (1, 1, 1, 1), (0, 2, 3, 4), (3, 2, 3, 0)]  # tokens, slots, columns, rows
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(tokens: int, slots: int, columns: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,18 +47,6 @@ def plain(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
                 total = total + weights_TK[t, k].double() * rows[row].double()
         out.append(total)
     return torch.stack(out) if out else rows.new_zeros(0, rows.shape[1], dtype=torch.float64)
-
-
-def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected.double()).norm()
-    return bool(error <= TOLERANCE[dtype] * expected.double().norm())
-
-
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert is_close(actual, expected, dtype)
-    if expected.abs().sum() > 0:
-        assert not is_close(1.01 * expected.double(), expected, dtype)
 
 
 @IMPLEMENTATIONS
@@ -180,3 +153,17 @@ def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(implementat
     grad = torch.tensor([[float("inf")], [1.0]])
     grad_rows, _ = implementation.combine_backward(grad, torch.ones(4, 1), row_TK, torch.ones(2, 1))
     assert grad_rows.flatten().tolist() == [0.0, float("inf"), 1.0, 0.0]
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_slot_without_a_row_adds_nothing_whatever_is_in_row_0(implementation: ModuleType, dtype: torch.dtype) -> None:
+    """Row 0 is what an index of -1 is clamped to."""
+    rows = torch.tensor([[float("nan"), float("inf")], [2.0, 3.0]], dtype=dtype)
+    row_TK = torch.tensor([[-1, 1], [-1, -1]])
+    weights = torch.tensor([[4.0, 0.5], [1.0, 1.0]])
+    assert implementation.combine_forward(rows, row_TK, weights).tolist() == [[1.0, 1.5], [0.0, 0.0]]
+    assert implementation.combine_rows_sum(rows, row_TK).tolist() == [[2.0, 3.0], [0.0, 0.0]]
+    grad_rows, grad_weights = implementation.combine_backward(torch.ones(2, 2, dtype=dtype), rows, row_TK, weights)
+    assert grad_rows.tolist() == [[0.0, 0.0], [0.5, 0.5]]
+    assert grad_weights.tolist() == [[0.0, 5.0], [0.0, 0.0]]

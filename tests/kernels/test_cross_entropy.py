@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,14 +23,6 @@ from lather.kernels.cross_entropy import triton
 
 SIZES = [(63, 500), (1, 500), (13, 63), (7, 1), (1, 1), (0, 5)]
 """T, V."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Uninitialised memory is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(t: int, v: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -151,8 +143,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "array": lambda x: x.__array__(),
-    "print": print,
-    "repr": repr,
     "format": lambda x: f"{x}",
     "index": operator.itemgetter(0),
     "assign": lambda x: operator.setitem(x, 0, 0.0),
@@ -189,6 +179,15 @@ def test_a_later_read_raises(read: str) -> None:
     cross_entropy_(logits, labels)
     with pytest.raises(RuntimeError, match="went into cross_entropy_, which has overwritten them"):
         READS[read](logits)
+
+
+@pytest.mark.parametrize("show", [repr, str], ids=["repr", "str"])
+def test_a_debugger_shows_why_they_are_gone(show: Callable[[Tensor], str]) -> None:
+    leaf, labels = inputs(3, 4)
+    logits = leaf * 1
+    cross_entropy_(logits, labels)
+    assert show(logits) == f"<{SpentLogits.explanation}>"
+    assert show([logits]) == f"[<{SpentLogits.explanation}>]"
 
 
 def test_shape_dtype_and_device_can_still_be_asked() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.implementations import assert_close, on_each
 from lather.kernels import gather as op
 from lather.kernels.gather import padded_index_gather, reference, scatter_for_grouped_gemm
 
@@ -17,24 +17,9 @@ try:
 except ModuleNotFoundError:
     triton = None  # type: ignore[assignment]
 
-INTERPRETER = pytest.mark.skipif(
-    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
-)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
-)
+IMPLEMENTATIONS = on_each(reference, triton)
 
 SHAPES = [(63, 33, 500), (5, 2100, 3), (100, 1, 63), (1, 4, 9), (4, 3, 0), (0, 3, 2), (0, 3, 0)]
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(rows: int, columns: int, picked: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,18 +27,6 @@ def inputs(rows: int, columns: int, picked: int, dtype: torch.dtype) -> tuple[Te
     x = torch.randn(rows, columns, generator=generator).to(dtype)
     index = torch.randint(-1, max(rows, 1), (picked,), generator=generator) if rows else torch.full((picked,), -1)
     return x, index, torch.randn(picked, columns, generator=generator).to(dtype)
-
-
-def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected.double()).norm()
-    return bool(error <= TOLERANCE[dtype] * expected.double().norm())
-
-
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert is_close(actual, expected, dtype)
-    if expected.abs().sum() > 0:
-        assert not is_close(1.01 * expected.double(), expected, dtype)
 
 
 @IMPLEMENTATIONS

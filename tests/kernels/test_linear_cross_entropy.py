@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,6 @@ from lather.kernels.linear_cross_entropy import triton
 
 SIZES = [(63, 500, 16), (1, 500, 3), (13, 63, 8), (7, 1, 4), (1, 1, 1), (0, 5, 4)]
 """T, V, D."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Uninitialised memory is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(t: int, v: int, d: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

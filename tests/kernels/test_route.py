@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.implementations import INTERPRETER, on_each
 from lather.kernels import route as op
 from lather.kernels.route import Route, plan_route, reference
 
@@ -18,12 +18,7 @@ try:
 except ModuleNotFoundError:
     triton = None  # type: ignore[assignment]
 
-INTERPRETER = pytest.mark.skipif(
-    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
-)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
-)
+IMPLEMENTATIONS = on_each(reference, triton)
 
 CASES = {  # tokens, slots, experts, alignment, share of pairs without a row
     "uneven": (63, 3, 5, 1, 0.0),
@@ -35,15 +30,6 @@ CASES = {  # tokens, slots, experts, alignment, share of pairs without a row
     "elsewhere": (21, 2, 3, 1, 1.0),
     "holes": (63, 2, 64, 1, 0.5),
 }
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def experts(case: str) -> Tensor:

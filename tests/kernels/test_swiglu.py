@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.implementations import INTERPRETER, assert_close, on_each
 from lather.kernels import swiglu as op
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate, clamped_swiglu, reference, swiglu
 
@@ -18,25 +18,10 @@ try:
 except ModuleNotFoundError:
     triton = None  # type: ignore[assignment]
 
-INTERPRETER = pytest.mark.skipif(
-    triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
-)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", [pytest.param(reference, id="reference"), pytest.param(triton, id="triton", marks=INTERPRETER)]
-)
+IMPLEMENTATIONS = on_each(reference, triton)
 
 GATES = [SWIGLU, CLAMPED_SWIGLU, Gate(alpha=1.3, offset=0.5, limit=0.7)]
 GATE_IDS = ["swiglu", "clamped", "halves_clamped"]
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def plain(gate_up: Tensor, gate: Gate) -> Tensor:
@@ -55,18 +40,6 @@ def inputs(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     gate_up = 4 * torch.randn(rows, 2 * columns, generator=generator)
     return gate_up.to(dtype), torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, generator=generator)
-
-
-def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected.double()).norm()
-    return bool(error <= TOLERANCE[dtype] * expected.double().norm())
-
-
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert is_close(actual, expected, dtype)
-    if expected.abs().sum() > 0:
-        assert not is_close(1.01 * expected.double(), expected, dtype)
 
 
 @pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)

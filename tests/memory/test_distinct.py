@@ -120,6 +120,21 @@ def test_kinds(name: str, kinds: list[list[int]], kept: tuple[int, ...]) -> None
     assert keep_two_of_each(model).kept == kept
 
 
+def test_the_two_of_a_kind_share_their_parameters_and_no_two_kinds_do() -> None:
+    model = build_model(MODELS["alternating"], torch.Generator(), torch.device("meta"))
+    keep_two_of_each(model)
+    blocks = list(model.layers)
+    names = [[name for name, _ in block.named_parameters()] for block in blocks]
+    for first, second in ((0, 2), (1, 3)):
+        assert blocks[first] is not blocks[second]
+        assert names[first] == names[second] != []
+        for one, other in zip(blocks[first].parameters(), blocks[second].parameters(), strict=True):
+            assert one is other
+    assert len(list(model.layers.parameters())) == len(names[0]) + len(names[1])
+    materialize(model, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert all(one is other for one, other in zip(model.layers[1].parameters(), model.layers[3].parameters(), strict=True))
+
+
 class Settings:
     """Without a repr of its own, so that its default one has an address."""
 

@@ -106,6 +106,19 @@ def test_backward_counts_too_on_the_meta_device() -> None:
     assert 8000 <= peak.bytes <= 8016
 
 
+def test_the_meta_device_can_be_left_out() -> None:
+    def work() -> None:
+        kept = [new(100), new(9000, "meta")]
+        new(50)
+        kept[1].add(1)
+
+    with PeakBytes(count_meta=False) as peak:
+        work()
+    with PeakBytes() as both:
+        work()
+    assert (peak.bytes, both.bytes) == (150, 18100)
+
+
 def allocated(work: Callable[[], object], folder: Path) -> int:
     """Peak of the CPU allocator's bytes over `work`, from the profiler's record of every allocation."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -159,3 +159,20 @@ def test_bf16_autocast_works_with_uneven_experts() -> None:
     output, grads = run_in(torch.bfloat16)
     assert output.balance_loss().dtype == torch.float32
     assert all(grad.isfinite().all() and grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=str)
+def test_labels_give_the_loss_of_the_logits_and_its_gradients(changes: dict[str, bool]) -> None:
+    model, tokens = tiny_model(dtype=torch.float64, **changes), random_tokens(3, 12)
+    labels = tokens[:, 1:].clone()
+    labels[0, 3] = -100
+    logits_TV = model(tokens[:, :-1]).logits_BSV.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits_TV, labels.flatten(), reduction="sum") / 7
+    expected.backward()
+    expected_grads = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    output = model(tokens[:, :-1], labels, normalizer=7.0)
+    assert output.logits_BSV is None
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    assert largest_error(gradients(model), expected_grads) < (1e-12, "")

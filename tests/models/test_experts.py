@@ -12,6 +12,7 @@ from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
 from lather.models import experts as experts_module
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, RMSNorm
+from lather.models.routing import Router
 from models.tiny import error, largest_error, random_normal
 
 LEAN = ["saved", "recompute"]
@@ -174,6 +175,25 @@ def test_rms_norm_keeps_one_number_per_row() -> None:
 
 
 # --- the other lean layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["experts", "mlp", "router"])
+def test_backward_inside_autocast_is_that_outside(kind: str) -> None:
+    case = Case("uneven", dtype=torch.float32)
+    mlp, router = GatedMLP(9, 7), Router(9, E, 2)
+    grads = []
+    for inside in (False, True):
+        x = case.x_TD.detach().requires_grad_()
+        outputs = {
+            "experts": lambda x: case.module(x, case.experts_TK, case.weights_TK),
+            "mlp": mlp,
+            "router": lambda x: router(x).weights_TK,
+        }
+        y = outputs[kind](x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            y.square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("memory", LEAN)

@@ -14,6 +14,8 @@ import torch
 
 from lather.errors import ConfigError
 from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face, family_of
+from lather.models.gpt_oss import GptOssConfig
+from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.models.rotary import YarnConfig
 from lather.train.config_file import load_config
 from models.tiny import random_tokens, tiny_family_config
@@ -492,3 +494,11 @@ def test_quantized_weights_are_read_in_the_published_form_only() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_configuration_file_of_a_published_model_is_the_preset(name: str) -> None:
     assert load_config(Path(__file__).parents[2] / "configs" / f"{name}.toml").model == PRESETS[name]
+
+
+def test_published_balance_coefficients_weigh_blocks_as_transformers_weighs_their_mean() -> None:
+    """Its loss is K when the load is even, however many blocks there are; ours 1 per block, summed."""
+    qwen = Qwen3MoeConfig(router_aux_loss_coef=0.3, num_experts_per_tok=4, num_hidden_layers=6, mlp_only_layers=(1,))
+    assert qwen.balance_loss_coef * 5 == pytest.approx(0.3 * 4)
+    gpt_oss = GptOssConfig(router_aux_loss_coef=0.9, num_experts_per_tok=4, num_hidden_layers=6)
+    assert gpt_oss.balance_loss_coef * 6 == pytest.approx(0.9 * 4)

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lather.errors import ExchangeError
 from lather.models.families import build_model, config_from_hugging_face
 from lather.models.huggingface import (
+    copy_companions,
     copy_weights,
     load_hugging_face,
     model_from_hugging_face,
@@ -141,6 +143,24 @@ def test_tied_weights_are_one_parameter_and_a_published_head_is_left_out(tmp_pat
     model, _ = model_from_hugging_face(tmp_path / "in")
     assert model.lm_head.weight is model.embed_tokens.weight
     assert error(ours(model), logits(theirs)) < TOLERANCE
+
+
+def test_paths_may_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model("qwen3_moe").save_pretrained("in")
+    Path("in/tokenizer.json").write_text("{}")
+    model, config = model_from_hugging_face("in")
+    load_hugging_face("in", model)
+    assert read_config("in") == open_hugging_face("in")[1] == config
+    copy_weights(open_hugging_face("in")[0], "ours.safetensors")
+    for name, source in {"model": model, "file": open_safetensors("ours.safetensors")}.items():
+        save_hugging_face(source, config, name, tokenizer="in")
+        assert same_weights(read_back(Path(name)), read_back(Path("in")))
+    save_hugging_face(model, config, "lone", tokenizer="in/tokenizer.json")
+    Path("carried").mkdir()
+    assert copy_companions("in", "carried") == ["tokenizer.json", "generation_config.json"]
+    with pytest.raises(ExchangeError, match=r"^Qwen/nowhere/config\.json: missing"):
+        model_from_hugging_face("Qwen/nowhere")
 
 
 def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:

@@ -198,6 +198,63 @@ def test_rows_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
         model_from_hugging_face(tmp_path / "in")
 
 
+# --- tied weights -------------------------------------------------------------------------------------------------------------------
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def change_one(row: int, column: int) -> Callable[[Tensor], Tensor]:
+    def change(embedding: Tensor) -> Tensor:
+        head = embedding.clone()
+        head[row, column] *= 1.01
+        return head
+
+    return change
+
+
+DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "first element": (change_one(0, 0), ["differs from", EMBEDDING, "tie_word_embeddings"]),
+    "last element": (change_one(36, 23), ["differs from", EMBEDDING, "tie_word_embeddings"]),
+    "not a number": (lambda e: e.clone().index_fill_(0, torch.tensor(3), torch.nan), ["differs from"]),
+    "rounded": (lambda e: e.bfloat16(), ["differs from"]),
+    "fewer rows": (lambda e: e[:-1].clone(), ["(36, 24)", "(37, 24)"]),
+    "transposed": (lambda e: e.T.contiguous(), ["(24, 37)", "(37, 24)"]),
+    "integers": (lambda e: e.to(torch.int8), ["I8", "BF16"]),
+}
+
+
+@pytest.mark.parametrize("elements", [2**20, 100, 1], ids=str)
+@pytest.mark.parametrize(("make_head", "expected"), DIFFERENT.values(), ids=DIFFERENT)
+def test_a_head_that_is_not_the_embedding_it_is_tied_to(
+    make_head: Callable[[Tensor], Tensor], expected: list[str], elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many elements are compared at a time."""
+    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", elements)
+    save_hugging_face(tiny_model(tie_word_embeddings=True), tiny_config(tie_word_embeddings=True), tmp_path / "in")
+    file = tmp_path / "in" / WEIGHTS
+    tensors = load_file(file)
+    save_file({**tensors, HEAD: make_head(tensors[EMBEDDING])}, file)
+    model, before = (tiny_model(seed=1, tie_word_embeddings=True) for _ in range(2))
+    for attempt in (lambda: load_hugging_face(tmp_path / "in", model), lambda: model_from_hugging_face(tmp_path / "in")):
+        with pytest.raises(ExchangeError) as raised:
+            attempt()
+        for words in [str(file), repr(HEAD), *expected]:
+            assert words in str(raised.value)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_head_that_is_the_embedding_in_the_same_or_another_dtype(stored: torch.dtype, tmp_path: Path) -> None:
+    """Not even a value that is not a number makes a difference."""
+    config = tiny_config(tie_word_embeddings=True)
+    save_hugging_face(tiny_model(tie_word_embeddings=True), config, tmp_path / "in", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "in" / WEIGHTS)
+    tensors[EMBEDDING][3, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    save_file({**tensors, HEAD: tensors[EMBEDDING].to(stored, copy=True)}, tmp_path / "in" / WEIGHTS)
+    model, _ = model_from_hugging_face(tmp_path / "in")
+    assert torch.equal(model.lm_head.weight.nan_to_num(7), tensors[EMBEDDING].nan_to_num(7))
+
+
 # --- writing ------------------------------------------------------------------------------------------------------------------------
 
 

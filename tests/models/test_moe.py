@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lather.models.attention import SequenceLayout
 from lather.models.decoder import Block
-from lather.models.layers import MEMORY_MODES, GatedMLP
 from lather.models.experts import Experts
+from lather.models.layers import MEMORY_MODES, GatedMLP
 from lather.models.moe import MoE
 from lather.models.routing import Router
 from models.tiny import error, gradients, largest_error, layout_of, random_normal
@@ -154,6 +154,20 @@ def test_descending_the_balance_loss_spreads_the_tokens() -> None:
         with torch.no_grad():
             block.mlp.gate.weight -= 0.3 * block.mlp.gate.weight.grad
     assert block(x, layout_of(x))[1].count_E.double().std() < before.double().std() / 2
+
+
+@pytest.mark.parametrize("shape", [(7, D), (2, 3, D), (0, D)], ids=str)
+def test_a_call_of_the_layer_alone_is_the_blocks_feed_forward(shape: tuple[int, ...]) -> None:
+    """With fresh weights of its own, which are finite and not all alike."""
+    torch.manual_seed(0)
+    moe = MoE(Router(D, E, 2), Experts(E, D, F_EXPERT, bias=True), GatedMLP(D, F_SHARED)).double()
+    assert all(p.isfinite().all() for p in moe.parameters())
+    x = random_normal(*shape)
+    y, routing = moe(x)
+    parts = moe.experts.reference_forward(x.view(-1, D), routing.experts_TK, routing.weights_TK) + moe.shared_experts(x.view(-1, D))
+    assert y.shape == shape
+    assert error(y.view(-1, D), parts) < 1e-13
+    assert not len(y) or y.std() > 1e-3
 
 
 # --- experts spread over ranks ------------------------------------------------------------------------------------------------------

@@ -135,6 +135,14 @@ def test_z_loss_and_its_gradient() -> None:
     assert z_loss(logits[:0]) == 0
 
 
+def test_scores_that_all_underflow_give_finite_weights() -> None:
+    made = router(score="sigmoid", normalize=True).float()
+    nn.init.constant_(made.weight, -1e4)
+    routing = made(torch.ones(3, D))
+    assert routing.weights_TK.isfinite().all()
+    assert routing.balance_loss.isfinite()
+
+
 # --- over what the balance loss is taken --------------------------------------------------------------------------------------------
 
 
@@ -151,7 +159,7 @@ def test_balance_over_sequences_is_the_mean_of_each_alone() -> None:
 def test_sequences_that_do_not_divide_the_tokens_are_refused() -> None:
     made = router()
     made.balance = LoadBalance("sequence")
-    with pytest.raises(ValueError, match="num_sequences = 2 .* divide the 5 tokens"):
+    with pytest.raises(ValueError, match=r"num_sequences = 2 .* divide the 5 tokens"):
         made(random_normal(5, D), 2)
 
 
@@ -220,6 +228,10 @@ def test_replay_forces_the_experts_and_takes_their_scores() -> None:
     assert error_of(routing.weights_TK, scores / scores.sum(1, keepdim=True)) < 1e-14
     assert routing.count_E.tolist() == [2, 1, 1, 1, 1, 2]
     assert not torch.equal(made(x).experts_TK, forced)
+    with made.replay(forced):
+        with made.replay(forced.flip(0)):
+            assert torch.equal(made(x).experts_TK, forced.flip(0))
+        assert torch.equal(made(x).experts_TK, forced)
 
 
 def test_replaying_its_own_choice_changes_nothing_not_even_gradients() -> None:

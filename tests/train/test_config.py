@@ -189,6 +189,19 @@ def test_a_number_that_is_not_finite_is_refused(name: str) -> None:
         assert_names_field_value_and_constraint(refusal(mapping_of(name, value)), name, value)
 
 
+def test_a_key_of_another_family_says_whose_it_is() -> None:
+    message = refusal({"model": {"model_type": "qwen3_moe", "n_routed_experts": 3}})
+    assert message == "unknown key 'model.n_routed_experts'; it is a key of model_type 'deepseek_v2', not of 'qwen3_moe'"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_the_model_section_is_the_family_that_it_names(model_type: str) -> None:
+    config = config_from_mapping({"model": {"model_type": model_type, "rope_scaling": {"factor": 2.0}}})
+    assert config.model.model_type == model_type
+    assert config.model.rope_scaling is not None
+    assert config_from_mapping(tomllib.loads(config_to_toml(config))) == config
+
+
 def test_an_integer_beyond_float_is_refused() -> None:
     assert refusal({"optim": {"lr": 10**400}}).startswith("optim.lr ")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lather.errors import CheckpointError, DataError
+from lather.errors import CheckpointError, DataError, RunError
 from lather.models.decoder import Decoder
 from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.config import Config, LoopConfig, MoEConfig
@@ -60,7 +60,9 @@ def test_the_z_loss_adds_its_gradient(make_model: MakeModel, tokens: Tokens) -> 
     with_it, _ = step_of(model, MoEConfig(balance_coefficient=0.0, z_loss_coefficient=0.3), batch)
     model.zero_grad()
     for part in batch.split(2):
-        (0.3 * 0.5 * model(part[:, :-1]).z_loss()).backward()
+        output = model(part[:, :-1])
+        assert output.z_loss() > 0
+        (0.3 * 0.5 * output.z_loss()).backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     assert gradients["layers.1.mlp.gate.weight"].abs().max() > 1e-4
     assert_close(with_it, {name: without[name] + gradient for name, gradient in gradients.items()}, 1e-10)
@@ -157,8 +159,32 @@ def test_a_run_starts_from_the_newest_weights_of_another(make_config: MakeConfig
 def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: MakeConfig, tmp_path: Path) -> None:
     first = run(make_config(run_dir=str(tmp_path / "first")))
     run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), moe={"bias_update_rate": 0.1}))
-    with pytest.raises(CheckpointError, match="has a surplus 'layers.1.mlp.gate.e_score_correction_bias'"):
-        run(make_config(run_dir=str(tmp_path / "third"), init_from=str(tmp_path / "second")))
+    third = run(make_config(run_dir=str(tmp_path / "third"), init_from=str(tmp_path / "second")))
+    weights = load_file(list_checkpoints(third / "checkpoints")[-1] / "model.safetensors")
+    assert not any("e_score_correction_bias" in name for name in weights)
+
+
+def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Stopped after step 3, when the biases are no longer 0; memory may change on the way."""
+    moe = {"bias_update_rate": 0.01, "balance_level": "global_batch", "z_loss_coefficient": 0.01}
+    options: dict[str, Any] = {"moe": moe, "train": {"steps": 6}, "checkpoint": {"every": 10}}
+    whole = run(make_config(run_dir=str(tmp_path / "whole"), **options))
+    config = make_config(run_dir=str(tmp_path / "stopped"), **options)
+    asked = iter([False] * 3 + [True])
+    assert not train(config, PlainDisplay(100), lambda: next(asked)).finished
+    stopped = run(config)
+    ends = [load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors") for folder in (whole, stopped)]
+    assert ends[0]["layers.1.mlp.gate.e_score_correction_bias"].any()
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_not(make_config: MakeConfig) -> None:
+    asked = iter([False, True])
+    train(make_config(moe={"memory": "saved"}), PlainDisplay(100), lambda: next(asked))
+    with pytest.raises(RunError, match=r"moe.z_loss_coefficient is 0.0 there and 0.5 here"):
+        run(make_config(moe={"z_loss_coefficient": 0.5}))
+    run(make_config(moe={"memory": "recompute"}))
 
 
 def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -166,6 +192,18 @@ def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeCo
     with pytest.raises(CheckpointError, match=r"init_from = '.*nowhere' has no checkpoint: give a run directory"):
         run(config)
     assert not Path(config.run_dir).exists()
+
+
+def test_a_start_with_another_tokenizer_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Another corpus split trains another tokenizer."""
+    first = run(make_config(run_dir=str(tmp_path / "first")))
+    other = make_config(run_dir=str(tmp_path / "second"), init_from=str(first), data={"holdout_every": 2})
+    with pytest.raises(DataError, match=r"was trained with another tokenizer: give data.tokenizer = '.*first/tokenizer.json'"):
+        run(other)
+    (first / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer.json: give its model's tokenizer"):
+        run(other)
+    assert not (tmp_path / "second").exists()
 
 
 def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from lather.bench.check import CheckError
 from lather.bench.measure import percentiles
 from lather.bench.memory_report import draw, print_table, summary
-from lather.bench.report import Row, RowFile, environment, wide_console
+from lather.bench.report import Row, RowFile, environment
+from lather.console import wide_console
 from lather.errors import UserError, require
 from lather.kernels.combine import weighted_combine
 from lather.kernels.gather import padded_index_gather
@@ -132,7 +133,7 @@ def run(options: MemoryBenchmark) -> int:
     """The whole benchmark; returns the exit status, 1 if a case failed its check."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
-    device, console = torch.device(options.device), wide_console()
+    device, console = torch.device(options.device), wide_console(120)
     common = environment(device, ())
     file = RowFile(options.out / f"memory-{device.type}.jsonl")
     rows: list[Row] = []

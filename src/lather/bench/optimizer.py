@@ -36,6 +36,7 @@ from lather.bench.contestants import (
 from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, steps_per_round, time_rounds
 from lather.bench.report import Row
 from lather.bench.roofline import Rates, flops_per_step, measure_rates, roofline_ms
+from lather.console import wide_console
 from lather.errors import UserError, require
 
 MIN_ROUNDS = 5
@@ -78,7 +79,7 @@ def run(options: OptimizerBenchmark) -> int:
     check_installed(options.chosen_peers)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
-    device, console = torch.device(options.device), report.wide_console()
+    device, console = torch.device(options.device), wide_console(120)
     common = report.environment(device, options.chosen_peers)
     file = report.RowFile(options.out / f"optimizer-{device.type}.jsonl")
     rows: list[Row] = []

@@ -101,11 +101,6 @@ class RowFile:
         self.aside.unlink()
 
 
-def wide_console() -> Console:
-    """A terminal's own width, but at least what the table needs."""
-    return Console(width=max(Console().width, 120))
-
-
 def case_name(row: Row) -> str:
     return f"{row['config']['set']} f={row['config']['frequency']}"
 

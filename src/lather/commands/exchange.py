@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 import tyro
 
 from lather.commands.parsing import parse_arguments
-from lather.errors import UserError, require
+from lather.errors import ConfigError, ExchangeError, UserError, require
+from lather.models.families import ModelConfig
 from lather.models.huggingface import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -24,13 +26,16 @@ from lather.models.huggingface import (
 )
 from lather.models.safetensors_folder import complete_folder, open_safetensors
 from lather.train.checkpoint import checked_weights, list_checkpoints, write_first_checkpoint
-from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig
+from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig, OptimConfig
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.data import load_tokenizer
 
 COMPANION_FOLDER = "huggingface"
 """Folder of an imported run with what a later export carries along."""
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FURTHER_TRAINING = OptimConfig(name="soap", lr=1e-4)
+"""Far below the default rate, which is for random weights and would undo what the model has learned."""
+MOST_SHARD_BYTES = 10**18
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -38,9 +43,9 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 class ImportArguments:
     """Make a run of a Hugging Face folder, at step 0: to generate with, to train further, to export. Its weights become fp32."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder with config.json and safetensors."""
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory to make."""
 
 
@@ -48,9 +53,9 @@ class ImportArguments:
 class ExportArguments:
     """Write a run's model as a Hugging Face folder, with its tokenizer."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory."""
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to make."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Of the weights written."""
@@ -61,13 +66,12 @@ class ExportArguments:
 
 
 def import_command(arguments: list[str]) -> int:
-    """Make the run and print where it is."""
+    """Make the run, print where it is and how it is trained further: with SOAP at a modest rate, which its config.toml has."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
     if not parsed.folder.is_dir():
         raise UserError(f"{parsed.folder}: not a folder: give one with config.json and safetensors")
     weights, model = open_hugging_face(parsed.folder)
-    train = LoopConfig(sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings))
-    config = Config(run_dir=str(parsed.run), model=model, data=_data(parsed), train=train)
+    config = _config(parsed, model)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
         (aside / COMPANION_FOLDER).mkdir()
@@ -81,8 +85,13 @@ def import_command(arguments: list[str]) -> int:
     if TOKENIZER_FILE not in carried:
         print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
     print(f"run               {parsed.run}")
-    config_file = parsed.run / "config.toml"
-    print(f"to train further  lather train {config_file} --init-from {parsed.run} --run-dir NEW --data.source FOLDER")
+    run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
+    command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER --data.pattern '*.txt'"
+    command += f" --optim.lr {config.optim.lr:g}"
+    if config.data.tokenizer:
+        print(f"to train further  {command}")
+    else:
+        print(f"training further needs a tokenizer, the model's own: {command} --data.tokenizer FILE")
     return 0
 
 
@@ -108,16 +117,26 @@ def export_command(arguments: list[str]) -> int:
     return 0
 
 
+def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
+    data = _data(parsed)
+    try:
+        train = LoopConfig(sequence_length=min(LoopConfig().sequence_length, model.max_position_embeddings))
+        return Config(run_dir=str(parsed.run), model=model, data=data, optim=FURTHER_TRAINING, train=train)
+    except ConfigError as error:
+        raise ExchangeError(f"{parsed.folder / CONFIG_FILE}: {error}") from None
+
+
 def _data(parsed: ImportArguments) -> DataConfig:
-    """Further training is with the model's own tokenizer, and its documents end as the model's have ended."""
+    """Further training is with the model's own tokenizer, from any working directory, and its documents end as the model's have ended."""
     if not (parsed.folder / TOKENIZER_FILE).is_file():
         return DataConfig()
     tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "fetch it again, or take it away")
     ids = json.loads((parsed.folder / CONFIG_FILE).read_text("utf-8")).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
-    candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and last >= 0 else None]
+    candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None]
     known = [token for token in candidates if token and tokenizer.token_to_id(token) is not None]
-    return DataConfig(tokenizer=str(parsed.run / TOKENIZER_FILE), end_of_text=known[0] if known else END_OF_TEXT)
+    tokenizer_file = parsed.run.resolve() / TOKENIZER_FILE
+    return DataConfig(tokenizer=str(tokenizer_file), end_of_text=known[0] if known else END_OF_TEXT)
 
 
 def _tokenizer(run: Path, data: DataConfig) -> Path | None:
@@ -149,6 +168,7 @@ def _choose(folder: Path, step: int) -> Path:
 def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB. Raises UserError if it is none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
-    num_bytes = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
-    require(num_bytes >= 1, "--max-shard-size", text, "a size such as 500MB, 5GB or 4GiB")
-    return num_bytes
+    num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
+    constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
+    require(1 <= num_bytes <= MOST_SHARD_BYTES, "--max-shard-size", text if len(text) <= 40 else f"{text[:40]}...", constraint)
+    return int(num_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +30,8 @@ class GenerateArguments:
     """Spread of the choice; 0 always takes the most likely token."""
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all."""
+    context: int = 0
+    """Tokens that the model reads, the last ones; 0: `train.sequence_length`, at most `model.max_position_embeddings`."""
     seed: int = 0
     """Fixes the choice."""
 
@@ -41,10 +43,15 @@ def generate_command(arguments: list[str]) -> int:
     require(parsed.temperature == 0 or parsed.temperature >= 1e-3, "--temperature", parsed.temperature, "0 or at least 0.001")
     require(0 <= parsed.seed < 2**64, "--seed", parsed.seed, "at least 0 and below 2**64")
     require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
+    require(parsed.context >= 0, "--context", parsed.context, "at least 0 tokens")
     config_file = parsed.run / "config.toml"
     if not config_file.exists():
         raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
     config = load_config(config_file)
+    longest = config.model.max_position_embeddings
+    require(parsed.context <= longest, "--context", parsed.context, f"at most model.max_position_embeddings ({longest})")
+    if parsed.context:
+        config = replace(config, train=replace(config.train, sequence_length=parsed.context))
 
     checkpoints = list_checkpoints(parsed.run / "checkpoints")
     if not checkpoints:

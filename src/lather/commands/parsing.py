@@ -48,7 +48,9 @@ def one_line(box: str, prog: str) -> str:
         else:
             groups[-1].append(line)
     message, *rest = groups if box.startswith("╭") else groups[1:] or [[]]
-    text = re.sub(r"^Error parsing (\w+): (?=\1\.)", "", " ".join(message))
+    text = " ".join(message)
+    if not any(group and group[0].startswith("Argument helptext") for group in rest):  # a dataclass's own check has named the field
+        text = re.sub(r"^Error parsing [\w.-]+: ", "", text)
     if rest and rest[0][0].startswith("Perhaps you meant") and len(rest[0]) > 1:
         text += f"; did you mean {rest[0][1].split()[0]}?"
     elif "is not valid" not in text:

@@ -58,10 +58,16 @@ def _signature(block: nn.Module) -> Hashable:
             path,
             type(module).__qualname__,
             tuple((name, _setting(value)) for name, value in vars(module).items() if name not in NOT_SETTINGS),
-            tuple((name, _setting(t)) for name, t in (*module._parameters.items(), *module._buffers.items())),
+            tuple((name, _setting(t)) for name, t in _own_tensors(module)),
         )
         for path, module in block.named_modules()
     )
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of the module itself, by name; one that has two names, under both."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _setting(value: Any) -> Hashable:
@@ -98,14 +104,13 @@ def materialize(model: nn.Module, device: torch.device, generator: torch.Generat
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, meta in tensors.items():
-                if meta is None or not meta.is_meta:
-                    continue
-                if id(meta) not in made:
-                    real = torch.zeros(meta.shape, dtype=meta.dtype)
-                    is_parameter = isinstance(meta, nn.Parameter)
-                    if is_parameter and meta.dim() < 3:
-                        real.uniform_(-0.02, 0.02, generator=generator)
-                    made[id(meta)] = nn.Parameter(real.to(device), requires_grad=meta.requires_grad) if is_parameter else real.to(device)
-                tensors[name] = made[id(meta)]  # type: ignore[assignment]
+        for name, meta in _own_tensors(module):
+            if not meta.is_meta:
+                continue
+            if id(meta) not in made:
+                real = torch.zeros(meta.shape, dtype=meta.dtype)
+                is_parameter = isinstance(meta, nn.Parameter)
+                if is_parameter and meta.dim() < 3:
+                    real.uniform_(-0.02, 0.02, generator=generator)
+                made[id(meta)] = nn.Parameter(real.to(device), requires_grad=meta.requires_grad) if is_parameter else real.to(device)
+            setattr(module, name, made[id(meta)])

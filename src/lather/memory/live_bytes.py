@@ -15,7 +15,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lather.torch_private import TorchDispatchMode
 
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
 """`torch.tensor` makes its storage before the first operation that can be seen."""
@@ -31,8 +32,10 @@ class PeakBytes(TorchDispatchMode):
     bytes: int
     """The largest sum of sizes at one time, in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, count_meta: bool = True) -> None:
+        """`count_meta`: whether tensors on the meta device, which have a size and no memory, count, too."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._count_meta = count_meta
         self.bytes = 0
         self._alive: dict[int, ref[torch.UntypedStorage]] = {}
         self._from_before: dict[int, ref[torch.UntypedStorage]] = {}
@@ -62,6 +65,8 @@ class PeakBytes(TorchDispatchMode):
         while pending:
             value = pending.pop()
             if isinstance(value, Tensor):
+                if value.is_meta and not self._count_meta:
+                    continue
                 storage = value.untyped_storage()
                 key = id(storage)
                 if key not in self._alive and key not in self._from_before:

@@ -5,11 +5,12 @@ Layers that keep the same are shown once. Sizes per token are of activations: we
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,22 @@ def from_json(document: Mapping[str, Any]) -> SavedTensors:
 
 def write_json(document: Mapping[str, Any], out: Path) -> None:
     """The file appears whole. Raises UserError if it cannot be written."""
+    with _whole(out, "--json") as aside:
+        aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+@contextlib.contextmanager
+def _whole(out: Path, option: str) -> Iterator[Path]:
+    """A file to write beside `out`, in whose place it is put at the end; after an error nothing is left of it."""
     aside = out.with_name(f".tmp-{out.name}")
     try:
-        aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        yield aside
         os.replace(aside, out)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}): give another --json") from None
+        raise UserError(f"{out}: cannot be written ({error.strerror}): give another {option}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 # --- alike layers -------------------------------------------------------------------------------------------------------------------
@@ -150,11 +161,6 @@ def name_of(layers: Sequence[str]) -> str:
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------------------
-
-
-def wide_console() -> Console:
-    """A terminal's own width, but at least what the tables need."""
-    return Console(width=max(Console().width, 150))
 
 
 def print_tensors(profile: SavedTensors, console: Console) -> None:
@@ -249,74 +255,83 @@ def _kib(size: float) -> str:
 
 
 def draw(profile: SavedTensors, title: str, out: Path) -> None:
-    """A bar per layer, stacked by segment: KiB of activations per token. Raises UserError if `out` cannot be written."""
+    """A bar per layer, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
     layers = profile.layers()
     sizes = [{s: profile.per_token(profile.bytes("activation", layer=layer, segment=s)) for s in profile.segments()} for layer in layers]
     figure = Figure(figsize=(max(8.0, min(18.0, 4.0 + 0.45 * len(layers))), 4.6), layout="constrained")
     axes = figure.subplots()
-    _stack(axes, sizes)
+    unit, scale = _stack(axes, sizes, headroom=0.05)
     axes.set_xticks(range(len(layers)), [layer.removeprefix("layers.").removesuffix("_tokens") for layer in layers])
     total, copies = profile.bytes("activation"), profile.bytes("weight copy")
-    line = f"{_size(profile.per_token(total))} of activations per token, {_size(total)} for {profile.num_tokens:,} tokens"
-    axes.set(xlabel="layer", ylabel="KiB per token", title=f"{title}\n{line}" + (f"; weight copies {_size(copies)}" if copies else ""))
+    per_token = f"{profile.per_token(total) / scale:,.2f} {unit}"
+    line = f"{per_token} of activations per token, {_size(total)} for {profile.num_tokens:,} tokens"
+    axes.set(xlabel="layer", ylabel=f"{unit} per token", title=f"{title}\n{line}" + (f"; weight copies {_size(copies)}" if copies else ""))
     _save(figure, axes, out)
 
 
 def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: str, out: Path) -> None:
-    """A bar per memory mode, stacked by segment: KiB of activations per token. Raises UserError if `out` cannot be written."""
+    """A bar per memory mode, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
     sizes = [
         {segment: profile.per_token(profile.bytes("activation", segment=segment)) for segment in profile.segments()}
         for profile in profiles.values()
     ]
     figure = Figure(figsize=(3.6 + 1.6 * len(profiles), 4.8), layout="constrained")
     axes = figure.subplots()
-    _stack(axes, sizes, labels=True)
+    unit, scale = _stack(axes, sizes, headroom=0.16, labels=True)
     base = profiles[baseline].bytes("activation")
     for index, (mode, profile) in enumerate(profiles.items()):
         total = profile.bytes("activation")
         ratio = f"\n{total / base:.2f} x" if mode != baseline and base else ""
         axes.annotate(
-            f"{_size(profile.per_token(total))}{ratio}",
-            (index, sum(sizes[index].values()) / 2**10),
+            f"{profile.per_token(total) / scale:,.2f} {unit}{ratio}",
+            (index, sum(sizes[index].values()) / scale),
             (0, 4),
             ha="center",
             va="bottom",
             textcoords="offset points",
         )
     axes.set_xticks(range(len(profiles)), list(profiles))
-    axes.set(ylabel="KiB of activations per token", title=title)
-    _save(figure, axes, out, headroom=0.16)
+    axes.set(ylabel=f"{unit} of activations per token", title=title)
+    _save(figure, axes, out)
 
 
-def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, labels: bool = False) -> None:
-    """Bars in the order of a forward pass, the first segment at the bottom; with `labels` the larger parts carry their number."""
+def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float, labels: bool = False) -> tuple[str, int]:
+    """Bars in the order of a forward pass, the first segment at the bottom; with `labels` the larger parts carry their number.
+
+    Returns the axis's unit, which the highest bar decides, and its bytes.
+    """
     bottom = np.zeros(len(sizes))
     highest = max((sum(one.values()) for one in sizes), default=0.0)
+    unit, scale = _unit(max(highest, 2**10))
     for segment in SEGMENTS:
         heights = np.array([one.get(segment, 0.0) for one in sizes])
         if not heights.any():
             continue
-        bars = axes.bar(range(len(sizes)), heights / 2**10, 0.72, bottom=bottom / 2**10, color=COLORS[segment], label=segment)
+        bars = axes.bar(range(len(sizes)), heights / scale, 0.72, bottom=bottom / scale, color=COLORS[segment], label=segment)
         if labels:
-            axes.bar_label(bars, [_kib(height) if height > 0.06 * highest else "" for height in heights], label_type="center", fontsize=8)
+            texts = [f"{height / scale:,.2f}" if height > 0.06 * highest else "" for height in heights]
+            axes.bar_label(bars, texts, label_type="center", fontsize=8)
         bottom += heights
+    axes.set_ylim(0, (1 + headroom) * highest / scale or 1)  # a bar of height 0 on top of another would take the margin away
+    return unit, scale
+
+
+def _unit(size: float) -> tuple[str, int]:
+    """The largest unit of which this many bytes are one at least, and its bytes."""
+    return next(((unit, scale) for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size >= scale), ("B", 1))
 
 
 def _size(size: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.2f} KiB" if size >= 2**10 else f"{size:.0f} B"
+    unit, scale = _unit(size)
+    return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size:.0f} B"
 
 
-def _save(figure: Figure, axes: Axes, out: Path, headroom: float = 0.05) -> None:
+def _save(figure: Figure, axes: Axes, out: Path) -> None:
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right upper", frameon=False, fontsize=9)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
-    axes.margins(x=0.02, y=headroom)
+    axes.margins(x=0.02)
     axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(out, dpi=110, format="png")
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}): give another --out") from None
+    with _whole(out, "--out") as aside:
+        figure.savefig(aside, dpi=110, format="png")

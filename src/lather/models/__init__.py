@@ -1,1 +1,29 @@
-"""Mixture-of-experts language models: shared layers, one file per family for what is its own."""
+"""Mixture-of-experts language models: shared layers, one file per family for what is its own.
+
+What a script of one's own needs is here; the rest is in the modules.
+"""
+
+from lather.models.decoder import Decoder, DecoderOutput
+from lather.models.experts import Experts
+from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
+from lather.models.generate import generate
+from lather.models.huggingface import load_hugging_face, model_from_hugging_face, save_hugging_face
+from lather.models.moe import MoE
+from lather.models.routing import Router
+
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "DecoderOutput",
+    "Experts",
+    "MoE",
+    "ModelConfig",
+    "Router",
+    "build_model",
+    "config_from_hugging_face",
+    "config_to_hugging_face",
+    "generate",
+    "load_hugging_face",
+    "model_from_hugging_face",
+    "save_hugging_face",
+]

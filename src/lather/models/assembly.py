@@ -29,7 +29,9 @@ class Outline(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-def assemble(config: Outline, block: Callable[[int], Block], generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+def assemble(
+    config: Outline, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
+) -> Decoder:
     """The model of `block(0)`, `block(1)` and so on, its weights drawn on CPU and moved to `device`.
 
     On the meta device nothing is drawn and no memory is used: for sizes, and for weights that are read later.

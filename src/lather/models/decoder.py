@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
@@ -102,8 +103,8 @@ class DecoderOutput:
         return _sum([routing.balance_loss for routing in self.routings])
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """Sum over the MoE blocks, 0 if there are none."""
-        return _sum([routing.z_loss for routing in self.routings])
+        """Sum over the MoE blocks whose routers take it (`Router.takes_z_loss`), 0 if there are none."""
+        return _sum([routing.z_loss for routing in self.routings if routing.z_loss is not None])
 
     def rows_per_expert(self) -> Int[Tensor, "l e"]:
         """Rows that each expert of each MoE block received; (0, 0) if there are none."""
@@ -167,10 +168,10 @@ class Decoder(nn.Module):
             if isinstance(module, GatedMLP | Experts):
                 module.memory = memory
 
-    def balance_load(self, level: str) -> None:
+    def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
         """Over what the balance loss of all blocks is taken; see `LoadBalance`."""
         for router in self.routers():
-            router.balance = LoadBalance(level)
+            router.balance = LoadBalance(level, group)
 
     @contextlib.contextmanager
     def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
             yield
 
     @torch.no_grad()
-    def init_weights(self, std: float, generator: torch.Generator) -> None:
+    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
         """Norms 1, biases 0, everything else normal with this standard deviation, drawn in the order of `parameters()`."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
         for name, p in self.named_parameters():

@@ -179,7 +179,7 @@ PUBLISHED = Published(
 )
 
 
-def build_deepseek_v2(config: DeepseekV2Config, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+def build_deepseek_v2(config: DeepseekV2Config, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
     """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
     return assemble(config, lambda index: _block(config, is_dense=index < config.first_k_dense_replace), generator, device)
 

@@ -35,7 +35,7 @@ from lather.models.grouped import (
     grouped_weight_gradient,
     run_alignment,
 )
-from lather.models.layers import compute_dtype
+from lather.models.layers import compute_dtype, without_autocast
 from lather.shapes import Float, Int
 
 
@@ -53,6 +53,16 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.gate = gate
         self.memory = "saved"
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights as in `nn.Linear`, uniform within 1 / sqrt(inputs); biases 0."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            weight.uniform_(-1, 1).div_(max(weight.shape[-1], 1) ** 0.5)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                bias.zero_()
 
     def forward(self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]) -> Float[Tensor, "r d"]:
         """Sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is another rank's and adds nothing."""
@@ -130,6 +140,7 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
         x_RD, weights_RK, gate_up_GH, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *route_tensors = ctx.saved_tensors

@@ -109,8 +109,8 @@ ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
 
 
-def build_model(config: ModelConfig, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
-    """The model with fresh weights drawn on CPU from `generator`, on `device`; on the meta device without weights."""
+def build_model(config: ModelConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
+    """The model with fresh weights drawn on CPU from `generator` (None: torch's own), on `device`; on the meta device without weights."""
     return family_of(config).build(config, generator, device)
 
 

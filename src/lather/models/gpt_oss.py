@@ -58,7 +58,7 @@ class GptOssConfig(CheckedFields):
     swiglu_limit: float = 7.0
     """Gate values are clamped above, up values on both sides, to this."""
     router_aux_loss_coef: float = 0.001
-    """Coefficient of each block's load-balancing loss, which is 1 when the load is even; 0: none."""
+    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` when the load is even; 0: none."""
     max_position_embeddings: int = 2048
     """Longest sequence, tokens."""
     rope_theta: float = 150000.0
@@ -101,8 +101,8 @@ class GptOssConfig(CheckedFields):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss."""
-        return self.router_aux_loss_coef
+        """Coefficient of each block's load-balancing loss, which is 1 when the load is even."""
+        return self.router_aux_loss_coef * self.num_experts_per_tok / self.num_hidden_layers
 
     def window(self, index: int) -> int | None:
         """Tokens that this block's attention, counted from 0, sees; None: all earlier ones."""
@@ -147,7 +147,7 @@ PUBLISHED = Published(
 )
 
 
-def build_gpt_oss(config: GptOssConfig, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+def build_gpt_oss(config: GptOssConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
     """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
     return assemble(config, lambda index: _block(config, config.window(index)), generator, device)
 

@@ -1,7 +1,8 @@
 """Models from and to Hugging Face folders: `config.json`, safetensors (one file, or shards with an index), tokenizer files.
 
 Everything streams: at any moment one tensor is in memory besides the model itself, or, of stacked experts, one expert. Before anything is
-changed, all headers are compared with the model: names, shapes, dtypes. What is written is complete or not there.
+changed, all headers are compared with the model: names, shapes, dtypes; a head beside a tied embedding also in its values. What is written
+is complete or not there.
 
 The names are in `key_map`, the format in `safetensors_folder`; the families in `families` say which configurations they can be.
 """
@@ -21,13 +22,15 @@ from torch import Tensor, nn
 from lather.errors import ExchangeError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
-from lather.models.key_map import HARMLESS, Entry, Index, Shape, published_ways, written_entries
+from lather.models.key_map import HARMLESS, Entry, Shape, published_ways, written_entries
 from lather.models.mxfp4 import BLOCK, dequantize_mxfp4
 from lather.models.safetensors_folder import (
     DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
+    Index,
     SafetensorsFolder,
+    StrPath,
     TensorToWrite,
     complete_folder,
     open_published,
@@ -51,22 +54,26 @@ COMPANIONS = (
 """Files that belong to a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
+HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
+COMPARED_ELEMENTS = 2**20
+"""Of two tensors at a time."""
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: StrPath) -> ModelConfig:
     """The configuration in a Hugging Face folder.
 
     Raises ExchangeError if there is none or it is damaged, of another family, or has a field that is not supported.
     """
-    mapping = _read_json(folder / CONFIG_FILE, "give the folder of a model, with config.json and safetensors")
+    file = Path(folder) / CONFIG_FILE
+    mapping = _read_json(file, "give the folder of a model, with config.json and safetensors")
     try:
         return config_from_hugging_face(mapping)
-    except UserError as error:
-        raise ExchangeError(f"{folder / CONFIG_FILE}: {error}") from None
+    except (UserError, OverflowError) as error:  # an integer may be more than a float can hold
+        raise ExchangeError(f"{file}: {error}") from None
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -112,7 +119,7 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
             wanted |= {key: (shape, entry.is_packed) for key, shape in published.items()}
     if missing := [key for key in wanted if key not in stored.tensors]:
         raise ExchangeError(f"{folder}: lacks {_first(missing)}, which {CONFIG_FILE} asks for: give the weights that belong to it")
-    is_tied = "lm_head.weight" not in shapes
+    is_tied = HEAD not in shapes
     surplus = [key for key in stored.tensors if key not in wanted and not _is_harmless(key, stored, is_tied=is_tied)]
     if surplus:
         raise ExchangeError(
@@ -121,6 +128,8 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
         )
     for key, (shape, is_packed) in wanted.items():
         _check_tensor(key, stored, shape, is_packed=is_packed)
+    if is_tied and HEAD in stored.tensors:
+        _check_tied_head(stored, entries["embed_tokens.weight"][0].published)
     return PublishedWeights(stored, entries, dict(shapes))
 
 
@@ -135,7 +144,7 @@ def _the_way_taken(choices: list[list[Entry]], shape: Shape, stored: Safetensors
 
 def _is_harmless(key: str, stored: SafetensorsFolder, *, is_tied: bool) -> bool:
     is_empty = 0 in stored.tensors[key].shape  # shared experts of a model without any
-    return is_empty or HARMLESS.fullmatch(key) is not None or (is_tied and key == "lm_head.weight")
+    return is_empty or HARMLESS.fullmatch(key) is not None or (is_tied and key == HEAD)
 
 
 def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packed: bool) -> None:
@@ -146,6 +155,21 @@ def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packe
         )
     if found.dtype not in (("U8",) if is_packed else [name for name, dtype in DTYPES.items() if dtype.is_floating_point]):
         raise ExchangeError(f"{found.file}: {key!r} is of dtype {found.dtype}, which is not read: give a copy in BF16, F16 or F32")
+
+
+def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
+    """A head that is published although it is tied must be the embedding, or the model is not the one described."""
+    rows, columns = stored.tensors[embedding].shape
+    _check_tensor(HEAD, stored, (rows, columns), is_packed=False)
+    step = max(1, COMPARED_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        at = (slice(start, min(start + step, rows)),)
+        one, other = (stored.read(name, at).double() for name in (HEAD, embedding))
+        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+            raise ExchangeError(
+                f"{stored.tensors[HEAD].file}: {HEAD!r} differs from {embedding!r}, but {CONFIG_FILE} makes them one: set its "
+                f"tie_word_embeddings to false, or take {HEAD!r} out if it is not the model's"
+            )
 
 
 def _first(names: list[str]) -> str:
@@ -162,16 +186,17 @@ def _read_json(file: Path, remedy: str) -> dict[str, Any]:
         raise ExchangeError(f"{file}: missing or damaged ({error}): {remedy}") from None
 
 
-def open_hugging_face(folder: Path) -> tuple[PublishedWeights, ModelConfig]:
+def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     """The weights of a Hugging Face folder, found to be those that its configuration describes, and the configuration.
 
-    Raises ExchangeError, naming the file and the field or tensor, if anything is missing, damaged, left over, or not supported.
+    Raises ExchangeError, naming the file and the field or tensor, if anything is missing, damaged, left over, or not supported; or if a
+    head differs from the embedding that it is tied to.
     """
     config = read_config(folder)
-    return _match(folder, config.model_type, parameter_shapes(config)), config
+    return _match(Path(folder), config.model_type, parameter_shapes(config)), config
 
 
-def load_hugging_face(folder: Path, model: nn.Module) -> None:
+def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
     """Set a model's parameters to the folder's weights, whatever floating dtype they are stored in.
 
     Raises ExchangeError, and changes nothing, unless the folder can be read and holds exactly the model's parameters.
@@ -187,7 +212,7 @@ def load_hugging_face(folder: Path, model: nn.Module) -> None:
 
 
 def model_from_hugging_face(
-    folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    folder: StrPath, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> tuple[Decoder, ModelConfig]:
     """The model in a Hugging Face folder, and its configuration.
 
@@ -223,10 +248,10 @@ def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def copy_weights(weights: PublishedWeights, file: Path, dtype: torch.dtype = torch.float32) -> None:
+def copy_weights(weights: PublishedWeights, file: StrPath, dtype: torch.dtype = torch.float32) -> None:
     """Write the weights under Lather's names, in one safetensors file."""
     tensors = [TensorToWrite(name, dtype, shape) for name, shape in weights.shapes.items()]
-    write_safetensors(file, tensors, lambda name: (piece for _, piece in weights.pieces(name)))
+    write_safetensors(Path(file), tensors, lambda name: (piece for _, piece in weights.pieces(name)))
 
 
 # --- writing ------------------------------------------------------------------------------------------------------------------------
@@ -262,11 +287,11 @@ class _FileTensors:
 def save_hugging_face(
     source: nn.Module | SafetensorsFolder,
     config: ModelConfig,
-    folder: Path,
+    folder: StrPath,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: StrPath | None = None,
 ) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads.
 
@@ -301,12 +326,12 @@ def save_hugging_face(
             yield tensors.read(entry.parameter, entry.index)
 
     shards = _shards(to_write, max_shard_bytes)
-    with complete_folder(folder) as aside:
+    with complete_folder(Path(folder)) as aside:
         for file, shard in shards.items():
             write_safetensors(aside / file, shard, pieces)
         if list(shards) != [SINGLE_FILE]:
             _write_json(aside / INDEX_FILE, _index(shards))
-        ids = _write_companions(aside, tokenizer, config.max_position_embeddings)
+        ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
         embedding = dtype or described["embed_tokens.weight"][1]
         _write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
 
@@ -341,18 +366,16 @@ def _index(shards: Mapping[str, list[TensorToWrite]]) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": {tensor.name: file for file, shard in shards.items() for tensor in shard}}
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
+def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     """Copy the tokenizer and generation files that are there; their names."""
-    found = [name for name in COMPANIONS if (source / name).is_file()]
+    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
     for name in found:
-        shutil.copyfile(source / name, target / name)
+        shutil.copyfile(Path(source) / name, Path(target) / name)
     return found
 
 
-def _write_companions(folder: Path, tokenizer: Path | None, max_length: int) -> dict[str, Any]:
+def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
     """Bring the tokenizer's files into `folder`; the ids of its special tokens, for config.json."""
-    if tokenizer is None:
-        return {}
     if tokenizer.is_dir():
         copy_companions(tokenizer, folder)
         original = tokenizer / CONFIG_FILE

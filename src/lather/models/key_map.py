@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lather.models.mxfp4 import BLOCK
+from lather.models.safetensors_folder import Index
 
 Shape = tuple[int, ...]
-Index = tuple[int | slice, ...]
 
 EXPERTS = re.compile(r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)")
 STACKED_FAMILIES = ("gpt_oss",)

@@ -10,7 +10,9 @@ Letters: T rows, D hidden size, F intermediate size.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,6 +36,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """What products of x are computed in: autocast's dtype inside autocast, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+
+
+B = TypeVar("B", bound=Callable[..., Any])
+
+
+def without_autocast(backward: B) -> B:
+    """Of a Function's backward: its products are in the dtypes that it chose, also where the caller runs backward inside autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, grad: Tensor) -> Any:
+        with torch.autocast(grad.device.type, enabled=False):
+            return backward(ctx, grad)
+
+    return cast(B, run)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -79,6 +95,7 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gate_FD, up_FD, down_DF, gate_up_TH = ctx.saved_tensors
         needs_x, needs_gate, needs_up, needs_down, _, _ = ctx.needs_input_grad

@@ -60,10 +60,19 @@ LOCAL_EXCHANGE = LocalExchange()
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts; `lather.models.decoder.Block` calls them segment by segment."""
+    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment by segment; a call does it in one go."""
 
     def __init__(self, router: Router, experts: Experts, shared_experts: GatedMLP | None) -> None:
         super().__init__()
         self.gate = router
         self.experts = experts
         self.shared_experts = shared_experts
+
+    def forward(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Routing]:
+        """Weighted sum of each token's experts and of the shared ones, and the router's decision with its losses."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing: Routing = self.gate(x_TD)
+        y_TD: Tensor = self.experts(x_TD, routing.experts_TK, routing.weights_TK)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD.view(x.shape), routing

@@ -55,7 +55,7 @@ class Qwen3MoeConfig(CheckedFields):
     norm_topk_prob: bool = True
     """Scale the chosen experts' weights to sum 1."""
     router_aux_loss_coef: float = 0.001
-    """Coefficient of each block's load-balancing loss, which is 1 when the load is even; 0: none."""
+    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` when the load is even; 0: none."""
     max_position_embeddings: int = 2048
     """Longest sequence, tokens."""
     rope_theta: float = 10000.0
@@ -97,8 +97,9 @@ class Qwen3MoeConfig(CheckedFields):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss."""
-        return self.router_aux_loss_coef
+        """Coefficient of each block's load-balancing loss, which is 1 when the load is even."""
+        num_blocks = max(1, sum(not self.is_dense(index) for index in range(self.num_hidden_layers)))
+        return self.router_aux_loss_coef * self.num_experts_per_tok / num_blocks
 
     def is_dense(self, index: int) -> bool:
         """Whether this block, counted from 0, has one feed-forward instead of experts."""
@@ -145,7 +146,7 @@ PUBLISHED = Published(
 )
 
 
-def build_qwen3_moe(config: Qwen3MoeConfig, generator: torch.Generator, device: torch.device | None = None) -> Decoder:
+def build_qwen3_moe(config: Qwen3MoeConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
     """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
     return assemble(config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device)
 

@@ -21,9 +21,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.models.layers import without_autocast
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
+TINY = 1e-20
+"""Added to sums of scores, which may all have underflowed; changes no other fp32 sum."""
 BALANCE_LEVELS = ("micro_batch", "sequence", "global_batch")
 
 
@@ -39,8 +42,8 @@ class Routing:
     """Rows that each expert receives."""
     balance_loss: Float[Tensor, ""]
     """E * sum over experts of (share of rows) * (mean score); 1 when the load is even."""
-    z_loss: Float[Tensor, ""]
-    """Mean over tokens of logsumexp(logits)^2."""
+    z_loss: Float[Tensor, ""] | None
+    """Mean over tokens of logsumexp(logits)^2; None unless `Router.takes_z_loss`, as it keeps the logits for backward."""
 
 
 class Router(nn.Module):
@@ -68,11 +71,20 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         self.num_experts_per_tok, self.score, self.normalize, self.scale = num_experts_per_tok, score, normalize, scale
         self.num_groups, self.num_groups_per_tok = groups
+        self.takes_z_loss = False
         self.balance = LoadBalance("micro_batch")
         """How the balance loss is taken; `Decoder.balance_load` sets it for all blocks."""
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)
         self._replayed_TK: Tensor | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights as in `nn.Linear`, uniform within 1 / sqrt(inputs); bias 0."""
+        self.weight.uniform_(-1, 1).div_(max(self.weight.shape[-1], 1) ** 0.5)
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
         """`num_sequences` equally long sequences follow each other in x; only the balance loss at sequence level asks."""
@@ -81,14 +93,14 @@ class Router(nn.Module):
         experts_TK = self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.normalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
         if self.scale != 1:
             weights_TK = weights_TK * self.scale
         count_E = count_rows(experts_TK, len(self.weight))
         if self.score == "sigmoid":  # the balance loss is about shares
-            scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
         balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences)
-        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE))
+        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE) if self.takes_z_loss else None)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         bias_E: Tensor | None = self.e_score_correction_bias
@@ -114,11 +126,11 @@ class Router(nn.Module):
             raise ValueError(f"replay got experts {int(experts_TK.min())} to {int(experts_TK.max())}: they must be 0 to {e - 1}")
         if (experts_TK.sort(-1).values.diff(dim=-1) == 0).any():
             raise ValueError("replay got a token that has the same expert twice: give K different experts per token")
-        self._replayed_TK = experts_TK
+        before, self._replayed_TK = self._replayed_TK, experts_TK
         try:
             yield
         finally:
-            self._replayed_TK = None
+            self._replayed_TK = before
 
     def _replayed(self, scores_TE: Tensor) -> Tensor:
         assert self._replayed_TK is not None
@@ -136,7 +148,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_correction_bias(self, count_E: Int[Tensor, " e"], rate: float) -> None:
         """After a step whose experts had `count_E` rows: raise the bias of the underloaded by `rate`, lower that of the overloaded."""
-        assert self.e_score_correction_bias is not None, "call enable_loss_free_balancing first"
+        if self.e_score_correction_bias is None:
+            raise RuntimeError("the router has no correction bias: call enable_loss_free_balancing first")
         load_E = count_E.to(self.e_score_correction_bias)
         self.e_score_correction_bias += rate * (load_E.mean() - load_E).sign()
 
@@ -167,6 +180,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -234,7 +248,7 @@ def _mean_over_sequences(scores_TE: Tensor, experts_TK: Tensor, num_sequences: i
     num_experts = scores_TE.shape[1]
     if len(scores_TE) % num_sequences:
         raise ValueError(f"num_sequences = {num_sequences} is not valid: it must divide the {len(scores_TE)} tokens")
-    scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.view(num_sequences, -1)
+    scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.reshape(num_sequences, -1)
     count_BE = torch.zeros(num_sequences, num_experts, dtype=scores_TE.dtype, device=scores_TE.device)
     count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
     share_BE = count_BE / max(experts_BG.shape[1], 1)

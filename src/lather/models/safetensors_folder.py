@@ -33,6 +33,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 ANOTHER_COPY = "fetch or save it again"
 
 Index = tuple[int | slice, ...]
+"""Of a part of a tensor."""
+StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class SafetensorsFolder:
         return torch.frombuffer(content, dtype=part.dtype).view(part.shape)
 
 
-def open_safetensors(file: Path) -> SafetensorsFolder:
+def open_safetensors(file: StrPath) -> SafetensorsFolder:
     """One file. Raises ExchangeError if it is missing, truncated or damaged."""
-    return SafetensorsFolder(_read_header(file))
+    return SafetensorsFolder(_read_header(Path(file)))
 
 
 def open_published(folder: Path) -> SafetensorsFolder:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lather.optim.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.layout import Layout, layout_of, limits_whole_update
 from lather.optim.state import MatrixState, compute_dtype, kept_shape, matrix_state, state_entries, write_back
+from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 TEMPORARIES = 8
 """Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
@@ -183,7 +184,7 @@ class Chunk:
         if len(batches) == 1:
             return batches[0].to(dtype).contiguous()
         out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=dtype)
-        torch._foreach_copy_(list(out.split([len(batch) for batch in batches])), batches)
+        foreach_copy_(list(out.split([len(batch) for batch in batches])), batches)
         return out
 
     def gradients(self) -> Tensor:
@@ -221,10 +222,10 @@ class Chunk:
             updates.append(layout.as_parameter(piece))
         wide = parts if torch.promote_types(parts[0].dtype, u.dtype) == parts[0].dtype else [part.to(u.dtype) for part in parts]
         if decay:
-            torch._foreach_mul_(wide, 1 - decay)
-        torch._foreach_add_(wide, updates, alpha=-lr)
+            foreach_mul_(wide, 1 - decay)
+        foreach_add_(wide, updates, alpha=-lr)
         if wide is not parts:
-            torch._foreach_copy_(parts, wide)
+            foreach_copy_(parts, wide)
 
 
 def grad_of(p: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.buckets import grad_of, parameter_layout
+from lather.torch_private import foreach_norm
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _norms(gradients: list[Gradient]) -> Mapping[int, list[float]]:
     whole = [one.param for one in gradients if not one.has_experts]
     for dtype in {_wide(p) for p in whole}:
         same = [p for p in whole if _wide(p) == dtype]
-        for p, norm in zip(same, torch._foreach_norm([grad_of(p) for p in same], 2, dtype=dtype), strict=True):
+        for p, norm in zip(same, foreach_norm([grad_of(p) for p in same], 2, dtype=dtype), strict=True):
             norms[id(p)] = norm.view(1)
     return dict(zip(norms, read_together(list(norms.values())), strict=True))
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lather.errors import CheckpointError
+from lather.models.safetensors_folder import sync as sync  # noqa: PLC0414  (other modules know it from here)
 
 FORMAT = 1
 ANOTHER = "use the configuration it was made with"
@@ -113,17 +114,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
     """Load weights, and optimizer state if an optimizer is given. Files and model are compared before anything is changed.
 
-    Balancing biases that the checkpoint does not have, as no imported one has, stay as they are.
-
     Raises CheckpointError naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not the model's, or
     if the optimizer is of another class or its moments of other shapes.
     """
     state = _read_state(path)
     device = next(model.parameters()).device
     weights = _read_tensors(path / FILES[0], state)
-    own = model_tensors(model)
-    buffers = own.keys() - dict(model.named_parameters()).keys()
-    _compare(path / FILES[0], weights, own, optional=buffers - weights.keys())
+    _compare(path / FILES[0], weights, model_tensors(model))
     if optimizer is not None and state["optimizer"] is not None:
         if state["optimizer"] != type(optimizer).__name__:
             found, given = state["optimizer"], type(optimizer).__name__
@@ -132,8 +129,21 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         _load_optimizer(path / FILES[1], entries, model, optimizer, device)
     with torch.no_grad():
         for name, value in _named_state(model):
-            value.copy_(weights.get(name, value))
+            value.copy_(weights[name])
     return Progress(state["step"], state["seconds"], state["skipped_in_a_row"])
+
+
+def load_parameters(path: Path, model: nn.Module) -> None:
+    """Load another run's weights to start from. Balancing biases belong to the run that moved them and are not taken.
+
+    Raises CheckpointError as `load_checkpoint` does.
+    """
+    weights = _read_tensors(path / FILES[0], _read_state(path))
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    biases = {name for name in weights if name.endswith(".e_score_correction_bias")}
+    _compare(path / FILES[0], {name: value for name, value in weights.items() if name not in biases}, own)
+    for name, p in own.items():
+        p.copy_(weights[name])
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -219,8 +229,8 @@ def _check_file(file: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 
-def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor], optional: Collection[str]) -> None:
-    for name in sorted((set(found) ^ set(expected)) - set(optional)):
+def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in sorted(set(found) ^ set(expected)):
         where = "lacks" if name in expected else "has a surplus"
         raise CheckpointError(f"{file}: {where} {name!r}: {ANOTHER}")
     for name, value in found.items():
@@ -242,12 +252,3 @@ def _digest(state: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have the file's contents, or the folder's entries, on disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

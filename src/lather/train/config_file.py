@@ -82,7 +82,7 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
     hints = typing.get_type_hints(cls)
     for key in mapping:
         if key not in hints:
-            raise ConfigError(f"unknown key {prefix + key!r}; {_nearest(prefix + key)}")
+            raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key)}")
     values: dict[str, Any] = {}
     for key, value in mapping.items():
         hint, name = hints[key], prefix + key
@@ -93,6 +93,15 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
         else:
             values[key] = _convert(value, hint, name)
     return cls(**values)
+
+
+def _owner(cls: type, key: str) -> str:
+    """Which other families have the key."""
+    families = _sections(typing.get_type_hints(Config)["model"])
+    others = [repr(getattr(family, "model_type", "")) for family in families if key in typing.get_type_hints(family)]
+    if cls not in families or not others:
+        return ""
+    return f"it is a key of model_type {' and '.join(others)}, not of {getattr(cls, 'model_type', '')!r}"
 
 
 def _nearest(name: str) -> str:

@@ -20,7 +20,7 @@ from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.models.generate import generate
-from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.metrics import MetricsWriter, StepRow, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
@@ -87,10 +87,13 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     run_dir = RunDirectory.open(config)
     try:
         try:
+            start = _start(config, run_dir)
             dataset = prepare(config.data, config.model.vocab_size, display.note)
             load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
+            if start is not None:
+                _check_same_tokenizer(Path(config.init_from), dataset)
             run_dir.adopt_dataset(dataset)
-            run = _Run(config, run_dir, dataset, device, display)
+            run = _Run(config, run_dir, dataset, device, display, start)
         except UserError:
             run_dir.abandon()
             raise
@@ -106,11 +109,25 @@ def build_model(config: Config, device: torch.device) -> Decoder:
     return model
 
 
-def _newest_checkpoint(run: Path) -> Path:
-    checkpoints = list_checkpoints(run / "checkpoints")
+def _start(config: Config, run_dir: RunDirectory) -> Path | None:
+    """The checkpoint of another run that a fresh one starts from."""
+    if not config.init_from or list_checkpoints(run_dir.checkpoints):
+        return None
+    checkpoints = list_checkpoints(Path(config.init_from) / "checkpoints")
     if not checkpoints:
-        raise CheckpointError(f"init_from = {str(run)!r} has no checkpoint: give a run directory that has one")
+        raise CheckpointError(f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has one")
+    if not config.data.tokenizer and not (Path(config.init_from) / "tokenizer.json").exists():
+        raise DataError(f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer as data.tokenizer")
     return checkpoints[-1]
+
+
+def _check_same_tokenizer(source: Path, dataset: Path) -> None:
+    """Weights mean nothing to another tokenizer's numbers."""
+    theirs = source / "tokenizer.json"
+    if theirs.exists():
+        texts = [load_tokenizer(file, "restore it").to_str() for file in (theirs, dataset / "tokenizer.json")]
+        if texts[0] != texts[1]:
+            raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
 def _document_end(config: Config, dataset: Path) -> int | None:
@@ -122,7 +139,9 @@ def _document_end(config: Config, dataset: Path) -> int | None:
 
 
 class _Run:
-    def __init__(self, config: Config, run_dir: RunDirectory, dataset: Path, device: torch.device, display: Display) -> None:
+    def __init__(
+        self, config: Config, run_dir: RunDirectory, dataset: Path, device: torch.device, display: Display, start: Path | None
+    ) -> None:
         self.config, self.run_dir, self.display = config, run_dir, display
         train = config.train
         self.validation = TokenShards(dataset, "validation", train.sequence_length)
@@ -136,9 +155,8 @@ class _Run:
         self.resumed_step = self.progress.step if existing else None
         if existing:
             display.note(f"resuming {existing[-1]}")
-        elif config.init_from:
-            start = _newest_checkpoint(Path(config.init_from))
-            load_checkpoint(start, self.model)
+        elif start is not None:
+            load_parameters(start, self.model)
             display.note(f"starting from the weights of {start}")
         parameters = sum(p.numel() for p in self.model.parameters())
         display.note(f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {device.type}, {len(shards):,} training windows")
@@ -251,7 +269,10 @@ def sample_text(
     temperature: float = 0.7,
     top_k: int = 50,
 ) -> str:
-    """`prompt` and what the model makes of it. Raises DataError if the prompt encodes to nothing."""
+    """`prompt` and what the model makes of it, reading the last `train.sequence_length` tokens.
+
+    Raises DataError if the prompt encodes to nothing.
+    """
     tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
     try:
         tokens = tokenizer.encode(prompt).ids

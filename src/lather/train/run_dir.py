@@ -24,8 +24,8 @@ from lather.errors import ConfigError, RunError
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
 
-FREE_SECTIONS = ("checkpoint", "log")
-"""Sections that may change between the starts of a run: they do not touch what it computes."""
+FREE = ("checkpoint", "log", "run_dir", "moe.memory")
+"""Sections and keys that may change between the starts of a run: they do not touch what it computes (`moe.memory`: but for rounding)."""
 
 
 class RunDirectory:
@@ -107,7 +107,7 @@ def _check_owner(path: Path, config: Config) -> None:
     except ConfigError as error:
         raise RunError(f"{error}; give another --run-dir, or delete {path}") from None
     mine, theirs = _flat(asdict(config)), _flat(asdict(before))
-    different = [key for key in mine if mine[key] != theirs[key] and key.partition(".")[0] not in (*FREE_SECTIONS, "run_dir")]
+    different = [key for key in mine if mine[key] != theirs[key] and not {key, key.partition(".")[0]} & set(FREE)]
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""

@@ -61,8 +61,9 @@ def prepare_experts(model: Decoder, config: MoEConfig) -> None:
     model.set_memory(config.memory)
     if config.balance_level is not None:
         model.balance_load(config.balance_level)
-    if config.bias_update_rate:
-        for router in model.routers():
+    for router in model.routers():
+        router.takes_z_loss = config.z_loss_coefficient > 0
+        if config.bias_update_rate:
             router.enable_loss_free_balancing()
 
 

@@ -1,6 +1,7 @@
 """Each token's rows summed with weights: the specification of triton.py, and what runs on a CPU.
 
-Letters: T tokens, K slots, G rows, D columns. A row of -1 contributes nothing. Sums are in fp32 (fp64 for fp64), slots in order.
+Letters: T tokens, K slots, N = T * K pairs, G rows, D columns, B tokens of one block, R tokens or rows. A row of -1 contributes nothing.
+Sums are in fp32 (fp64 for fp64), slots in order.
 
 No (T, K, D) tensor: `embedding_bag` adds as it reads, ten and more times faster than (rows[row_TK] * weights).sum(1) (fp32, T 1024, K 6,
 D 2048). It wants the weights in the rows' dtype, which would round them for bf16 rows: those go through blocks of tokens, widened.

@@ -23,6 +23,7 @@ from lather.kernels.backend import use_triton
 from lather.kernels.cross_entropy import reference
 from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
 from lather.shapes import Float, Int
+from lather.torch_private import base_of
 
 __all__ = ["SpentLogits", "cross_entropy_"]
 
@@ -64,7 +65,7 @@ def cross_entropy_(
         logits_TV = logits.detach().reshape(-1, logits.shape[-1]) if logits.numel() else logits.new_empty(0, max(1, logits.shape[-1]))
         return divided(_implementation(logits_TV).token_losses(logits_TV.contiguous(), labels_T, z_loss=z_loss).sum(), normalizer)
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels_T, z_loss, normalizer)  # type: ignore[no-untyped-call]
-    for tensor in (logits, logits._base):
+    for tensor in (logits, base_of(logits)):
         if tensor is not None:
             tensor.__class__ = SpentLogits
     return loss
@@ -87,7 +88,7 @@ def _check_expendable(logits: Tensor) -> None:
         raise ValueError(
             "logits are a leaf that requires grad, and would be overwritten: give the output of an operation, or logits.clone()"
         )
-    base = logits._base
+    base = base_of(logits)
     if base is not None and (base.numel() != logits.numel() or type(base) is not Tensor or (base.is_leaf and base.requires_grad)):
         raise ValueError(
             f"logits are a view of a part of a tensor of shape {tuple(base.shape)} that would be overwritten: give the whole tensor with "
@@ -127,17 +128,20 @@ _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", 
 
 
 class SpentLogits(Tensor):
-    """What logits become: shape, dtype and device can be asked for, everything else raises RuntimeError."""
+    """What logits become: shape, dtype and device can be asked for, `repr` tells why, everything else raises RuntimeError."""
 
     explanation = (
         "these logits went into cross_entropy_, which has overwritten them with their gradient: read what you need of them before "
         "(logits.argmax(-1), logits.clone()), or use F.cross_entropy"
     )
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """For a debugger, which shows every variable that there is."""
+        return f"<{self.explanation}>"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", "")
         if name not in _METADATA:
             raise RuntimeError(cls.explanation)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

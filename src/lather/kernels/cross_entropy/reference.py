@@ -6,7 +6,7 @@ For a row l of logits with label y, in fp32 or wider:
 
 A row whose label is negative has loss 0 and gradient 0, whatever its logits are (NaN too).
 
-Letters: T tokens, V vocabulary, N rows of a piece. Work goes by pieces of few rows, so that bf16 logits never have a wide copy.
+Letters: T tokens, V vocabulary, N rows of a piece, C columns. Work goes by pieces of few rows: bf16 logits never have a wide copy.
 """
 
 from __future__ import annotations

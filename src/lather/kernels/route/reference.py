@@ -1,6 +1,7 @@
 """Where each (token, slot) pair's row goes, in plain torch: the specification of triton.py, and what runs on a CPU.
 
-Letters: T tokens, K slots (experts per token), E experts, G rows. One stable sort of the expert ids, no host synchronisation.
+Letters: T tokens, K slots (experts per token), N = T * K pairs, E experts, G rows. One stable sort of the expert ids,
+no host synchronisation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""`lather bench memory` on small sizes: bytes are the formulas', a wrong contestant is not reported, rows and picture appear whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lather.bench import memory
+from lather.bench.check import CheckError
+from lather.bench.memory import MemoryBenchmark, Sizes, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
+from lather.bench.memory_report import summary
+from lather.cli import main
+
+D, E, K, F = 32, 5, 3, 24
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(D, E, K, F)
+    monkeypatch.setattr(memory, "HIDDEN", D)
+    monkeypatch.setattr(memory, "PUBLISHED", sizes)
+    monkeypatch.setattr(memory, "TIMED", {"small": (sizes, 16)})
+    monkeypatch.setattr(memory, "LOSS_TOKENS", 2000)
+    monkeypatch.setattr(memory, "VOCABULARY", 3000)
+
+
+def test_kept_elements_are_those_of_the_formulas() -> None:
+    """Besides bf16, scores and indices are kept; `reference` has weights of its own in bf16, one per row."""
+    rows = {row["config"]["contestant"]: row for row in measure_kept(CPU)}
+    elements = {name: row["bf16_elements_per_token"] for name, row in rows.items()}
+    assert elements == {
+        "reference": D + 2 * K * D + 4 * K * F + K,
+        "early_free": D + 2 * K * D + 3 * K * F,
+        "saved": D + 2 * K * F,
+        "recompute": D,
+    }
+    assert rows["saved"]["bound_elements_per_token"] == elements["saved"]
+    for row in rows.values():
+        metadata = row["bytes_per_token"] - 2 * row["bf16_elements_per_token"]
+        assert 0 < metadata < 40 * (E + 3 * K)
+
+
+def test_a_contestant_that_is_wrong_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = make_layers(Sizes(D, E, K, F), torch.float32, CPU)
+    assert max(check_layers(layers).values()) < 1e-5
+    right = memory.EarlyFree.forward
+    monkeypatch.setattr(memory.EarlyFree, "forward", lambda self, *arguments: 1.01 * right(self, *arguments))
+    with pytest.raises(CheckError, match="early_free: differs from plain autograd by 1"):
+        check_layers(layers)
+    assert main(["bench", "memory", "--parts", "time", "--rounds", "5", "--out", str(tmp_path)]) == 1
+    assert "check failed, nothing is reported" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plain_loss_holds_at_least_the_logits_and_ours_does_not() -> None:
+    logits = 2000 * 3000 * 4
+    assert loss_extra_bytes(plain_loss, torch.float32) >= 2 * logits
+    assert loss_extra_bytes(memory.linear_cross_entropy, torch.float32) < logits / 4
+
+
+def test_the_command_leaves_rows_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "memory", "--rounds", "5", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "memory-cpu.jsonl").read_text().splitlines()]
+    assert [row["benchmark"] for row in rows] == ["kept"] * 4 + ["loss"] * 4 + ["time"] * 4
+    assert all(row["check"] and "commit" in row and "hardware" in row for row in rows)
+    assert all(len(row["round_ms"]) == 5 for row in rows if row["benchmark"] == "time")
+    assert (tmp_path / "memory-cpu.png").read_bytes().startswith(b"\x89PNG")
+    out = " ".join(capsys.readouterr().out.split())
+    for line in summary(rows):
+        assert " ".join(line.split()) in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-cpu.jsonl", "memory-cpu.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"),
+        (["--parts", "all"], "--parts"),
+        (["--device", "cuda"], "--device cuda: this torch sees no CUDA device"),
+    ],
+    ids=["rounds", "parts", "cuda"],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert main(["bench", "memory", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_fewer_rounds_than_five_are_refused_in_code_too() -> None:
+    with pytest.raises(ValueError, match="--rounds"):
+        MemoryBenchmark(rounds=1)
