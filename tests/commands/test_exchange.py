@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lather.cli import main
 from lather.commands.exchange import parse_size
 from lather.errors import ConfigError
+from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.huggingface import model_from_hugging_face, save_hugging_face
 from lather.optim import SOAP
 from lather.train.checkpoint import Progress, load_checkpoint
@@ -130,6 +131,16 @@ def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp
     load_checkpoint(trained / "checkpoints/step-00000003", ours)
     with torch.no_grad():
         assert error(theirs(tokens).logits, ours(tokens).logits_BSV) < 1e-5
+
+
+def test_an_export_says_so_where_transformers_computes_something_else(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["export", str(trained), str(tmp_path / "plain")]) == 0
+    assert "note:" not in capsys.readouterr().out
+    monkeypatch.setattr(DeepseekV2Config, "normalizes", property(lambda self: True))
+    assert main(["export", str(trained), str(tmp_path / "normalized")]) == 0
+    assert "note: transformers ignores norm_topk_prob" in capsys.readouterr().out
 
 
 def test_step_chooses_the_checkpoint(trained: Path, tmp_path: Path) -> None:
@@ -307,7 +318,7 @@ def test_wrong_command_lines_are_one_line_and_write_nothing(
         ({"hidden_size": 0}, "model.hidden_size = 0 is not valid"),
         ({"hidden_size": "24"}, "hidden_size = '24' is not valid"),
         ({"kv_lora_rank": None}, "missing fields: kv_lora_rank"),
-        ({"rope_theta": 10**400}, "int too large"),
+        ({"rope_theta": 10**400}, "rope_theta = 1000"),
         ({"vocab_size": 256}, "model.vocab_size = 256 is not valid: it must be at least 257"),
     ],
     ids=str,

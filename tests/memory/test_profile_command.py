@@ -9,11 +9,13 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+from torch import Tensor
 
 from lather.cli import main
 from lather.memory.report import from_json
+from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
-from tiny_run import write_config
+from tiny_run import start, write_config
 
 ROWS = 2 * 16
 """Tokens of a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
@@ -110,6 +112,57 @@ def test_overrides_change_batch_precision_and_mode(config: Path, tmp_path: Path,
     assert (4, 8) in shapes  # the tokens
 
 
+def test_documents_stay_apart_where_attention_is_packed(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Tensor | None] = []
+    forward = Decoder.forward
+
+    def seen(self: Decoder, *arguments: Any, **keywords: Any) -> DecoderOutput:
+        given.append(keywords["cu_seqlens"])
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Decoder, "forward", seen)
+    written = []
+    for options, ending in (([], ""), (["--data.packed-attention"], ", 4 documents per sequence")):
+        status, lines, _ = run(capsys, config, *options, "--json", tmp_path / "p.json")
+        assert status == 0
+        assert f"one micro-batch of 2 x 16 tokens, fp32{ending}, memory 'saved'" in lines
+        written.append(document(tmp_path / "p.json"))
+    assert given[0] is None
+    assert given[1] is not None
+    assert given[1].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 32]
+    assert [one["documents_per_sequence"] for one in written] == [1, 4]
+    plain, packed = (one["profiles"]["saved"]["bytes"]["activation"] for one in written)
+    assert packed > plain  # attention without documents needs no mask
+
+    for length, expected in ((6, [0, 2, 4, 6, 8, 10, 12]), (1, [0, 1, 2])):
+        assert run(capsys, config, "--data.packed-attention", "--train.sequence-length", length)[0] == 0
+        assert given[-1] is not None
+        assert given[-1].tolist() == expected
+
+
+def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
+    """`lather profile ... | head`: here before the first line, so that the pipe is closed whatever the machine's speed."""
+    process = start("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    assert process.stderr.read() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"p.json", "p.png"}
+    assert from_json(document(tmp_path / "p.json")["profiles"]["saved"]).num_tokens == ROWS
+
+
+def test_the_picture_is_of_the_configuration(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("lather.memory.report._save", lambda figure, axes, out: titles.append(axes.get_title()))
+    for options in ([], ["--compare"]):
+        assert main(["profile", str(config), "--out", str(tmp_path / "p.png"), *options]) == 0
+    assert titles[0].startswith("tiny: kept for backward, memory 'saved'\n2 x 16 tokens, fp32\n")
+    assert titles[1] == "tiny: kept for backward\n2 x 16 tokens, fp32"
+
+
 def test_the_run_directory_is_not_touched(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, config, "--run-dir", tmp_path / "run")[0] == 0
     assert list(tmp_path.iterdir()) == []
@@ -125,6 +178,8 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["{config}", "--train.micro-batch-size", "3"], ["train.batch_size", "4", "(3)"]),
     (["{config}", "--out", "absent/x.png"], ["absent/x.png", "cannot be written", "no such folder"]),
     (["{config}", "--json", "absent/x.json"], ["absent/x.json", "cannot be written", "no such folder"]),
+    (["{config}", "--out", "{folder}"], ["{folder}", "cannot be written", "a folder", "name a file"]),
+    (["{config}", "--json", "{folder}"], ["{folder}", "cannot be written", "a folder", "name a file"]),
     (["{config}", "--comparison"], ["--comparison"]),
     (["{config}", "--out"], ["--out"]),
 ]
@@ -141,9 +196,9 @@ def test_bad_input_is_one_line_and_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lather.commands.profile.build", None)  # errors come before a model is built
-    status, lines, err = run(capsys, *(argument.format(config=config) for argument in arguments))
+    status, lines, err = run(capsys, *(argument.format(config=config, folder=config.parent) for argument in arguments))
     assert (status, lines) == (2, [])
     assert len(err.splitlines()) == 1
     for words in expected:
-        assert words in err
+        assert words.format(folder=config.parent) in err
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
@@ -87,6 +88,23 @@ def test_json_totals_are_the_storages() -> None:
         "activation_bytes_per_segment": {"run_experts": 3 * MIB, "aggregate": 8 * MIB},
     }
     assert list(document["layers"]) == ["embed_tokens", "layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("drawing")], ids=["full", "other"])
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: object, out: Path, **_: object) -> None:
+        out.write_text("the beginning")
+        raise error
+
+    monkeypatch.setattr(Figure, "savefig", fails)
+    (tmp_path / "out.png").write_text("old")
+    with pytest.raises(UserError if isinstance(error, OSError) else RuntimeError):
+        report.draw(example(), "title", tmp_path / "out.png")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.png", "old")]
+    (tmp_path / "out.json").mkdir()
+    with pytest.raises(UserError, match=r"out\.json: cannot be written"):
+        report.write_json({}, tmp_path / "out.json")
+    assert {path.name for path in tmp_path.iterdir()} == {"out.png", "out.json"}
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -180,14 +198,19 @@ def test_a_segment_that_the_baseline_does_not_have_has_no_ratio() -> None:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Figure]:
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[Path], None]], Figure]:
     """The figure that would have been saved."""
 
     def figure_of(draw: Callable[[Path], None]) -> Figure:
         figures: list[Figure] = []
+
+        def savefig(figure: Figure, out: Path, **_: object) -> None:
+            figures.append(figure)
+            out.touch()
+
         with monkeypatch.context() as patch:
-            patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-            draw(Path("unused.png"))
+            patch.setattr(Figure, "savefig", savefig)
+            draw(tmp_path / "unused.png")
         return figures[0]
 
     return figure_of
@@ -208,7 +231,7 @@ def test_the_picture_has_a_bar_per_layer_and_a_part_per_segment(drawn: Callable[
     assert axes.get_title() == "a title\n25.00 KiB of activations per token, 25.00 MiB for 1,024 tokens; weight copies 64.00 MiB"
     assert axes.get_ylabel() == "KiB per token"
     assert {text.get_text() for text in figure.legends[0].get_texts()} == heights.keys()
-    assert axes.get_ylim()[1] > 11  # room above the highest bar
+    assert_starts_at_0(axes, highest=11)
 
 
 def test_the_comparison_has_a_bar_per_mode(drawn: Callable[..., Figure]) -> None:
@@ -222,6 +245,35 @@ def test_the_comparison_has_a_bar_per_mode(drawn: Callable[..., Figure]) -> None
     assert "49.00 KiB" in texts
     assert "16.00" in texts  # in the larger parts
     assert "1.00" not in texts  # not in small ones
+    assert axes.get_ylabel() == "KiB of activations per token"
+    assert_starts_at_0(axes, highest=49)
+
+
+def test_every_number_in_a_picture_is_in_the_unit_of_its_axis(drawn: Callable[..., Figure]) -> None:
+    """Which the highest bar decides: whole modes have MiB, single layers KiB."""
+    profiles = {name: SavedTensors(example(scale).storages, 16) for name, scale in (("lean", 1), ("plain", 4))}
+    (axes,) = drawn(lambda out: report.draw_comparison(profiles, "plain", "a title", out)).axes
+    assert axes.get_ylabel() == "MiB of activations per token"
+    texts = [text.get_text() for text in axes.texts]
+    assert {"1.56 MiB\n0.51 x", "3.06 MiB", "1.00", "0.38", "1.50"} <= set(texts)
+    assert [sum(bars[index].get_height() for bars in axes.containers) for index in (0, 1)] == [25 / 16, 49 / 16]
+
+    (axes,) = drawn(lambda out: report.draw(profiles["lean"], "a title", out)).axes
+    assert axes.get_ylabel() == "KiB per token"
+    assert "\n1,600.00 KiB of activations per token, 25.00 MiB for 16 tokens" in axes.get_title()
+
+
+def test_nothing_kept_is_a_picture_too(drawn: Callable[..., Figure]) -> None:
+    (axes,) = drawn(lambda out: report.draw_comparison({"lean": SavedTensors((), 1)}, "lean", "a title", out)).axes
+    assert (axes.get_ylabel(), axes.get_ylim()) == ("KiB of activations per token", (0, 1))
+    assert [text.get_text() for text in axes.texts] == ["0.00 KiB"]
+
+
+def assert_starts_at_0(axes: Axes, highest: float) -> None:
+    low, high = axes.get_ylim()
+    assert low == 0
+    assert 0 in axes.get_yticks()
+    assert 1.02 * highest < high < 1.3 * highest  # room above the highest bar
 
 
 def test_every_segment_has_a_color_of_its_own() -> None:

@@ -102,6 +102,9 @@ SINGLE: dict[str, tuple[Damage, list[str]]] = {
         [CONFIG, "quantization_config", "'fp8'"],
     ),
     "field of a wrong type": (edit_json(CONFIG, lambda c: c.update(hidden_size="24")), [CONFIG, "hidden_size", "'24'", "an integer"]),
+    "a size beyond all models": (edit_json(CONFIG, lambda c: c.update(hidden_size=10**30)), [CONFIG, "hidden_size", "below 1e+08"]),
+    "a number beyond float": (edit_json(CONFIG, lambda c: c.update(rope_theta=10**400)), [CONFIG, "rope_theta", "below 1e+300"]),
+    "endless config": (lambda folder: (folder / CONFIG).write_text("[" * 100_000), [CONFIG, "damaged"]),
     "wrong shape": (
         edit_tensors(lambda t: t.update({EXPERT: torch.zeros(11, 23)})),
         [WEIGHTS, EXPERT, "(11, 23)", "(11, 24)", "give the configuration"],
@@ -149,7 +152,11 @@ SHARDED: dict[str, tuple[Damage, list[str]]] = {
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), [INDEX, "not a usable index", "weight_map"]),
     "index is a list": (lambda folder: (folder / INDEX).write_text("[]"), [INDEX, "not a usable index"]),
     "cut index": (cut(INDEX, 99), [INDEX, "not a usable index", "again"]),
-    "one not listed": (edit_json(INDEX, lambda index: index["weight_map"].pop(EXPERT)), ["lacks", repr(EXPERT)]),
+    "one not listed": (
+        edit_json(INDEX, lambda index: index["weight_map"].pop(EXPERT)),
+        ["holds", repr(EXPERT), "does not place there", "again"],
+    ),
+    "endless index": (lambda folder: (folder / INDEX).write_text("[" * 100_000), [INDEX, "not a usable index"]),
 }
 CASES = {f"single: {name}": ("single", *case) for name, case in SINGLE.items()}
 CASES |= {f"sharded: {name}": ("sharded", *case) for name, case in SHARDED.items()}

@@ -15,6 +15,7 @@ import tyro
 
 from lather.commands.parsing import parse_arguments
 from lather.errors import ConfigError, ExchangeError, UserError, require
+from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.huggingface import (
     CONFIG_FILE,
@@ -113,6 +114,8 @@ def export_command(arguments: list[str]) -> int:
         tokenizer=tokenizer,
     )
     print(f"{checkpoint.name} in {parsed.dtype}{'' if tokenizer else ', without a tokenizer'}")
+    if isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
+        print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
     print(f"folder            {parsed.folder}")
     return 0
 

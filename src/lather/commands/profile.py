@@ -119,12 +119,12 @@ def write(parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors]
     if parsed.json:
         report.write_json(_document(parsed.config, profiles, cut), parsed.json)
     if parsed.out:
-        title = f"{name}: kept for backward, {_batch(parsed.config)}"
+        title, batch = f"{name}: kept for backward", _batch(parsed.config)
         if parsed.compare:
-            report.draw_comparison(profiles, BASELINE, title, parsed.out)
+            report.draw_comparison(profiles, BASELINE, f"{title}\n{batch}", parsed.out)
         else:
             mode, profile = next(iter(profiles.items()))
-            report.draw(profile, f"{title}, memory {mode!r}", parsed.out)
+            report.draw(profile, f"{title}, memory {mode!r}\n{batch}", parsed.out)
 
 
 def _batch(config: Config) -> str:

@@ -120,6 +120,11 @@ class DeepseekV2Config(CheckedFields):
             self._require("num_experts_per_tok", self.num_experts_per_tok <= reach, f"at most the {reach} experts of topk_group groups")
 
     @property
+    def normalizes(self) -> bool:
+        """Whether the chosen experts' weights sum to 1; a lone weight of 1 would teach the router nothing."""
+        return self.norm_topk_prob and self.num_experts_per_tok > 1
+
+    @property
     def balance_loss_coef(self) -> float:
         """Coefficient of each block's load-balancing loss."""
         return self.aux_loss_alpha
@@ -199,14 +204,13 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
 
 
 def _moe(config: DeepseekV2Config) -> MoE:
-    normalize = config.norm_topk_prob and config.num_experts_per_tok > 1  # a lone weight of 1 would teach the router nothing
     grouped = config.topk_method == "group_limited_greedy"
     router = Router(
         config.hidden_size,
         config.n_routed_experts,
         config.num_experts_per_tok,
-        normalize=normalize,
-        scale=1.0 if normalize else config.routed_scaling_factor,
+        normalize=config.normalizes,
+        scale=1.0 if config.normalizes else config.routed_scaling_factor,
         groups=(config.n_group, config.topk_group) if grouped else (1, 1),
     )
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")

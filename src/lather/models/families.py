@@ -105,6 +105,8 @@ NO_INFLUENCE = frozenset(
 FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
 """Fields of any family that are supported with one value only, as `Published.fixed`, but not written."""
 
+LARGEST = 10**8
+"""Above every size that a model can have."""
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
 
@@ -264,6 +266,9 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{name} = {value!r} is not valid: it must be a list")
         return tuple(_typed(item, typing.get_args(hint)[0], name) for item in value)
+    limit = LARGEST if hint is int else 10**300
+    if type(value) is int and abs(value) >= limit:
+        raise ConfigError(f"{name} = {str(value)[:20]}... is not valid: it must be below {limit:.0e}")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

@@ -182,7 +182,7 @@ def _read_json(file: Path, remedy: str) -> dict[str, Any]:
         if not isinstance(mapping, dict):
             raise ValueError("not a JSON object")
         return mapping
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ExchangeError(f"{file}: missing or damaged ({error}): {remedy}") from None
 
 

@@ -124,7 +124,7 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
 PUBLISHED = Published(
     architecture="Qwen3MoeForCausalLM",
     defaults={
-        "head_dim": lambda fields: fields["hidden_size"] // fields["num_attention_heads"],
+        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
         "decoder_sparse_step": 1,
         "mlp_only_layers": (),
         "attention_bias": False,

@@ -104,6 +104,9 @@ def open_published(folder: Path) -> SafetensorsFolder:
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise ExchangeError(f"{index}: places {name!r} in {file}, which does not hold it: {ANOTHER_COPY}")
+    for file, header in headers.items():
+        if surplus := [name for name in header if weight_map.get(name) != file]:
+            raise ExchangeError(f"{folder / file}: holds {surplus[0]!r}, which {INDEX_FILE} does not place there: {ANOTHER_COPY}")
     return SafetensorsFolder({name: headers[file][name] for name, file in weight_map.items()})
 
 
@@ -112,7 +115,7 @@ def _read_index(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ValueError("its weight_map does not give a file name to each tensor")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ExchangeError(f"{index}: not a usable index ({error}): {ANOTHER_COPY}") from None
     for name, file in weight_map.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
