@@ -89,7 +89,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, ca
     ("arguments", "names"),
     [
         ([], "lather bench optimizer"),
-        (["memory"], "'memory'"),
+        (["speed"], "'speed'"),
         (["optimizer", "--sets", "huge"], "huge"),
         (["optimizer", "--peers", "none", "heavyball"], "--peers"),
         (["optimizer", "--rounds", "4"], "--rounds"),

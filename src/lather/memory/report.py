@@ -264,8 +264,9 @@ def draw(profile: SavedTensors, title: str, out: Path) -> None:
     axes.set_xticks(range(len(layers)), [layer.removeprefix("layers.").removesuffix("_tokens") for layer in layers])
     total, copies = profile.bytes("activation"), profile.bytes("weight copy")
     per_token = f"{profile.per_token(total) / scale:,.2f} {unit}"
-    line = f"{per_token} of activations per token, {_size(total)} for {profile.num_tokens:,} tokens"
-    axes.set(xlabel="layer", ylabel=f"{unit} per token", title=f"{title}\n{line}" + (f"; weight copies {_size(copies)}" if copies else ""))
+    line = f"{per_token} of activations per token, {_size(total)} in all" + (f"; weight copies {_size(copies)}" if copies else "")
+    axes.set(xlabel="layer", ylabel=f"{unit} per token")
+    axes.set_title(f"{title}\n{line}", fontsize=10)
     _save(figure, axes, out)
 
 
@@ -291,7 +292,8 @@ def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: 
             textcoords="offset points",
         )
     axes.set_xticks(range(len(profiles)), list(profiles))
-    axes.set(ylabel=f"{unit} of activations per token", title=title)
+    axes.set_ylabel(f"{unit} of activations per token")
+    axes.set_title(title, fontsize=10)
     _save(figure, axes, out)
 
 
