@@ -137,3 +137,12 @@ def test_the_balance_loss_is_of_each_sequence_alone_if_asked() -> None:
     alone = torch.stack([tiny_model()(row[None]).balance_loss() for row in tokens]).mean()
     assert torch.allclose(tiny_model(seq_aux=True)(tokens).balance_loss(), alone)
     assert not torch.allclose(tiny_model()(tokens).balance_loss(), alone)
+
+
+def test_a_lone_expert_keeps_its_score_as_weight() -> None:
+    """A weight of 1 whatever the score is would teach the router nothing."""
+    assert tiny_config(norm_topk_prob=True, num_experts_per_tok=2).normalizes
+    assert not tiny_config(norm_topk_prob=True, num_experts_per_tok=1).normalizes
+    model = build_deepseek_v2(tiny_config(norm_topk_prob=True, num_experts_per_tok=1), torch.Generator().manual_seed(0))
+    weights_TK = model(random_tokens(2, 5)).routings[0].weights_TK
+    assert (weights_TK < 1).all()
