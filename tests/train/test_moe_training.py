@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lather.errors import CheckpointError, DataError, RunError
 from lather.models.decoder import Decoder
+from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.config import Config, LoopConfig, MoEConfig
 from lather.train.display import PlainDisplay
@@ -140,6 +142,13 @@ def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> N
     load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1], model)
     assert bias.any()
     assert torch.equal(model.get_buffer("layers.1.mlp.gate.e_score_correction_bias"), bias)
+
+
+def test_a_run_of_another_family_is_refused(make_config: MakeConfig) -> None:
+    run(make_config())
+    other = dataclasses.replace(make_config(), model=Qwen3MoeConfig(vocab_size=264))
+    with pytest.raises(RunError, match=r"model.model_type is 'deepseek_v2' there and 'qwen3_moe' here and \d+ more"):
+        run(other)
 
 
 def test_load_per_expert_is_a_share_of_the_even_load() -> None:

@@ -107,12 +107,13 @@ def _check_owner(path: Path, config: Config) -> None:
     except ConfigError as error:
         raise RunError(f"{error}; give another --run-dir, or delete {path}") from None
     mine, theirs = _flat(asdict(config)), _flat(asdict(before))
-    different = [key for key in mine if mine[key] != theirs[key] and not {key, key.partition(".")[0]} & set(FREE)]
+    keys = (key for key in {**mine, **theirs} if not {key, key.partition(".")[0]} & set(FREE))
+    different = [key for key in keys if mine.get(key) != theirs.get(key)]  # another family's model has other keys
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         raise RunError(
-            f"run_dir = {config.run_dir!r} belongs to another configuration: {key} is {theirs[key]!r} there and {mine[key]!r} here{more}; "
+            f"run_dir = {config.run_dir!r} belongs to another configuration: {key} is {theirs.get(key)!r} there and {mine.get(key)!r} here{more}; "
             "give another --run-dir, or delete it"
         )
 
