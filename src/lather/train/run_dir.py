@@ -113,8 +113,8 @@ def _check_owner(path: Path, config: Config) -> None:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         raise RunError(
-            f"run_dir = {config.run_dir!r} belongs to another configuration: {key} is {theirs.get(key)!r} there and {mine.get(key)!r} here{more}; "
-            "give another --run-dir, or delete it"
+            f"run_dir = {config.run_dir!r} belongs to another configuration: "
+            f"{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here{more}; give another --run-dir, or delete it"
         )
 
 
