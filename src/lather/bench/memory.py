@@ -186,7 +186,7 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
 
 
 def _bound(contestant: str) -> int | None:
-    """Elements per token that the contract allows besides routing metadata."""
+    """Elements per token by formula, besides routing metadata."""
     k_d, k_f = PUBLISHED.experts_per_token * HIDDEN, PUBLISHED.experts_per_token * PUBLISHED.intermediate
     return {"saved": HIDDEN + 2 * k_f, "recompute": HIDDEN, "early_free": 2 * k_d + 3 * k_f}.get(contestant)
 
