@@ -13,7 +13,7 @@ Letters: T tokens of this rank, R tokens that are here for this rank's experts, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -35,9 +35,37 @@ class Dispatched:
     """What the exchange needs to know for `combine`."""
 
 
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+@runtime_checkable
+class Pending(Protocol[Result_co]):
+    """A communication that is on its way."""
+
+    def wait(self) -> Result_co:
+        """What it brings. On CUDA the current stream waits for it, not the host."""
+
+
+@dataclass(frozen=True)
+class Arrived(Generic[Result_co]):
+    """What needed no way."""
+
+    result: Result_co
+
+    def wait(self) -> Result_co:
+        return self.result
+
+
 @runtime_checkable
 class Exchange(Protocol):
-    """Takes tokens to the ranks of their experts and partial sums back; both differentiable, each the other's adjoint."""
+    """Takes tokens to the ranks of their experts and partial sums back: `dispatch` and `combine`, each the other's adjoint.
+
+    Both are there in two forms: differentiable, and launched without autograd, so that something else is computed until the result is
+    waited for; the latter with a form of its own for the way of the gradients. What is given to a launch must stay as it is until then.
+    """
+
+    num_ranks: int
+    """Over how many ranks the experts are spread. With 1 nothing travels, and what comes out may be what went in."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """(T, D) tokens to the R tokens that this rank's experts see."""
@@ -45,15 +73,39 @@ class Exchange(Protocol):
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """This rank's experts' weighted sums (R, D) to the whole sums of its own tokens (T, D)."""
 
+    def start_dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Dispatched]: ...
+
+    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]: ...
+
+    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        """Gradient of the whole sums (T, D) to that of this rank's partial sums (R, D)."""
+
+    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
+        """Gradients of what `dispatch` gave to those of the tokens (T, D) and of the router's weights (T, K)."""
+
 
 class LocalExchange:
     """All experts are on this rank: nothing travels."""
+
+    num_ranks = 1
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD, routing.experts_TK, routing.weights_TK)
 
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
         return partial_RD
+
+    def start_dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Dispatched]:
+        return Arrived(self.dispatch(x_TD, routing))
+
+    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        return Arrived(partial_RD)
+
+    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        return Arrived(grad_TD)
+
+    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
+        return Arrived((grad_RD, grad_weights_RK))
 
 
 LOCAL_EXCHANGE = LocalExchange()

@@ -1,0 +1,91 @@
+"""Runs a function in several processes that are each other's ranks, for tests; no child outlives the call."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """`function(rank, world_size, *args)` in each of `world_size` processes with a gloo group and one thread; what they return, by rank.
+
+    `function` is a top-level function of a test module. The first exception of a rank is raised here with that rank's traceback.
+    Raises TimeoutError after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    file, name = function.__code__.co_filename, function.__qualname__
+    with TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = []
+        for rank, (_, sender) in enumerate(pipes):
+            target = (rank, world_size, file, name, pickle.dumps(args), f"file://{folder}/store", sender)
+            processes.append(context.Process(target=_run, args=target, daemon=True))
+        try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(set(range(len(receivers))) - set(results))} did not finish in time")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = receivers.index(receiver)
+            try:
+                kind, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died") from None
+            if kind == "error":
+                raise RuntimeError(f"rank {rank} raised\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection) -> None:
+    try:
+        import jaxtyping
+
+        jaxtyping.install_import_hook("lather", "typechecker.checked")
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        result = _load(file, name)(rank, world_size, *pickle.loads(args))
+        dist.barrier()
+        sender.send_bytes(pickle.dumps(("result", result)))
+    except BaseException:
+        time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # the rank that failed first shall be heard first
+        sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        sys.exit(1)
+
+
+def _load(file: str, name: str) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[Path(file).stem] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
