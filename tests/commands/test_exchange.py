@@ -22,6 +22,7 @@ from lather.train.config import OptimConfig
 from lather.train.config_file import load_config
 from lather.train.data import train_tokenizer
 from lather.train.loop import build_model
+from lather.train.state import TrainingState
 from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
 
@@ -98,7 +99,7 @@ def test_training_starts_from_imported_weights_with_a_fresh_optimizer(imported: 
     config = load_config(imported / "config.toml")
     model = build_model(config, torch.device("cpu"))
     optimizer = SOAP(model.parameters(), lr=1e-3)
-    assert load_checkpoint(imported / FIRST, model, optimizer) == Progress(0, 0.0)
+    assert load_checkpoint(imported / FIRST, TrainingState.of_model(model, optimizer)) == Progress(0, 0.0)
     assert not optimizer.state
     expected = tiny_model(vocab_size=300)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
@@ -128,7 +129,7 @@ def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp
         tmp_path / "torch.float32", attn_implementation="eager", experts_implementation="eager"
     )
     ours = build_model(load_config(trained / "config.toml"), torch.device("cpu"))
-    load_checkpoint(trained / "checkpoints/step-00000003", ours)
+    load_checkpoint(trained / "checkpoints/step-00000003", TrainingState.of_model(ours))
     with torch.no_grad():
         assert error(theirs(tokens).logits, ours(tokens).logits_BSV) < 1e-5
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.routing import LoadBalance, Router, balance_loss, router_logits, z_loss
+from lather.models.routing import LoadBalance, Router, balance_loss, counting_step, router_logits, z_loss
 from models.tiny import random_normal
 
 D, E = 8, 6
@@ -166,21 +166,83 @@ def test_sequences_that_do_not_divide_the_tokens_are_refused() -> None:
 def test_balance_over_the_global_batch_counts_all_micro_batches_of_the_step() -> None:
     made, x, y = router(), random_normal(30, D), random_normal(30, D, seed=9) + 1
     made.balance = LoadBalance("global_batch")
-    first, second = made(x), made(y)
+    with counting_step([made]):
+        first, second = made(x), made(y)
     scores = scores_of(made, y)
     assert first.balance_loss.item() == pytest.approx(balance_loss(scores_of(made, x), first.count_E).item(), rel=1e-13)
     assert second.balance_loss.item() == pytest.approx(balance_loss(scores, first.count_E + second.count_E).item(), rel=1e-13)
     assert abs(balance_loss(scores, second.count_E) - second.balance_loss) > 1e-3
-    made.balance.begin_step()
-    assert made(y).balance_loss.item() == pytest.approx(balance_loss(scores, second.count_E).item(), rel=1e-13)
+    with counting_step([made]):
+        assert made(y).balance_loss.item() == pytest.approx(balance_loss(scores, second.count_E).item(), rel=1e-13)
 
 
-def test_validation_does_not_count_towards_the_global_batch() -> None:
+def test_outside_a_step_nothing_counts_towards_the_global_batch() -> None:
     made, x = router(), random_normal(30, D)
     made.balance = LoadBalance("global_batch")
-    with torch.no_grad():
+    with counting_step([made]):
         made(x + 1)
-    assert made(x).balance_loss.item() == pytest.approx(router()(x).balance_loss.item(), rel=1e-13)
+    alone = router()(x).balance_loss
+    assert [made(x).balance_loss.item() for _ in range(2)] == [alone.item()] * 2
+    with counting_step([made]):
+        assert torch.equal(made(x).balance_loss, alone)
+
+
+def test_a_step_that_failed_counts_no_longer() -> None:
+    made, x = router(), random_normal(30, D)
+    made.balance = LoadBalance("global_batch")
+
+    def fail() -> None:
+        with counting_step([made]):
+            made(x + 1)
+            with made.replay(torch.tensor([[0, 1]])):
+                made(x)
+
+    with pytest.raises(ValueError, match="given 1 tokens"):
+        fail()
+    alone = router()(x).balance_loss
+    assert [made(x).balance_loss.item() for _ in range(2)] == [alone.item()] * 2
+
+
+# --- the router again in backward ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["micro_batch", "sequence", "global_batch"])
+def test_a_recomputed_routing_has_the_same_bits_and_counts_nothing(level: str) -> None:
+    """As under activation checkpointing: a step of three micro-batches without autograd, each made again later with it."""
+    plain, again = (router(normalize=True, score="sigmoid") for _ in range(2))
+    batches = [random_normal(6, D, seed=seed) + seed for seed in range(3)]
+    for made in (plain, again):
+        made.balance, made.takes_z_loss = LoadBalance(level), True
+        made.enable_loss_free_balancing()
+    with counting_step([plain, again]):
+        expected = [plain(x, 3) for x in batches]
+        with torch.no_grad():
+            first = [again(x, 3) for x in batches]
+        again.update_correction_bias(torch.arange(E), rate=10.0)  # would change the choice
+        recomputed = []
+        for x, routing in zip(batches, first, strict=True):
+            with again.recompute(routing):
+                recomputed.append(again(x, 3))
+        assert not torch.equal(again(batches[0]).experts_TK, first[0].experts_TK)
+    for left, right in ((expected, recomputed), (first, recomputed)):
+        for a, b in zip(left, right, strict=True):
+            for name in ("experts_TK", "weights_TK", "count_E", "balance_loss", "z_loss"):
+                assert torch.equal(getattr(a, name), getattr(b, name)), name
+    losses = [[r.weights_TK.square().sum() + r.balance_loss + r.z_loss for r in routings] for routings in (expected, recomputed)]
+    for mine, theirs in zip(*losses, strict=True):
+        for a, b in zip(torch.autograd.grad(mine, plain.weight), torch.autograd.grad(theirs, again.weight), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_after_recomputing_the_steps_counts_are_as_before() -> None:
+    made, x, y = router(), random_normal(30, D), random_normal(30, D, seed=9) + 1
+    made.balance = LoadBalance("global_batch")
+    with counting_step([made]):
+        first = made(x)
+        with made.recompute(first):
+            assert torch.equal(made(x).balance_loss, first.balance_loss)
+        second = made(y)
+    assert torch.equal(second.balance_count_E, first.count_E + second.count_E)
 
 
 def test_an_unknown_level_is_refused() -> None:

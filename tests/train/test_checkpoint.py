@@ -18,17 +18,20 @@ from lather.errors import CheckpointError
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer
+from lather.parallel.mesh import Mesh
+from lather.pipeline.part import whole_part
+from lather.pipeline.schedule import sequential
 from lather.train import checkpoint as checkpoint_module
 from lather.train.checkpoint import (
     FILES,
     Progress,
     list_checkpoints,
     load_checkpoint,
-    model_tensors,
-    optimizer_tensors,
     save_checkpoint,
 )
 from lather.train.config import LoopConfig, MoEConfig, OptimConfig
+from lather.train.engine import Engine
+from lather.train.state import Tensors, TrainingState
 from lather.train.step import TrainStep, build_optimizer
 
 
@@ -37,8 +40,10 @@ class Trainee:
 
     def __init__(self, model: Decoder, name: str, tokens: Callable[..., torch.Tensor]) -> None:
         self.model, self.tokens = model, tokens
-        self.optimizer = build_optimizer(OptimConfig(name=name, precondition_frequency=2), model)
-        self.step = TrainStep(model, self.optimizer, LoopConfig(batch_size=4, micro_batch_size=4), MoEConfig(balance_coefficient=0.01))
+        self.optimizer = build_optimizer(OptimConfig(name=name, precondition_frequency=2), model.named_parameters())
+        loop, moe = LoopConfig(batch_size=4, sequence_length=16), MoEConfig(balance_coefficient=0.01)
+        self.step = TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(1), loop, moe), self.optimizer, 1.0)
+        self.state = TrainingState.of_model(model, self.optimizer)
 
     def train(self, *steps: int) -> "Trainee":
         for step in steps:
@@ -46,10 +51,10 @@ class Trainee:
         return self
 
     def save(self, folder: Path, step: int, keep_last: int = 2) -> Path:
-        return save_checkpoint(folder, Progress(step, 0.5 * step), self.model, self.optimizer, keep_last=keep_last)
+        return save_checkpoint(folder, Progress(step, 0.5 * step), self.state, keep_last=keep_last)
 
     def load(self, path: Path) -> Progress:
-        return load_checkpoint(path, self.model, self.optimizer)
+        return load_checkpoint(path, self.state)
 
     def refusal(self, path: Path) -> str | None:
         """Why the checkpoint is not loaded; None if it is."""
@@ -59,8 +64,14 @@ class Trainee:
             return str(error)
         return None
 
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        tensors = self.state.gather()
+        assert tensors is not None
+        return tensors
+
     def snapshot(self) -> dict[str, tuple[torch.dtype, bytes]]:
-        tensors = {**model_tensors(self.model), **optimizer_tensors(self.model, self.optimizer)}
+        weights, optimizer = self.tensors()
+        tensors = {**weights, **optimizer}
         return {name: (t.dtype, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
 
 
@@ -143,15 +154,15 @@ def test_a_trained_optimizer_is_overwritten_whole(trainee: MakeTrainee, saved: P
 
 def test_progress_comes_back(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
     progress = Progress(7, 12.25, skipped_in_a_row=3)
-    assert victim.load(save_checkpoint(tmp_path, progress, trained.model, trained.optimizer, keep_last=1)) == progress
+    assert victim.load(save_checkpoint(tmp_path, progress, trained.state, keep_last=1)) == progress
 
 
 def test_weights_load_without_an_optimizer(trainee: MakeTrainee, saved: Path) -> None:
     other = trainee(1)
-    load_checkpoint(saved, other.model)
+    load_checkpoint(saved, TrainingState.of_model(other.model))
     expected = load_file(saved / FILES[0])
-    assert all(tensor.equal(expected[name]) for name, tensor in model_tensors(other.model).items())
-    assert not optimizer_tensors(other.model, other.optimizer)
+    assert all(tensor.equal(expected[name]) for name, tensor in other.tensors()[0].items())
+    assert not other.tensors()[1]
 
 
 def test_an_optimizer_that_never_stepped_is_saved_and_loaded(trainee: MakeTrainee, tmp_path: Path) -> None:

@@ -17,12 +17,17 @@ from torch import Tensor
 from lather.errors import CheckpointError, DataError, RunError
 from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.parallel.mesh import Mesh
+from lather.pipeline.part import whole_part
+from lather.pipeline.schedule import sequential
 from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.config import Config, LoopConfig, MoEConfig
 from lather.train.display import PlainDisplay
+from lather.train.engine import Engine, document_boundaries
 from lather.train.loop import build_model, train
 from lather.train.metrics import load_per_expert, read_rows
-from lather.train.step import StepResult, TrainStep, document_boundaries, prepare_experts
+from lather.train.state import TrainingState
+from lather.train.step import StepResult, TrainStep
 
 MakeModel = Callable[..., Decoder]
 MakeConfig = Callable[..., Config]
@@ -31,13 +36,17 @@ Tokens = Callable[..., Tensor]
 
 def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
     """The gradients that the optimizer is given, and the result."""
-    prepare_experts(model, moe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
-    config = LoopConfig(batch_size=4, micro_batch_size=2, max_grad_norm=0.0)
-    result = TrainStep(model, optimizer, config, moe, **options)(tokens_BS, 0.0)
+    result = train_step(model, optimizer, moe, tokens_BS.shape[1] - 1, **options)(tokens_BS, 0.0)
     return seen, result
+
+
+def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int, **options: Any) -> TrainStep:
+    """Two micro-batches of two sequences."""
+    config = LoopConfig(batch_size=4, sequence_length=length)
+    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe, **options), optimizer, 0.0)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
@@ -78,8 +87,7 @@ def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(make_m
     }
     assert len({round(loss, 6) for loss in losses.values()}) == 3
     model, moe = make_model(), MoEConfig(balance_level="global_batch", balance_coefficient=0.1)
-    prepare_experts(model, moe)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), LoopConfig(batch_size=4, micro_batch_size=2), moe)
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), moe, batch.shape[1] - 1)
     assert [step(batch, 0.0).balance_loss for _ in range(2)] == [losses["global_batch"]] * 2
 
 
@@ -139,7 +147,7 @@ def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> N
     weights = load_file(list_checkpoints(run_dir / "checkpoints")[-1] / "model.safetensors")
     bias = weights["layers.1.mlp.gate.e_score_correction_bias"]
     model = build_model(config, torch.device("cpu"))
-    load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1], model)
+    load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1], TrainingState.of_model(model))
     assert bias.any()
     assert torch.equal(model.get_buffer("layers.1.mlp.gate.e_score_correction_bias"), bias)
 

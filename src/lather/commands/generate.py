@@ -13,6 +13,7 @@ from lather.errors import UserError, require
 from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.config_file import load_config
 from lather.train.loop import build_model, sample_text
+from lather.train.state import TrainingState
 from lather.train.step import pick_device
 
 
@@ -57,7 +58,7 @@ def generate_command(arguments: list[str]) -> int:
     if not checkpoints:
         raise UserError(f"{parsed.run / 'checkpoints'}: no checkpoint yet: let the run train first")
     model = build_model(config, pick_device("auto"))
-    load_checkpoint(checkpoints[-1], model)
+    load_checkpoint(checkpoints[-1], TrainingState.of_model(model))
     text = sample_text(
         model,
         config,

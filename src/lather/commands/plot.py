@@ -1,4 +1,4 @@
-"""`lather plot RUN [RUN ...]`."""
+"""`lather plot RUN [RUN ...]`, `lather plot --schedule RUN` and `lather plot --schedule --pp P --micro-batches N`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,52 @@ from typing import Annotated
 import tyro
 
 from lather.commands.parsing import parse_arguments
-from lather.errors import UserError
+from lather.errors import UserError, require
 
 
 @dataclass(frozen=True)
 class PlotArguments:
-    """Draw one picture of one or more runs."""
+    """Draw one picture of one or more runs, of a run's pipeline timeline, or of the DualPipeV table."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = field()
     """Run directories."""
     out: Path | None = None
-    """File to write, PNG; left out: loss.png of a single run, comparison.png here for several."""
+    """File to write, PNG; left out: loss.png in a single run's folder, comparison.png here for several; with --schedule timeline.png in the
+    run's folder, or schedule.png here."""
+    schedule: bool = False
+    """The timeline of the newest step that a run wrote to timeline.jsonl; without a run, the plain table for --pp and --micro-batches."""
+    pp: int | None = None
+    """Pipeline ranks of the plain table."""
+    micro_batches: int | None = None
+    """Micro-batches of the plain table, at least 2 * pp."""
+    forward: float = 1.0
+    """Time of a stage's forward chunk in the plain table, in any unit."""
+    backward_input: float = 1.0
+    """Time of the gradient of a stage's input; a whole backward chunk takes this and that of the weights."""
+    backward_weight: float = 1.0
+    """Time of the gradients of a stage's weights."""
+    overlap: float | None = None
+    """Time of a forward and a backward chunk that overlap; left out: the sum of both."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight", "overlap"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < float("inf"), f"--{name.replace('_', '-')}", value, "a time above 0")
 
 
 def plot_command(arguments: list[str]) -> int:
     """Draw the picture and print where it is."""
     parsed = parse_arguments(PlotArguments, "lather plot", arguments)
+    out = _draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed)
+    print(out)
+    return 0
+
+
+def _draw_runs(parsed: PlotArguments) -> Path:
     if not parsed.runs:
         raise UserError("lather plot needs at least one run: lather plot runs/quickstart")
+    if parsed.pp is not None or parsed.micro_batches is not None:
+        raise UserError("--pp and --micro-batches are of the pipeline's table: add --schedule")
     for run in parsed.runs:
         if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
@@ -35,5 +63,50 @@ def plot_command(arguments: list[str]) -> int:
 
     out = parsed.out or (parsed.runs[0] / "loss.png" if len(parsed.runs) == 1 else Path("comparison.png"))
     draw(parsed.runs, out)
-    print(out)
-    return 0
+    return out
+
+
+def _draw_schedule(parsed: PlotArguments) -> Path:
+    """Of a run if one is given, of the plain table otherwise."""
+    sizes = (parsed.pp, parsed.micro_batches)
+    if len(parsed.runs) == 1 and sizes == (None, None):
+        return _draw_run_timeline(parsed.runs[0], parsed.out)
+    if parsed.runs or None in sizes:
+        raise UserError(
+            "lather plot --schedule needs one run, or the sizes of a table: "
+            "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 --micro-batches 16"
+        )
+    return _draw_table(parsed)
+
+
+def _draw_run_timeline(run: Path, out: Path | None) -> Path:
+    file = run / "timeline.jsonl"
+    if not file.is_file():
+        raise UserError(f"{run}: no timeline (it has no timeline.jsonl): give the run_dir of a training run in a pipeline")
+
+    from lather.pipeline.picture import draw_timeline, read_timeline
+
+    step, events = read_timeline(file)
+    out = out or run / "timeline.png"
+    draw_timeline(events, out, f"{run.name or run.resolve().name}, step {step}")
+    return out
+
+
+def _draw_table(parsed: PlotArguments) -> Path:
+    from lather.pipeline.picture import draw_timeline
+    from lather.pipeline.replay import Durations, replay
+    from lather.pipeline.schedule import Kind, dualpipev
+
+    assert parsed.pp is not None
+    assert parsed.micro_batches is not None
+    durations = {
+        Kind.FORWARD: parsed.forward,
+        Kind.BACKWARD_INPUT: parsed.backward_input,
+        Kind.BACKWARD_WEIGHT: parsed.backward_weight,
+    }
+    if parsed.overlap is not None:
+        durations[Kind.OVERLAP] = parsed.overlap
+    events = replay(dualpipev(parsed.pp, parsed.micro_batches), Durations(durations)).events
+    out = parsed.out or Path("schedule.png")
+    draw_timeline(events, out, f"DualPipeV, {parsed.pp} ranks, {parsed.micro_batches} micro-batches", unit="durations as given")
+    return out

@@ -27,8 +27,9 @@ from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
 from lather.train.config import Config
 from lather.train.config_file import load_config
+from lather.train.engine import document_boundaries
 from lather.train.loop import build_model
-from lather.train.step import document_boundaries, pick_device
+from lather.train.step import pick_device
 
 DOCUMENTS = 4
 """Of a sequence, with `data.packed_attention`."""

@@ -1,7 +1,9 @@
-"""`lather train CONFIG [overrides]`."""
+"""`lather train CONFIG [--nproc N] [overrides]`."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,31 +12,89 @@ from rich.console import Console
 
 from lather.commands.parsing import parse_arguments
 from lather.errors import ConfigError
-from lather.train.config import Config
+from lather.parallel.launch import GroupOptions, join, launch, take_nproc
+from lather.parallel.mesh import Mesh
+from lather.parallel.world import World
+from lather.train.config import Config, check_parallel
 from lather.train.config_file import load_config
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.loop import DivergedError, StopSignal, train
+from lather.train.loop import DivergedError, Outcome, StopSignal, train
+from lather.train.metrics import StepRow
+from lather.train.step import pick_device
+
+NPROC_HELP = """\
+--nproc N   start N ranks on this machine, or with "gpu" one for each CUDA device, and let them share the work as [parallel] says
+            (--parallel.pp, --parallel.ep); torchrun and srun start ranks on several machines, without --nproc
+"""
 
 
 def train_command(arguments: list[str]) -> int:
-    """Train, or resume, the run that a TOML file describes."""
+    """Train, or resume, the run that a TOML file describes, in this process or in several."""
+    arguments, nproc = take_nproc(arguments)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    if file is None and not {"-h", "--help"} & set(arguments):
+    asks_for_help = bool({"-h", "--help"} & set(arguments))
+    if file is None and not asks_for_help:
         raise ConfigError("lather train needs a configuration first: lather train configs/quickstart.toml")
+    if asks_for_help:
+        print(NPROC_HELP)
     config = parse_arguments(Config, "lather train CONFIG", arguments, default=load_config(Path(file)) if file else Config())
+    world = World.of_environment(os.environ)
+    if world is not None and nproc is not None:
+        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+    check_parallel(config, world.size if world else nproc or 1)
+    options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
+    if world is not None:
+        return join(run_worker, (config,), world, options)
+    return launch(run_worker, (config,), nproc or 1, options)
 
-    console = Console()
-    display = LiveDisplay(console) if console.is_terminal else PlainDisplay(config.log.every)
-    with StopSignal() as stop:
+
+def run_worker(config: Config, world: World) -> int:
+    """One rank's part of the run, or all of it; only rank 0 shows anything. Returns the exit status, the same in every rank."""
+    check_parallel(config, world.size)
+    mesh = Mesh.build(config.parallel, world.device(pick_device(config.train.device)))
+    display = _display(config, world)
+    with StopSignal() if world.stop is None else contextlib.nullcontext() as own:
+        stopped_by = world.stop or (lambda: own.received if own else None)
         try:
             with display:
-                outcome = train(config, display, lambda: stop.received is not None)
+                outcome = train(config, display, lambda: stopped_by() is not None, mesh)
         except DivergedError as error:
-            print(f"lather: stopped: {error}", file=sys.stderr)
+            if world.rank == 0:
+                print(f"lather: stopped: {error}", file=sys.stderr)
             return 1
-        if not outcome.finished:
-            print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command goes on from there")
-            return 130 if stop.received == signal.SIGINT else 0
+        if world.rank == 0:
+            _report(config, outcome)
+        return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
+
+
+class _NoDisplay:
+    """Of the ranks that show nothing."""
+
+    def __enter__(self) -> _NoDisplay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        pass
+
+
+def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay | _NoDisplay:
+    if world.rank > 0:
+        return _NoDisplay()
+    console = Console()
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(config.log.every)
+
+
+def _report(config: Config, outcome: Outcome) -> None:
+    """What a run that has ended leaves its user with."""
+    if not outcome.finished:
+        print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command goes on from there")
+        return
     first, last = outcome.first_validation_loss, outcome.last_validation_loss
     if outcome.sample:
         print(f"\n--- sample {'-' * 69}\n{outcome.sample}\n{'-' * 80}")
@@ -49,4 +109,3 @@ def train_command(arguments: list[str]) -> int:
     }.items():
         if path.exists():
             print(f"{name:<17} {path}")
-    return 0

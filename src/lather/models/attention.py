@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
-from lather.models.layers import RMSNorm
+from lather.models.layers import Linear, RMSNorm, project
 from lather.models.rotary import Rotary, rotate_halves, rotate_pairs
 from lather.shapes import Bool, Float, Int
 
@@ -252,37 +252,41 @@ class MultiHeadLatentAttention(nn.Module):
         query_width = qk_nope_head_dim + rotary.size
         self.scale = query_width**-0.5 * (1.0 if rotary.scaling is None else rotary.scaling.softmax_factor())
         if q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden_size, num_heads * query_width, bias=False)
+            self.q_proj = Linear(hidden_size, num_heads * query_width, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=False)
+            self.q_a_proj = Linear(hidden_size, q_lora_rank, bias=False)
             self.q_a_layernorm = RMSNorm(q_lora_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * query_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + rotary.size, bias=False)
+            self.q_b_proj = Linear(q_lora_rank, num_heads * query_width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, kv_lora_rank + rotary.size, bias=False)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.o_proj = Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
     def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
-        q_BSHN, q_BSHR = self._heads(self._query(x_BSD)).split((self.nope, self.rotary.size), dim=-1)
-        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rotary.size), dim=-1)
-        kv_BSHx = self._heads(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)))
-        k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
-        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
-
-        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
-        key = torch.cat((k_BSHN, k_BSHR), dim=-1)
-        y_BSD: Tensor = self.o_proj(attend(query, key, v_BSHU, layout, scale=self.scale).flatten(2))
+        query_BSx, latent_and_key = project(x_BSD, self.q_proj if self.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa)
+        if self.q_lora_rank is not None:
+            query_BSx = self.q_b_proj(self.q_a_layernorm(query_BSx))
+        latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
+        kv_BSx = self.kv_b_proj(self.kv_a_layernorm(latent_BSL))
+        y_BSD: Tensor = self.o_proj(attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale).flatten(2))
         return y_BSD
 
-    def _query(self, x_BSD: Tensor) -> Tensor:
-        query: Tensor
-        query = self.q_proj(x_BSD) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
-        return query
-
-    def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
-        return heads
+    def heads(
+        self,
+        query_BSx: Float[Tensor, "b s x"],
+        kv_BSx: Float[Tensor, "b s y"],
+        k_BSR: Float[Tensor, "b s r"],
+        cos_BSP: Float[Tensor, "#b s p"],
+        sin_BSP: Float[Tensor, "#b s p"],
+    ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
+        """Queries, keys and values of each head, rotated, from what the projections gave."""
+        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
+        k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
+        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP).expand(-1, -1, self.num_heads, -1)
+        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
+        return query, torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
 
 class GroupedQueryAttention(nn.Module):
@@ -306,23 +310,29 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.rotary, self.window = rotary, window
         width = rotary.size
-        self.q_proj = nn.Linear(hidden_size, num_heads * width, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * width, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(num_heads * width, hidden_size, bias=bias)
+        self.q_proj = Linear(hidden_size, num_heads * width, bias=bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * width, bias=bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * width, bias=bias)
+        self.o_proj = Linear(num_heads * width, hidden_size, bias=bias)
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
     def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
-        q_BSHN = rotate_halves(self.q_norm(self._heads(self.q_proj(x_BSD))), *tables)
-        k_BSGN = rotate_halves(self.k_norm(self._heads(self.k_proj(x_BSD))), *tables)
-        v_BSGN = self._heads(self.v_proj(x_BSD))
-        attended_BSHN = attend(q_BSHN, k_BSGN, v_BSGN, layout, window=self.window, sinks_H=self.sinks)
+        q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        attended_BSHN = attend(*self.heads(q_BSx, k_BSx, v_BSx, *tables), layout, window=self.window, sinks_H=self.sinks)
         y_BSD: Tensor = self.o_proj(attended_BSHN.flatten(2))
         return y_BSD
 
-    def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.rotary.size))
-        return heads
+    def heads(
+        self,
+        q_BSx: Float[Tensor, "b s x"],
+        k_BSx: Float[Tensor, "b s y"],
+        v_BSx: Float[Tensor, "b s y"],
+        cos_BSP: Float[Tensor, "#b s p"],
+        sin_BSP: Float[Tensor, "#b s p"],
+    ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s g n"], Float[Tensor, "b s g n"]]:
+        """Queries, keys and values of each head, normed and rotated, from what the projections gave."""
+        q_BSHN, k_BSGN, v_BSGN = (x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx))
+        return rotate_halves(self.q_norm(q_BSHN), cos_BSP, sin_BSP), rotate_halves(self.k_norm(k_BSGN), cos_BSP, sin_BSP), v_BSGN

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.attention import SequenceLayout
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP, RMSNorm, check_memory
+from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import LoadBalance, Router, Routing
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.shapes import Float, Int
 
 
@@ -116,7 +117,37 @@ def _sum(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
-class Decoder(nn.Module):
+class RoutedModel(nn.Module):
+    """Blocks, of which some may have experts: what is set for all of them alike."""
+
+    def routers(self) -> list[Router]:
+        """Of the MoE blocks, in order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def set_memory(self, memory: str) -> None:
+        """What the feed-forward layers keep for backward (see `lather.models.experts`), and with "reference" the linear ones, too.
+
+        Raises ValueError for an unknown mode.
+        """
+        check_memory(memory)
+        for module in self.modules():
+            if isinstance(module, GatedMLP | Experts | Linear):
+                module.memory = memory
+
+    def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
+        """Have linear layers, experts and routers give their weight gradients to `queue`; None: at once.
+
+        Those of the head that come with the loss are made at once: see `lather.models.weight_gradients`.
+        """
+        defer_weight_gradients(self, queue)
+
+    def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
+        """Over what the balance loss of all blocks is taken; see `LoadBalance`."""
+        for router in self.routers():
+            router.balance = LoadBalance(level, group)
+
+
+class Decoder(RoutedModel):
     """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding."""
 
     def __init__(
@@ -126,7 +157,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(hidden_size, rms_norm_eps)
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.lm_head = Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -157,22 +188,6 @@ class Decoder(nn.Module):
             return DecoderOutput(self.lm_head(x_BSD), None, routings)
         return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
 
-    def routers(self) -> list[Router]:
-        """Of the MoE blocks, in order."""
-        return [block.mlp.gate for block in self.layers if isinstance(block, Block) and isinstance(block.mlp, MoE)]
-
-    def set_memory(self, memory: str) -> None:
-        """What the feed-forward layers keep for backward; see `lather.models.experts`. Raises ValueError for an unknown mode."""
-        check_memory(memory)
-        for module in self.modules():
-            if isinstance(module, GatedMLP | Experts):
-                module.memory = memory
-
-    def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
-        """Over what the balance loss of all blocks is taken; see `LoadBalance`."""
-        for router in self.routers():
-            router.balance = LoadBalance(level, group)
-
     @contextlib.contextmanager
     def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
         """Inside the block the tokens of each MoE block go to these experts; one tensor per MoE block, see `Router.replay`."""
@@ -184,14 +199,22 @@ class Decoder(nn.Module):
                 stack.enter_context(router.replay(experts_TK))
             yield
 
-    @torch.no_grad()
-    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Norms 1, biases 0, everything else normal with this standard deviation, drawn in the order of `parameters()`."""
+    def fresh_weights(self, std: float, generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and fresh value, on CPU, of each parameter: norms 1, biases 0, everything else normal with this standard deviation, drawn
+        in the order of `parameters()`. The model itself may be on the meta device."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
         for name, p in self.named_parameters():
+            value = torch.empty(p.shape, dtype=p.dtype, device="cpu")
             if id(p) in norms:
-                p.fill_(1)
+                yield name, value.fill_(1)
             elif name.endswith("bias"):
-                p.zero_()
+                yield name, value.zero_()
             else:
-                p.normal_(0, std, generator=generator)
+                yield name, value.normal_(0, std, generator=generator)
+
+    @torch.no_grad()
+    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Give the parameters `fresh_weights`."""
+        own = dict(self.named_parameters())
+        for name, value in self.fresh_weights(std, generator):
+            own[name].copy_(value)

@@ -16,6 +16,7 @@ Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ from lather.models.grouped import (
     grouped_weight_gradient,
     run_alignment,
 )
-from lather.models.layers import compute_dtype, without_autocast
+from lather.models.layers import compute_dtype, no_autocast, without_autocast
+from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
 
-class Experts(nn.Module):
+class Experts(Deferrable, nn.Module):
     """E gated MLPs as stacked weights, gate and up in one: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), biases if asked for.
 
     `gate` says how gate and up make the hidden product and how their columns lie.
@@ -70,8 +72,8 @@ class Experts(nn.Module):
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = compute_dtype(x_RD)
         plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype))
-        call = _Call(plan, self.gate, dtype, keep_gate_up=self.memory == "saved")
-        with torch.autocast(x_RD.device.type, enabled=False):
+        call = _Call(plan, self.gate, dtype, self.weight_gradients, keep_gate_up=self.memory == "saved")
+        with no_autocast(x_RD):
             y_RD: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
                 x_RD, weights_RK, self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, call
             )
@@ -112,6 +114,7 @@ class _Call:
     route: Route
     gate: Gate
     dtype: torch.dtype
+    queue: WeightGradients | None
     keep_gate_up: bool = False
 
 
@@ -132,9 +135,9 @@ class _RoutedExperts(torch.autograd.Function):
         y_GD = _add_bias(grouped_linear(h_GF, down_EDF.to(call.dtype), call.route.end_E), down_bias_ED, call.route)
         del h_GF
         y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
-        route, ctx.options = call.route, (call.gate, call.dtype)
         kept_GH = gate_up_GH if call.keep_gate_up else None
-        parameters = (gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED)
+        route, ctx.options = call.route, (call.gate, call.dtype, call.queue)
+        ctx.parameters = parameters = (gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED)
         ctx.save_for_backward(x_RD, weights_RK, kept_GH, *parameters, route.token_G, route.row_TK, route.count_E, route.end_E)
         return y_RD.to(x_RD.dtype)
 
@@ -144,42 +147,53 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
         x_RD, weights_RK, gate_up_GH, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *route_tensors = ctx.saved_tensors
-        gate, dtype = ctx.options
-        route = Route(*route_tensors)
-        call = _Call(route, gate, dtype)
-        end_E = route.end_E
+        call = _Call(Route(*route_tensors), *ctx.options)
+        route, dtype, queue, end_E = call.route, call.dtype, call.queue, call.route.end_E
+        x_RD, grad_RD = x_RD.detach(), grad_RD.to(dtype)
         if gate_up_GH is None:
             gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
+        gate_up, down, gate_up_bias, down_bias = ctx.parameters
         needs_x, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, _ = ctx.needs_input_grad
+        grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = grad_x = None
 
-        grad_GD = gather_rows(grad_RD.to(dtype), route.token_G)
+        grad_GD = gather_rows(grad_RD, route.token_G)
         weight_G = _weight_of_row(weights_RK, route)
         grad_h_GF = grouped_linear_transposed(grad_GD, down_EDF.to(dtype), end_E)
-        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, gate, weight_G)
+        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
-        grad_down = grouped_weight_gradient(grad_GD, h_GF, end_E).to(down_EDF.dtype) if needs_down else None
+        if needs_down:
+            later = partial(_down_gradient, grad_RD, h_GF, route.token_G, end_E)
+            grad_down = weight_gradient(queue, down, later, partial(grouped_weight_gradient, grad_GD, h_GF, end_E))
+            del later
         del h_GF
-        grad_down_bias = None
         if down_bias_ED is not None:
             dot_G = dot_G + (grad_GD * _row_bias(down_bias_ED, route, dtype)).sum(-1, dtype=dot_G.dtype)
             if needs_down_bias:
-                weighted_GD = grad_GD * weight_G.to(dtype).unsqueeze(-1)
-                grad_down_bias = grouped_sum(weighted_GD, end_E).to(down_bias_ED.dtype)
+                grad_down_bias = weight_gradient(queue, down_bias, partial(_down_bias_gradient, grad_RD, weight_G, route.token_G, end_E))
         grad_weights_RK = _rows_to_slots(dot_G, route.row_TK).to(weights_RK.dtype)
         del grad_GD
 
-        rows_GD = gather_rows(x_RD.to(dtype), route.token_G)
-        grad_gate_up = grouped_weight_gradient(grad_gate_up_GH, rows_GD, end_E).to(gate_up_EHD.dtype) if needs_gate_up else None
-        del rows_GD
-        grad_gate_up_bias = None
-        if gate_up_bias_EH is not None and needs_gate_up_bias:
-            grad_gate_up_bias = grouped_sum(grad_gate_up_GH, end_E).to(gate_up_bias_EH.dtype)
-        grad_x = None
+        if needs_gate_up:
+            grad_gate_up = weight_gradient(queue, gate_up, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, route.token_G, end_E))
+        if needs_gate_up_bias:
+            grad_gate_up_bias = weight_gradient(queue, gate_up_bias, partial(grouped_sum, grad_gate_up_GH, end_E))
         if needs_x:
             grad_rows_GD = grouped_linear_transposed(grad_gate_up_GH, gate_up_EHD.to(dtype), end_E)
             grad_x = combine_rows_sum(grad_rows_GD, route.row_TK).to(x_RD.dtype)
         return grad_x, grad_weights_RK, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None
+
+
+def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
+    return grouped_weight_gradient(gather_rows(grad_RD, token_G), h_GF, end_E)
+
+
+def _down_bias_gradient(grad_RD: Tensor, weight_G: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
+    return grouped_sum(gather_rows(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E)
+
+
+def _gate_up_gradient(grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
+    return grouped_weight_gradient(grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E)
 
 
 def _gate_up(x_RD: Tensor, gate_up_EHD: Tensor, gate_up_bias_EH: Tensor | None, call: _Call) -> Tensor:

@@ -1,17 +1,21 @@
-"""Layers shared by the model families: RMSNorm and the gated MLP, each keeping little between forward and backward.
+"""Layers shared by the model families: RMSNorm, linear layers and the gated MLP, each keeping little between forward and backward.
 
     RMSNorm      keeps its input and one number per row, where plain autograd keeps two more copies, in fp32
+    Linear       keeps its input once for all layers that `project` it, where autocast keeps a copy for each, and one of each weight
     GatedMLP     keeps its input and gate/up, where plain autograd keeps two more of F; the product is recomputed in backward
+
+Weight gradients of the latter two can be put off: see `lather.models.weight_gradients`.
 
 Source: RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
 
-Letters: T rows, D hidden size, F intermediate size.
+Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward
+from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
@@ -35,7 +40,14 @@ def check_memory(memory: str) -> None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """What products of x are computed in: autocast's dtype inside autocast, else x's own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Products in the dtypes that they are given, also inside a caller's autocast block."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 B = TypeVar("B", bound=Callable[..., Any])
@@ -44,10 +56,11 @@ B = TypeVar("B", bound=Callable[..., Any])
 def without_autocast(backward: B) -> B:
     """Of a Function's backward: its products are in the dtypes that it chose, also where the caller runs backward inside autocast."""
 
-    @functools.wraps(backward)
-    def run(ctx: Any, grad: Tensor) -> Any:
-        with torch.autocast(grad.device.type, enabled=False):
-            return backward(ctx, grad)
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        some = next((grad for grad in grads if grad is not None), None)
+        with nullcontext() if some is None else no_autocast(some):
+            return backward(ctx, *grads)
 
     return cast(B, run)
 
@@ -85,12 +98,94 @@ class RMSNorm(nn.Module):
         return y
 
 
+class Linear(Deferrable, nn.Linear):
+    """x W^T + b: `nn.Linear` with the same names and initial values. With memory="reference" it is plain autograd."""
+
+    memory = "saved"
+
+    def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
+        return F.linear(x, self.weight, self.bias) if self.memory == "reference" else _project(x, [self])[0]
+
+
+def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
+    """Each layer's output for the same x, of which one copy is kept: as given, or rounded to autocast's dtype.
+
+    The gradients of x are added in its own dtype, which under autocast is wider than the products'. Layers that are not `Linear` (somebody
+    put an adapter there) are called as they are; hooks on the others are passed by.
+    """
+    ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
+    return _project(x, ours) if len(ours) == len(layers) else tuple(layer(x) for layer in layers)
+
+
+def _project(x: Tensor, layers: list[Linear]) -> tuple[Tensor, ...]:
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    queues = [layer.weight_gradients for layer in layers]
+    dtype = compute_dtype(x)
+    with no_autocast(x):
+        outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, queues, *parameters)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Linears(torch.autograd.Function):
+    """`parameters` are a weight and a bias or None, layer by layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, queues: list[WeightGradients | None], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        rounded = x.to(dtype)
+        ctx.save_for_backward(rounded, *weights)
+        ctx.parameters, ctx.queues, ctx.x_dtype = parameters, queues, x.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(
+            F.linear(rounded, weight.to(dtype), None if bias is None else bias.to(dtype))
+            for weight, bias in zip(weights, biases, strict=True)
+            if weight is not None
+        )
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        x_TI = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+        grad_x_TI: Tensor | None = None
+        returned: list[Tensor | None] = []
+        for index, (grad, weight_OI, queue) in enumerate(zip(grads, weights, ctx.queues, strict=True)):
+            if grad is None:
+                returned += [None, None]
+                continue
+            grad_TO = grad.reshape(len(x_TI), len(weight_OI))
+            if needs_x:
+                part_TI = (grad_TO @ weight_OI.to(x.dtype)).to(ctx.x_dtype)
+                grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
+            for at, compute in ((2 * index, partial(weight_product, grad_TO, x_TI)), (2 * index + 1, partial(torch.sum, grad_TO, dim=0))):
+                returned.append(weight_gradient(queue, ctx.parameters[at], compute) if needs[at] else None)
+        return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
+
+
+def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"]) -> Float[Tensor, "o i"]:
+    """The gradient of the weight (O, I) of a linear layer."""
+    return grad_TO.T @ x_TI.to(grad_TO.dtype)
+
+
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, dtype: torch.dtype, keep_gate_up: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_FD: Tensor,
+        up_FD: Tensor,
+        down_DF: Tensor,
+        dtype: torch.dtype,
+        keep_gate_up: bool,
+        queue: WeightGradients | None,
+    ) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(dtype), gate_FD, up_FD)
         ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if keep_gate_up else None)
-        ctx.dtype = dtype
+        ctx.dtype, ctx.parameters, ctx.queue = dtype, (gate_FD, up_FD, down_DF), queue
         return gate_forward(gate_up_TH, SWIGLU) @ down_DF.to(dtype).T
 
     @staticmethod
@@ -98,19 +193,25 @@ class _GatedMLP(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gate_FD, up_FD, down_DF, gate_up_TH = ctx.saved_tensors
-        needs_x, needs_gate, needs_up, needs_down, _, _ = ctx.needs_input_grad
-        x_TD_, grad_TD = x_TD.to(ctx.dtype), grad_TD.to(ctx.dtype)
+        x_TD, grad_TD = x_TD.detach(), grad_TD.to(ctx.dtype)  # what waits for its turn must not keep the graph
         if gate_up_TH is None:
-            gate_up_TH = _gate_up(x_TD_, gate_FD, up_FD)
+            gate_up_TH = _gate_up(x_TD.to(ctx.dtype), gate_FD, up_FD)
         grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ down_DF.to(ctx.dtype), gate_up_TH, SWIGLU)
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
-        grad_down = (grad_TD.T @ h_TF).to(down_DF.dtype) if needs_down else None
-        grad_gate = (grad_gate_TF.T @ x_TD_).to(gate_FD.dtype) if needs_gate else None
-        grad_up = (grad_up_TF.T @ x_TD_).to(up_FD.dtype) if needs_up else None
+        products = (
+            partial(weight_product, grad_gate_TF, x_TD),
+            partial(weight_product, grad_up_TF, x_TD),
+            partial(weight_product, grad_TD, h_TF),
+        )
+        needs_x, *needs = ctx.needs_input_grad[:4]
+        grads = [
+            weight_gradient(ctx.queue, parameter, product) if needed else None
+            for parameter, product, needed in zip(ctx.parameters, products, needs, strict=True)
+        ]
         grad_x = None
         if needs_x:
             grad_x = (grad_gate_TF @ gate_FD.to(ctx.dtype)).addmm_(grad_up_TF, up_FD.to(ctx.dtype)).to(x_TD.dtype)
-        return grad_x, grad_gate, grad_up, grad_down, None, None
+        return grad_x, *grads, None, None, None
 
 
 def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor) -> Tensor:
@@ -121,7 +222,7 @@ def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor) -> Tensor:
     return gate_up_TH
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Deferrable, nn.Module):
     """down(silu(gate(x)) * up(x)): the dense feed-forward layer, and the shared experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
@@ -137,6 +238,8 @@ class GatedMLP(nn.Module):
             return plain
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         dtype = compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
-            y: Tensor = _GatedMLP.apply(x.flatten(0, -2), *weights, dtype, self.memory == "saved")  # type: ignore[no-untyped-call]
+        with no_autocast(x):
+            y: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+                x.flatten(0, -2), *weights, dtype, self.memory == "saved", self.weight_gradients
+            )
         return y.view(x.shape)

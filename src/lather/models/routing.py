@@ -11,8 +11,9 @@ Letters: T tokens, D hidden size, E experts, K experts per token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lather.models.layers import without_autocast
+from lather.models.layers import no_autocast, weight_product, without_autocast
+from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
@@ -44,9 +46,11 @@ class Routing:
     """E * sum over experts of (share of rows) * (mean score); 1 when the load is even."""
     z_loss: Float[Tensor, ""] | None
     """Mean over tokens of logsumexp(logits)^2; None unless `Router.takes_z_loss`, as it keeps the logits for backward."""
+    balance_count_E: Int[Tensor, " e"] | None = None
+    """Rows that the balance loss took the experts' shares from; None if it took those of each sequence."""
 
 
-class Router(nn.Module):
+class Router(Deferrable, nn.Module):
     """Scores each token for each expert and takes the K best.
 
     Shapes: weight (E, D), bias (E) if asked for. `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `groups`
@@ -77,6 +81,7 @@ class Router(nn.Module):
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)
         self._replayed_TK: Tensor | None = None
+        self._repeated: Routing | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -88,9 +93,9 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
         """`num_sequences` equally long sequences follow each other in x; only the balance loss at sequence level asks."""
-        logits_TE = router_logits(x_TD, self.weight, self.bias)
+        logits_TE = router_logits(x_TD, self.weight, self.bias, self.weight_gradients)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
-        experts_TK = self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
+        experts_TK = self._experts(scores_TE)
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
@@ -99,8 +104,14 @@ class Router(nn.Module):
         count_E = count_rows(experts_TK, len(self.weight))
         if self.score == "sigmoid":  # the balance loss is about shares
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
-        balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences)
-        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE) if self.takes_z_loss else None)
+        over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
+        balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences, over_E)
+        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
+
+    def _experts(self, scores_TE: Tensor) -> Tensor:
+        if self._repeated is not None:
+            return self._repeated.experts_TK
+        return self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         bias_E: Tensor | None = self.e_score_correction_bias
@@ -112,6 +123,18 @@ class Router(nn.Module):
             allowed_TG = torch.zeros_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(1, kept_TG, value=True)
             scores_TE = grouped_TGE.masked_fill(~allowed_TG.unsqueeze(-1), -torch.inf).flatten(1)
         return scores_TE.topk(self.num_experts_per_tok, dim=-1).indices
+
+    @contextlib.contextmanager
+    def recompute(self, routing: Routing) -> Iterator[None]:
+        """Inside the block the router is called again for the tokens that gave `routing`, as activation checkpointing does in backward.
+
+        The tokens go to the same experts and the balance loss is over the same rows, which are not counted or summed over ranks again.
+        """
+        before, self._repeated = self._repeated, routing
+        try:
+            yield
+        finally:
+            self._repeated = before
 
     @contextlib.contextmanager
     def replay(self, experts_TK: Int[Tensor, "t k"]) -> Iterator[None]:
@@ -172,29 +195,35 @@ class _RouterLogits(torch.autograd.Function):
     """Product in fp32 that keeps x in its own dtype: a bf16 x costs D, not 3 D."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, queue: WeightGradients | None) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        ctx.has_bias = bias_E is not None
+        ctx.parameters, ctx.queue = (weight_ED, bias_E), queue
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         return F.linear(x_TD.to(wide), weight_ED.to(wide), None if bias_E is None else bias_E.to(wide))
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TD, weight_ED = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype) if needs_x else None
-        grad_weight = (grad_TE.T @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype) if needs_weight else None
-        return grad_x, grad_weight, grad_TE.sum(0).to(weight_ED.dtype) if ctx.has_bias and needs_bias else None
+        weight, bias = ctx.parameters
+        product = partial(weight_product, grad_TE, x_TD.detach())
+        grad_weight = weight_gradient(ctx.queue, weight, product) if needs_weight else None
+        grad_bias = weight_gradient(ctx.queue, bias, partial(torch.sum, grad_TE, dim=0)) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def router_logits(
-    x_TD: Float[Tensor, "t d"], weight_ED: Float[Tensor, "e d"], bias_E: Float[Tensor, " e"] | None = None
+    x_TD: Float[Tensor, "t d"],
+    weight_ED: Float[Tensor, "e d"],
+    bias_E: Float[Tensor, " e"] | None = None,
+    queue: WeightGradients | None = None,
 ) -> Float[Tensor, "t e"]:
-    """x W^T + b in fp32 or wider, whatever x's dtype and autocast are."""
-    with torch.autocast(x_TD.device.type, enabled=False):
-        logits: Tensor = _RouterLogits.apply(x_TD, weight_ED, bias_E)  # type: ignore[no-untyped-call]
+    """x W^T + b in fp32 or wider, whatever x's dtype and autocast are; gradients of W and b by `queue`, if there is one."""
+    with no_autocast(x_TD):
+        logits: Tensor = _RouterLogits.apply(x_TD, weight_ED, bias_E, queue)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -219,8 +248,9 @@ def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) ->
 class LoadBalance:
     """The balance loss over a micro-batch, each sequence alone, or the global batch.
 
-    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`;
-    `begin_step` starts anew. The scores are the micro-batch's own.
+    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`; the
+    scores are the micro-batch's own. A step is what is between `begin_step` and `end_step` (`counting_step` does both), with or without
+    autograd, as a checkpointed forward pass runs without. Elsewhere, in validation, nothing is counted, and a loss is over its own rows.
     """
 
     def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -228,20 +258,47 @@ class LoadBalance:
             raise ValueError(f"balance level {level!r} is not valid: use one of {', '.join(map(repr, BALANCE_LEVELS))}")
         self.level, self.group = level, group
         self._count_E: Tensor | None = None
+        self._in_step = False
 
     def begin_step(self) -> None:
-        self._count_E = None
+        self._count_E, self._in_step = None, True
 
-    def loss(self, scores_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:
-        num_experts = scores_TE.shape[1]
+    def end_step(self) -> None:
+        self._count_E, self._in_step = None, False
+
+    def counted(self, count_E: Int[Tensor, " e"], num_sequences: int) -> Int[Tensor, " e"] | None:
+        """What a micro-batch with these rows takes the shares from; adds them to the step's. None: from each sequence."""
         if self.level == "sequence" and num_sequences > 1:
-            return _mean_over_sequences(scores_TE, experts_TK, num_sequences)
-        count_E = count_rows(experts_TK, num_experts)
-        if self.level == "global_batch" and torch.is_grad_enabled():
+            return None
+        if self.level == "global_batch" and self._in_step:
             if self.group is not None:
+                count_E = count_E.clone()
                 dist.all_reduce(count_E, group=self.group)
             self._count_E = count_E = count_E if self._count_E is None else self._count_E + count_E
-        return balance_loss(scores_TE, count_E)
+        return count_E
+
+    def loss(
+        self,
+        scores_TE: Float[Tensor, "t e"],
+        experts_TK: Int[Tensor, "t k"],
+        num_sequences: int,
+        count_E: Int[Tensor, " e"] | None,
+    ) -> Float[Tensor, ""]:
+        """With `count_E` as `counted` gave it; differentiable through the scores."""
+        return _mean_over_sequences(scores_TE, experts_TK, num_sequences) if count_E is None else balance_loss(scores_TE, count_E)
+
+
+@contextlib.contextmanager
+def counting_step(routers: Iterable[Router]) -> Iterator[None]:
+    """Around the forward passes of one optimizer step: what balance losses over the global batch count."""
+    balances = [router.balance for router in routers]
+    for balance in balances:
+        balance.begin_step()
+    try:
+        yield
+    finally:
+        for balance in balances:
+            balance.end_step()
 
 
 def _mean_over_sequences(scores_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,13 +12,14 @@ ADAM_NAMES = ("embed_tokens", "lm_head")
 
 
 def parameter_groups(
-    model: nn.Module,
+    model: nn.Module | Iterable[tuple[str, nn.Parameter]],
     *,
     expert_names: Sequence[str] = EXPERT_NAMES,
     adam_names: Sequence[str] = ADAM_NAMES,
     expert_layout: str = "per_expert",
 ) -> list[dict[str, Any]]:
-    """Groups for `SOAP(parameter_groups(model))`; a parameter that does not require a gradient is left out, a tied one counted once.
+    """Groups for `SOAP(parameter_groups(model))`, of a model or of parameters with names. A parameter that does not require a gradient is
+    left out, a tied one counted once.
 
     - matrices: two or more dims, preconditioned as they are (`matrix_layout="tensor"`);
     - experts: three or more dims and a component of the name in `expert_names` (`matrix_layout=expert_layout`: "per_expert", or
@@ -28,9 +29,12 @@ def parameter_groups(
 
     Empty groups are left out. Groups carry the parameters' names, which errors then show.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings: set[int] = set()
+    if isinstance(model, nn.Module):
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        model = model.named_parameters()
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "experts": [], "rest": []}
-    for name, p in model.named_parameters():
+    for name, p in model:
         if p.requires_grad:
             components = set(name.split("."))
             is_expert = bool(components & set(expert_names))

@@ -14,18 +14,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lather.errors import CheckpointError
 from lather.models.safetensors_folder import sync as sync  # noqa: PLC0414  (other modules know it from here)
+from lather.parallel.together import together
+from lather.train.state import Rows, Tensors, TrainingState
 
 FORMAT = 1
 ANOTHER = "use the configuration it was made with"
@@ -44,18 +45,32 @@ class Progress:
     """Steps skipped just before this one for a loss or gradient that was not finite."""
 
 
-def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep_last: int) -> Path:
-    """Write `folder/step-<step>`; older checkpoints beyond `keep_last` go once it is in place. Returns its path."""
+def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, keep_last: int) -> Path:
+    """Write `folder/step-<step>`; older checkpoints beyond `keep_last` go once it is in place. Returns its path.
+
+    Every rank calls it; rank 0 has the tensors of all and writes. On return the checkpoint is there for everybody.
+    """
     target = folder / f"step-{progress.step:08d}"
-    if target.exists():  # complete, and the step fixes its contents
+    with together(state.num_ranks):
+        exists = target.exists()  # complete, and the step fixes its contents
+    if exists:
         return target
+    tensors = state.gather()
+    with together(state.num_ranks):
+        if tensors is not None:
+            optimizer = None if state.optimizer is None else type(state.optimizer).__name__
+            _save(folder, target, progress, tensors, optimizer, keep_last)
+    return target
+
+
+def _save(folder: Path, target: Path, progress: Progress, tensors: tuple[Tensors, Tensors], optimizer: str | None, keep_last: int) -> None:
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)
     aside = folder / f".tmp-{target.name}"
     aside.mkdir(parents=True)
     sync(folder.parent)
     try:
-        _write(aside, progress, model, optimizer)
+        _write(aside, progress, tensors, optimizer)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
         raise
@@ -63,19 +78,18 @@ def save_checkpoint(folder: Path, progress: Progress, model: nn.Module, optimize
     sync(folder)
     for old in list_checkpoints(folder)[:-keep_last]:
         shutil.rmtree(old.rename(folder / f".tmp-old-{old.name}"))  # never half a checkpoint under a complete one's name
-    return target
 
 
-def _write(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _write(folder: Path, progress: Progress, tensors: tuple[Tensors, Tensors], optimizer: str | None) -> None:
     """All files of a checkpoint, on disk when this returns."""
     try:
-        save_file(model_tensors(model), folder / FILES[0])
-        save_file(optimizer_tensors(model, optimizer), folder / FILES[1])
+        for name, contents in zip(FILES, tensors, strict=True):
+            save_file(contents, folder / name)
     except SafetensorError as error:
         if f"os error {errno.ENOSPC}" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
         raise
-    _seal(folder, progress, type(optimizer).__name__)
+    _seal(folder, progress, optimizer)
 
 
 def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
@@ -111,84 +125,48 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress:
-    """Load weights, and optimizer state if an optimizer is given. Files and model are compared before anything is changed.
+def load_checkpoint(path: Path, state: TrainingState) -> Progress:
+    """Load weights, and optimizer state if there is an optimizer, saved on whatever mesh. Files and state are compared before anything is
+    changed.
 
     Raises CheckpointError naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not the model's, or
     if the optimizer is of another class or its moments of other shapes.
     """
-    state = _read_state(path)
-    device = next(model.parameters()).device
-    weights = _read_tensors(path / FILES[0], state)
-    _compare(path / FILES[0], weights, model_tensors(model))
-    if optimizer is not None and state["optimizer"] is not None:
-        if state["optimizer"] != type(optimizer).__name__:
-            found, given = state["optimizer"], type(optimizer).__name__
+    sealed = _read_state(path)
+    weights = _read_tensors(path / FILES[0], sealed)
+    _compare(path / FILES[0], weights, list(state.weights()), whole=state.num_ranks == 1)
+    if state.optimizer is not None and sealed["optimizer"] is not None:
+        if sealed["optimizer"] != type(state.optimizer).__name__:
+            found, given = sealed["optimizer"], type(state.optimizer).__name__
             raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
-        entries = _read_tensors(path / FILES[1], state)
-        _load_optimizer(path / FILES[1], entries, model, optimizer, device)
-    with torch.no_grad():
-        for name, value in _named_state(model):
-            value.copy_(weights[name])
-    return Progress(state["step"], state["seconds"], state["skipped_in_a_row"])
+        _load_optimizer(path / FILES[1], _read_tensors(path / FILES[1], sealed), weights, state)
+    state.load_weights(weights)
+    return Progress(sealed["step"], sealed["seconds"], sealed["skipped_in_a_row"])
 
 
-def load_parameters(path: Path, model: nn.Module) -> None:
+def load_parameters(path: Path, state: TrainingState) -> None:
     """Load another run's weights to start from. Balancing biases belong to the run that moved them and are not taken.
 
     Raises CheckpointError as `load_checkpoint` does.
     """
     weights = _read_tensors(path / FILES[0], _read_state(path))
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    biases = {name for name in weights if name.endswith(".e_score_correction_bias")}
-    _compare(path / FILES[0], {name: value for name, value in weights.items() if name not in biases}, own)
-    for name, p in own.items():
-        p.copy_(weights[name])
+    parameters = {name: value for name, value in weights.items() if not name.endswith(".e_score_correction_bias")}
+    _compare(path / FILES[0], parameters, list(state.parameters()), whole=state.num_ranks == 1)
+    state.load_weights(parameters)
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, tied ones once, and buffers that are part of the state."""
-    return {name: value.detach().contiguous() for name, value in _named_state(model)}
-
-
-def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    kept = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by `<parameter name>/<key>`, every entry a tensor."""
-    return {f"{name}/{key}": torch.as_tensor(value).contiguous() for name, _, key, value in _state_entries(model, optimizer)}
-
-
-def _state_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, str, Any]]:
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            yield name, p, key, value
-
-
-def _load_optimizer(
-    path: Path, entries: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    names = {p: name for name, p in model.named_parameters()}
+def _load_optimizer(path: Path, entries: Tensors, weights: Tensors, state: TrainingState) -> None:
     by_name: dict[str, dict[str, Tensor]] = {}
     for full_name, value in entries.items():
         name, _, key = full_name.rpartition("/")
-        by_name.setdefault(name, {})[key] = value if key == "step" else value.to(device)
-    if unknown := sorted(set(by_name) - set(names.values())):
-        raise CheckpointError(f"{path}: holds state of {unknown[0]!r}, which the model does not have: {ANOTHER}")
-    state_dict = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for p in params:
-        for key, value in by_name.get(names[p], {}).items():
-            if key in ("exp_avg", "exp_avg_sq") and value.shape != p.shape:
-                raise CheckpointError(
-                    f"{path}: {names[p]}/{key} has shape {tuple(value.shape)}, but the parameter {tuple(p.shape)}: {ANOTHER}"
-                )
-    state_dict["state"] = {index: by_name[names[p]] for index, p in zip(ids, params, strict=True) if names[p] in by_name}
-    optimizer.load_state_dict(state_dict)
+        by_name.setdefault(name, {})[key] = value
+        if name not in weights:
+            raise CheckpointError(f"{path}: holds state of {name!r}, which the model does not have: {ANOTHER}")
+        if key in ("exp_avg", "exp_avg_sq") and value.shape != weights[name].shape:
+            raise CheckpointError(
+                f"{path}: {full_name} has shape {tuple(value.shape)}, but the parameter {tuple(weights[name].shape)}: {ANOTHER}"
+            )
+    state.load_optimizer_state(by_name)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -229,15 +207,18 @@ def _check_file(file: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 
-def _compare(file: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name in sorted(set(found) ^ set(expected)):
-        where = "lacks" if name in expected else "has a surplus"
-        raise CheckpointError(f"{file}: {where} {name!r}: {ANOTHER}")
-    for name, value in found.items():
-        if value.shape != expected[name].shape or value.dtype != expected[name].dtype:
+def _compare(file: Path, found: Mapping[str, Tensor], expected: list[Rows], *, whole: bool) -> None:
+    """A rank that has a part of the model expects some of the names."""
+    rows = {own.name: own for own in expected}
+    for name in sorted(rows.keys() - found.keys()):
+        raise CheckpointError(f"{file}: lacks {name!r}: {ANOTHER}")
+    for name in sorted(found.keys() - rows.keys()) if whole else ():
+        raise CheckpointError(f"{file}: has a surplus {name!r}: {ANOTHER}")
+    for name, own in rows.items():
+        value = found[name]
+        if tuple(value.shape) != own.shape or value.dtype != own.value.dtype:
             raise CheckpointError(
-                f"{file}: {name!r} is {tuple(value.shape)} {value.dtype}, but the model's {tuple(expected[name].shape)} "
-                f"{expected[name].dtype}: {ANOTHER}"
+                f"{file}: {name!r} is {tuple(value.shape)} {value.dtype}, but the model's {own.shape} {own.value.dtype}: {ANOTHER}"
             )
 
 

@@ -151,8 +151,8 @@ class LoopConfig:
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences per step."""
-    micro_batch_size: int = 8
-    """Sequences per forward and backward; a step accumulates batch_size / micro_batch_size of them."""
+    micro_batch_size: int = 0
+    """Sequences per forward and backward of a rank; 0: its share of batch_size in one, or in as many as its pipeline needs."""
     sequence_length: int = 256
     """Tokens per sequence."""
     max_grad_norm: float = 1.0
@@ -163,22 +163,72 @@ class LoopConfig:
     """Steps between validations, besides the first and the last; 0: none between."""
     validation_sequences: int = 64
     """Held-out sequences per validation."""
+    recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
+    """Parts of a block whose activations are not kept for backward but computed again (activation checkpointing)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is one."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
+        for name in ("steps", "batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
         require(self.validation_every >= 0, "train.validation_every", self.validation_every, "at least 0 steps")
-        require(
-            self.batch_size % self.micro_batch_size == 0,
-            "train.batch_size",
-            self.batch_size,
-            f"a multiple of train.micro_batch_size ({self.micro_batch_size})",
-        )
+        require(self.micro_batch_size >= 0, "train.micro_batch_size", self.micro_batch_size, "at least 0 sequences")
+        if self.micro_batch_size:
+            fits = self.batch_size % self.micro_batch_size == 0
+            require(fits, "train.batch_size", self.batch_size, f"a multiple of train.micro_batch_size ({self.micro_batch_size})")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks of a run share the work; how many there are is up to `--nproc`, torchrun or SLURM."""
+
+    pp: int = 1
+    """Pipeline ranks; each holds two of the 2 * pp stages."""
+    ep: int = 1
+    """Expert ranks, among which the experts of every layer are divided; the ranks left, all / (pp * ep), are data parallel."""
+    replicas: int = 1
+    """Whole sharded copies among the data parallel ranks (HSDP): less traffic for more memory; 1: each parameter is there once."""
+    partition: Literal["uniform", "memory"] = "uniform"
+    """How layers are dealt to stages; uniform: equally many. memory: the largest rank is as small as it can be."""
+    schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
+    """Order of forwards and backwards; auto: dualpipev from two pipeline ranks on. sequential: one micro-batch after the other."""
+    poison: bool = False
+    """For finding bugs: what is given back early becomes NaN, so that whatever still reads it shows."""
+    timeout: float = 600.0
+    """A rank that waits this long for another gives up, seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "ep", "replicas"):
+            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "at least 1")
+        require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "above 0 seconds and finite")
+        fits = self.schedule != "sequential" or self.pp == 1
+        require(fits, "parallel.schedule", self.schedule, f"'dualpipev' or 'auto' with parallel.pp = {self.pp}")
+
+    @property
+    def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:
+        """What "auto" stands for."""
+        if self.schedule == "auto":
+            return "dualpipev" if self.pp > 1 else "sequential"
+        return self.schedule
+
+    def data_ranks(self, world_size: int) -> int:
+        """dp among `world_size` ranks. Raises ConfigError if they cannot be divided like this."""
+        dp, rest = divmod(world_size, self.pp * self.ep)
+        if rest or not dp:
+            raise ConfigError(
+                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not divide the number of ranks, "
+                f"{world_size}: start {self.pp * self.ep} ranks (--nproc {self.pp * self.ep}) or a multiple, "
+                "or change parallel.pp or parallel.ep"
+            )
+        if dp % self.replicas:
+            raise ConfigError(
+                f"parallel.replicas = {self.replicas} does not divide the {dp} data parallel ranks "
+                f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, or the number of ranks"
+            )
+        return dp
 
 
 @dataclass(frozen=True)
@@ -234,6 +284,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -247,9 +298,49 @@ class Config:
             self.train.sequence_length,
             f"at most model.max_position_embeddings ({self.model.max_position_embeddings})",
         )
+        num_experts, layers = num_routed_experts(self.model), self.model.num_hidden_layers
+        divides = num_experts % self.parallel.ep == 0
+        require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
+        if self.parallel.resolved_schedule == "dualpipev":
+            enough = 2 * self.parallel.pp <= layers
+            require(
+                enough, "parallel.pp", self.parallel.pp, f"at most {layers // 2}: 2 * pp stages need a layer each, and there are {layers}"
+            )
+
+    def num_micro_batches(self, data_ranks: int) -> int:
+        """Forwards and backwards of a rank in a step. Raises ConfigError if the batch cannot be divided like this."""
+        train, pp = self.train, self.parallel.pp
+        least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
+        own = train.batch_size // data_ranks
+        size = train.micro_batch_size or next((size for size in range(own // least, 0, -1) if own % size == 0), 1)
+        sequences = data_ranks * size
+        if train.batch_size % sequences:
+            raise ConfigError(
+                f"train.batch_size = {train.batch_size} is not valid: it must be a multiple of {sequences}, "
+                f"train.micro_batch_size {size} on each of {data_ranks} data ranks"
+            )
+        number = train.batch_size // sequences
+        if number < least:
+            raise ConfigError(
+                f"train.batch_size = {train.batch_size} gives {number} micro-batches of train.micro_batch_size {size} per data rank, "
+                f"but {pp} pipeline ranks need at least {least}: make train.batch_size at least {least * sequences}, "
+                "or train.micro_batch_size smaller"
+            )
+        return number
 
     def resolved_moe(self) -> MoEConfig:
         """With the model's own coefficient of the balance loss, if none is given."""
         if self.moe.balance_coefficient is not None:
             return self.moe
         return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)
+
+
+def num_routed_experts(model: ModelConfig) -> int:
+    """Per MoE layer, whatever the family calls them."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next(int(getattr(model, name)) for name in names if hasattr(model, name))
+
+
+def check_parallel(config: Config, world_size: int) -> None:
+    """Raise ConfigError, with the numbers and the remedy, unless `world_size` ranks can run `config`. Nothing is started or written."""
+    config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)

@@ -12,20 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.models.generate import generate
+from lather.parallel.mesh import Mesh
+from lather.parallel.together import together
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
+from lather.train.engine import build_engine, prepare_experts
 from lather.train.metrics import MetricsWriter, StepRow, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
-from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device, prepare_experts
+from lather.train.state import TrainingState
+from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
 
 
 class DivergedError(RuntimeError):
@@ -76,30 +81,49 @@ class StopSignal:
         signal.signal(number, self._before[signal.Signals(number)])
 
 
-def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False) -> Outcome:
+def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> Outcome:
     """Run `config` to its end, resuming what its run directory holds; between steps `stop` is asked whether to save and end early.
+
+    On a mesh every rank calls it; rank 0 writes and shows. It stops when any rank is asked to. Without a mesh: one process.
 
     Raises:
         UserError: something that the user can put right; nothing was overwritten.
         DivergedError: `train.max_skipped_steps` steps in a row were not finite.
     """
-    device = pick_device(config.train.device)
-    run_dir = RunDirectory.open(config)
+    mesh = mesh or Mesh.single(pick_device(config.train.device))
+    is_first = mesh.rank == 0
+    run_dir: RunDirectory | None = None
     try:
+        with together(mesh.size):
+            if is_first:
+                run_dir = RunDirectory.open(config)
         try:
-            start = _start(config, run_dir)
-            dataset = prepare(config.data, config.model.vocab_size, display.note)
-            load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
-            if start is not None:
-                _check_same_tokenizer(Path(config.init_from), dataset)
-            run_dir.adopt_dataset(dataset)
-            run = _Run(config, run_dir, dataset, device, display, start)
+            start = _start(config)
+            with together(mesh.size):
+                dataset = _dataset(config, display, start) if is_first else None
+            with together(mesh.size):
+                dataset = dataset or prepare(config.data, config.model.vocab_size, display.note)
+            with together(mesh.size):
+                if run_dir is not None:
+                    run_dir.adopt_dataset(dataset)
+            run = _Run(config, dataset, mesh, display, start)
         except UserError:
-            run_dir.abandon()
+            if run_dir is not None:
+                run_dir.abandon()
             raise
         return run.train(stop)
     finally:
-        run_dir.close()
+        if run_dir is not None:
+            run_dir.close()
+
+
+def _dataset(config: Config, display: Display, start: Path | None) -> Path:
+    """The data set's folder, made if need be, with a tokenizer that fits."""
+    dataset = prepare(config.data, config.model.vocab_size, display.note)
+    load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
+    if start is not None:
+        _check_same_tokenizer(Path(config.init_from), dataset)
+    return dataset
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
@@ -109,9 +133,9 @@ def build_model(config: Config, device: torch.device) -> Decoder:
     return model
 
 
-def _start(config: Config, run_dir: RunDirectory) -> Path | None:
+def _start(config: Config) -> Path | None:
     """The checkpoint of another run that a fresh one starts from."""
-    if not config.init_from or list_checkpoints(run_dir.checkpoints):
+    if not config.init_from or list_checkpoints(Path(config.run_dir) / "checkpoints"):
         return None
     checkpoints = list_checkpoints(Path(config.init_from) / "checkpoints")
     if not checkpoints:
@@ -139,37 +163,44 @@ def _document_end(config: Config, dataset: Path) -> int | None:
 
 
 class _Run:
-    def __init__(
-        self, config: Config, run_dir: RunDirectory, dataset: Path, device: torch.device, display: Display, start: Path | None
-    ) -> None:
-        self.config, self.run_dir, self.display = config, run_dir, display
+    """One rank's side of a run."""
+
+    def __init__(self, config: Config, dataset: Path, mesh: Mesh, display: Display, start: Path | None) -> None:
+        self.config, self.path, self.mesh, self.display = config, Path(config.run_dir), mesh, display
         train = config.train
         self.validation = TokenShards(dataset, "validation", train.sequence_length)
         shards = TokenShards(dataset, "train", train.sequence_length)
         self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
-        self.model = build_model(config, device)
-        self.optimizer = build_optimizer(config.optim, self.model)
-        self.step = TrainStep(self.model, self.optimizer, train, config.resolved_moe(), end_of_text=_document_end(config, dataset))
-        existing = list_checkpoints(run_dir.checkpoints)
-        self.progress = load_checkpoint(existing[-1], self.model, self.optimizer) if existing else Progress(0, 0.0)
-        self.resumed_step = self.progress.step if existing else None
+        self.engine = build_engine(config, mesh, end_of_text=_document_end(config, dataset))
+        self.optimizer = build_optimizer(config.optim, self.engine.parameters.named())
+        self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
+        self.state = TrainingState.of_engine(self.engine, self.optimizer)
+        existing = list_checkpoints(self.path / "checkpoints")
+        with together(mesh.size):
+            self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
+            if start is not None:
+                load_parameters(start, self.state)
         if existing:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
-            load_parameters(start, self.model)
             display.note(f"starting from the weights of {start}")
-        parameters = sum(p.numel() for p in self.model.parameters())
-        display.note(f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {device.type}, {len(shards):,} training windows")
-        self.metrics = MetricsWriter(
-            run_dir.path, self.resumed_step, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project
+        ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
+        parameters = sum(p.numel() for p in build_family(config.model, None, torch.device("meta")).parameters())
+        display.note(
+            f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, {len(shards):,} training windows"
         )
+        self.resumed_step = self.progress.step if existing else None
+        self.metrics: MetricsWriter | None = None
+        if mesh.rank == 0:
+            log = config.log
+            self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
         steps = self.config.train.steps
         try:
-            if not read_rows(self.metrics.path):
+            if not self._has_rows():
                 self._validate()
-            while self.progress.step < steps and not stop():
+            while self.progress.step < steps and not self._any(stop()):
                 self._one_step()
                 step = self.progress.step
                 every = self.config.train.validation_every
@@ -179,23 +210,42 @@ class _Run:
                     self._save()
             checkpoint = self._save()
         finally:
-            self.metrics.close()
-        finished = self.progress.step == steps
-        rows = read_rows(self.metrics.path)
+            if self.metrics is not None:
+                self.metrics.close()
+        return self._outcome(checkpoint)
+
+    def _outcome(self, checkpoint: Path) -> Outcome:
+        finished = self.progress.step == self.config.train.steps
+        rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
         if finished and any(training_rows(rows)):
             from lather.train.plot import draw  # matplotlib takes a second to import
 
-            draw([self.run_dir.path], self.run_dir.path / "loss.png")
+            draw([self.path], self.path / "loss.png")
         return Outcome(
             finished=finished,
             step=self.progress.step,
             seconds=self.progress.seconds,
             first_validation_loss=losses[0] if losses else None,
             last_validation_loss=losses[-1] if losses else None,
-            sample=self._sample() if finished and self.config.log.sample_tokens else "",
+            sample=self._sample(checkpoint) if finished and self.mesh.rank == 0 and self.config.log.sample_tokens else "",
             checkpoint=checkpoint,
         )
+
+    def _has_rows(self) -> bool:
+        return self._any(self.metrics is not None and bool(read_rows(self.metrics.path)))
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is true on any rank, so that all go the same way."""
+        return self._most(float(flag)) > 0
+
+    def _most(self, value: float) -> float:
+        """Of all ranks'."""
+        if self.mesh.size == 1:
+            return value
+        most = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most.item()
 
     def _one_step(self) -> None:
         start = time.perf_counter()
@@ -206,10 +256,10 @@ class _Run:
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
         row = self._row(result, lr, step_seconds)
-        self.metrics.write(row)
+        self._write(row)
         every = self.config.log.expert_load_every
         if every and number % every == 0 and result.counts_LE.numel():
-            self.metrics.write({"step": number, "seconds": self.progress.seconds, "expert_load": load_per_expert(result.counts_LE)})
+            self._write({"step": number, "seconds": self.progress.seconds, "expert_load": load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
@@ -230,7 +280,7 @@ class _Run:
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
             optimizer_seconds=result.optimizer_seconds,
-            peak_memory_bytes=peak_memory_bytes(self.step.device),
+            peak_memory_bytes=int(self._most(peak_memory_bytes(self.mesh.device))),
             expert_load_min=least,
             expert_load_max=most,
             expert_load_entropy=entropy,
@@ -243,19 +293,24 @@ class _Run:
         """On the same held-out windows every time, spread evenly over the split."""
         wanted = min(self.config.train.validation_sequences, len(self.validation))
         indices = [index * len(self.validation) // wanted for index in range(wanted)]
-        loss = self.step.validation_loss(self.validation.windows(indices, self.config.model.vocab_size))
-        self.metrics.write({"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss})
+        loss = self.engine.validation_loss(self.validation.windows(indices, self.config.model.vocab_size))
+        self._write({"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss})
         self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}")
 
-    def _save(self) -> Path:
-        self.metrics.sync()
-        return save_checkpoint(
-            self.run_dir.checkpoints, self.progress, self.model, self.optimizer, keep_last=self.config.checkpoint.keep_last
-        )
+    def _write(self, row: StepRow | dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(row)
 
-    def _sample(self) -> str:
-        log = self.config.log
-        return sample_text(self.model, self.config, self.run_dir.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
+    def _save(self) -> Path:
+        if self.metrics is not None:
+            self.metrics.sync()
+        return save_checkpoint(self.path / "checkpoints", self.progress, self.state, keep_last=self.config.checkpoint.keep_last)
+
+    def _sample(self, checkpoint: Path) -> str:
+        """On a mesh no rank has the whole model: the first one reads it back."""
+        log, model = self.config.log, build_model(self.config, self.mesh.device)
+        load_checkpoint(checkpoint, TrainingState.of_model(model))
+        return sample_text(model, self.config, self.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
 
 
 def sample_text(

@@ -24,8 +24,8 @@ from lather.errors import ConfigError, RunError
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
 
-FREE = ("checkpoint", "log", "run_dir", "moe.memory")
-"""Sections and keys that may change between the starts of a run: they do not touch what it computes (`moe.memory`: but for rounding)."""
+FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory")
+"""Sections and keys that may change between the starts of a run: they do not touch what it computes (the last two: but for rounding)."""
 
 
 class RunDirectory:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lather.errors import ConfigError
-from lather.models.decoder import Decoder, DecoderOutput
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups
+from lather.parallel.gradients import clip_, grad_norm
 from lather.shapes import Int
-from lather.train.config import LoopConfig, MoEConfig, OptimConfig
-
-IGNORE_INDEX = -100
-"""Label of a position that is not learned."""
+from lather.train.config import OptimConfig
+from lather.train.engine import Engine
 
 
-def build_optimizer(config: OptimConfig, model: Decoder) -> torch.optim.Optimizer:
-    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything."""
+def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything; parameters without elements are left out."""
+    named = [(name, p) for name, p in named if p.numel()]
     if config.name == "adamw":
-        return torch.optim.AdamW(
-            model.named_parameters(), lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-        )
-    groups = parameter_groups(model)
+        return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    groups = parameter_groups(named)
     for group in groups:
         if group.get("max_precond_dim") == 0:
             group["betas"] = config.adam_betas
@@ -56,26 +54,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def prepare_experts(model: Decoder, config: MoEConfig) -> None:
-    """What the experts' layers keep for backward, and how their load is evened."""
-    model.set_memory(config.memory)
-    if config.balance_level is not None:
-        model.balance_load(config.balance_level)
-    for router in model.routers():
-        router.takes_z_loss = config.z_loss_coefficient > 0
-        if config.bias_update_rate:
-            router.enable_loss_free_balancing()
-
-
-def document_boundaries(tokens_BS: Int[Tensor, "b s"], end_of_text: int) -> Int[Tensor, " n"]:
-    """Where documents begin and end among the B * S tokens: 0, after each `end_of_text`, B * S."""
-    num_tokens = tokens_BS.numel()
-    after_end = (tokens_BS.flatten() == end_of_text).nonzero().flatten() + 1
-    edges = torch.tensor([0, num_tokens], device=tokens_BS.device)
-    boundaries: Tensor = torch.cat((edges, after_end)).unique()
-    return boundaries
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one step did."""
@@ -93,88 +71,40 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs optimizer steps on one device."""
+    """Runs optimizer steps on a mesh of ranks, each of which calls it with the same batch."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        optimizer: torch.optim.Optimizer,
-        config: LoopConfig,
-        moe: MoEConfig,
-        *,
-        end_of_text: int | None = None,
-    ) -> None:
-        """`moe` as `prepare_experts` was given it. With `end_of_text`, attention stays within documents, which this token ends."""
-        self.model, self.optimizer, self.config, self.moe = model, optimizer, config, moe
-        self.end_of_text = end_of_text
-        self.device = next(model.parameters()).device
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
+        self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
-        """`tokens_BS` has one token more per sequence than is trained on. A step that is not finite changes nothing."""
-        loss, balance, counts_LE, num_tokens = self._accumulate(tokens_BS)
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        finite = bool((loss + grad_norm).isfinite())
+        """`tokens_BS` has one token more per sequence than is trained on. A step that is not finite changes nothing, on any rank."""
+        batch = self.engine.gradients(tokens_BS)
+        norm = grad_norm(self.engine.parameters, self.engine.mesh)
+        finite = math.isfinite(batch.loss + norm.item())
         before = self._refreshes()
         start = self._now()
         if finite:
-            if self.config.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(params, self.config.max_grad_norm, grad_norm)
+            if self.max_grad_norm:
+                clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            self._balance(counts_LE)
+            self.engine.balance(batch.counts_LE)
         seconds = self._now() - start
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.parameters.clear_gradients()
         done, skipped = (after - earlier for after, earlier in zip(self._refreshes(), before, strict=True))
-        return StepResult(loss.item(), balance.item(), grad_norm.item(), num_tokens, counts_LE, seconds, done, skipped, skipped=not finite)
-
-    def _accumulate(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Gradients of all micro-batches. Every loss is divided by the step's own count of labels, so no gradient is divided later."""
-        inputs, labels = tokens_BS[:, :-1], tokens_BS[:, 1:]
-        num_tokens = max(1, int((labels != IGNORE_INDEX).sum()))
-        loss, balance, counts = torch.zeros((), device=self.device), torch.zeros((), device=self.device), []
-        size = self.config.micro_batch_size
-        for router in self.model.routers():
-            router.balance.begin_step()
-        for x_BS, y_BS in zip(inputs.split(size), labels.split(size), strict=True):
-            share = int((y_BS != IGNORE_INDEX).sum()) / num_tokens
-            output = self._forward(x_BS, y_BS, num_tokens)
-            assert output.loss is not None
-            (output.loss + self._auxiliary_loss(output) * share).backward()
-            loss += output.loss.detach()
-            balance += output.balance_loss().detach() * (share / max(1, len(output.routings)))
-            counts.append(output.rows_per_expert())
-        return loss, balance, torch.stack(counts).sum(0).cpu(), num_tokens
-
-    def _forward(self, tokens_BS: Tensor, labels_BS: Tensor, normalizer: float) -> DecoderOutput:
-        boundaries = None if self.end_of_text is None else document_boundaries(tokens_BS, self.end_of_text)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16"):
-            output: DecoderOutput = self.model(
-                tokens_BS.to(self.device), labels_BS.to(self.device), cu_seqlens=boundaries, normalizer=float(normalizer)
-            )
-        return output
-
-    def _auxiliary_loss(self, output: DecoderOutput) -> Tensor:
-        loss = output.balance_loss() * (self.moe.balance_coefficient or 0.0)
-        return loss + output.z_loss() * self.moe.z_loss_coefficient if self.moe.z_loss_coefficient else loss
-
-    def _balance(self, counts_LE: Tensor) -> None:
-        """Loss-free balancing, after a step in which the experts had these rows."""
-        if self.moe.bias_update_rate:
-            for router, count_E in zip(self.model.routers(), counts_LE, strict=True):
-                router.update_correction_bias(count_E, self.moe.bias_update_rate)
-
-    @torch.no_grad()
-    def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:
-        """Mean cross entropy in nats per token over all sequences."""
-        total, num_tokens = 0.0, 0
-        for part in tokens_BS.split(self.config.micro_batch_size):
-            loss = self._forward(part[:, :-1], part[:, 1:], 1.0).loss
-            assert loss is not None
-            total += loss.item()
-            num_tokens += int((part[:, 1:] != IGNORE_INDEX).sum())
-        return total / max(1, num_tokens)
+        return StepResult(
+            loss=batch.loss,
+            balance_loss=batch.balance_loss,
+            grad_norm=norm.item(),
+            tokens=batch.num_labels,
+            counts_LE=batch.counts_LE,
+            optimizer_seconds=seconds,
+            refreshes_done=done,
+            refreshes_skipped=skipped,
+            skipped=not finite,
+        )
 
     def _refreshes(self) -> tuple[int, int]:
         if not isinstance(self.optimizer, MatrixOptimizer):
@@ -183,6 +113,6 @@ class TrainStep:
         return counters["refreshes_done"], counters["refreshes_skipped"]
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.engine.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.mesh.device)
         return time.perf_counter()

@@ -11,6 +11,8 @@ column is summed in fp32 over all tokens and written once; dx is summed in fp32 
 Cost: four products of T V D where kept logits need three (a third more arithmetic), and one fp32 copy of a bf16 dx. Chunks of tokens with
 the whole vocabulary would need no fourth product, as forward could make both gradients, but an fp32 copy of dW: 0.8 GB here again.
 
+dW is made along with dx, also where a pipeline puts other weight gradients off: later it would need each tile once more, a fifth product.
+
 Logits are in fp32 always: the products take bf16 and give fp32 on CUDA; on a CPU, where there is no such product, tiles of the inputs are
 widened. On CUDA the gradient of a tile is rounded to bf16 for the products, as it is in plain autograd.
 """

@@ -1,0 +1,87 @@
+"""Which tokens go to which rank of an exchange, as indices: each token once to a rank, however many of its experts are there.
+
+Rows to send are ordered by rank, then token; what a rank receives is then ordered by the rank it came from, then token. Global expert e is
+number e % N on rank e // N. The router's decision travels beside the rows in one integer buffer: local numbers of the experts, and the
+weights' bits.
+
+Trade-off: splits are exact, so nothing is padded and no token dropped; for that the host has to know the numbers of rows and waits for the
+device once.
+
+Letters: T tokens of this rank, R rows that it receives, S rows that it sends, K experts per token, P ranks, N experts on a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.models.routing import Routing
+from lather.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an exchange's rows went, so that others go back: indices and numbers only."""
+
+    token_S: Int[Tensor, " s"]
+    """The token of each row that is sent. int32."""
+    row_TK: Int[Tensor, "t k"]
+    """The row that takes token t to the rank of its k-th expert; ~row in all of its slots of that rank but the first. int32.
+
+    A negative row counts for nothing in a sum over slots, which so adds each row once.
+    """
+    sent_P: tuple[int, ...]
+    """Rows that go to each rank."""
+    received_P: tuple[int, ...]
+    """Rows that come from each rank."""
+
+    def row_of_slot(self) -> Int[Tensor, "t k"]:
+        """The row of every slot, int64."""
+        return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
+
+
+def plan_way(experts_TK: Int[Tensor, "t k"], num_local_experts: int, group: dist.ProcessGroup) -> Way:
+    """The way of tokens to the ranks of their experts. Collective; the host waits for the numbers of rows, and for nothing else."""
+    (t, k), p, device = experts_TK.shape, dist.get_world_size(group), experts_TK.device
+    rank_TK = experts_TK // num_local_experts
+    slot_TK = torch.arange(k, device=device).expand(t, k)
+    first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, slot_TK, "amin")
+    goes_TP = first_TP < k
+    row_TP = (goes_TP.T.flatten().cumsum(0) - 1).view(p, t).T
+    row_TK = row_TP.gather(1, rank_TK)
+    row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK).int()
+
+    sent_P, received_P = _exchange_sizes(goes_TP.sum(0), group)
+    s = sum(sent_P)
+    token_S = torch.empty(s + 1, dtype=torch.int32, device=device)  # the last entry takes the pairs of token and rank that are none
+    token_T1 = torch.arange(t, dtype=torch.int32, device=device).unsqueeze(1)
+    token_S.scatter_(0, torch.where(goes_TP, row_TP, s).flatten(), token_T1.expand(t, p).flatten())
+    return Way(token_S[:s], row_TK, sent_P, received_P)
+
+
+def _exchange_sizes(sent_P: Tensor, group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    received_P = torch.empty_like(sent_P)
+    dist.all_to_all_single(received_P, sent_P, group=group)
+    sent, received = torch.stack([sent_P, received_P]).tolist()
+    return tuple(sent), tuple(received)
+
+
+def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:
+    """For each row that is sent: its rank's numbers of the experts (-1 for those elsewhere), and the weights (0 there), as bits."""
+    wide = torch.promote_types(routing.weights_TK.dtype, torch.float32)
+    bits = torch.int64 if wide.itemsize == 8 else torch.int32
+    row_S1 = torch.arange(len(way.token_S), device=way.token_S.device).unsqueeze(1)
+    here_SK = way.row_of_slot().index_select(0, way.token_S) == row_S1
+    experts_SK = routing.experts_TK.index_select(0, way.token_S) % num_local_experts
+    weights_SK = routing.weights_TK.index_select(0, way.token_S).to(wide)
+    return torch.cat([torch.where(here_SK, experts_SK, -1).to(bits), torch.where(here_SK, weights_SK, 0).view(bits)], dim=1)
+
+
+def unpack_routing(packed: Int[Tensor, "r packed"], dtype: torch.dtype) -> tuple[Int[Tensor, "r k"], Float[Tensor, "r k"]]:
+    """Experts and weights of what `pack_routing` packed, the weights in `dtype`; copies, so that either may be freed alone."""
+    experts_RK, bits_RK = (half.clone(memory_format=torch.contiguous_format) for half in packed.chunk(2, dim=1))
+    wide = torch.float64 if packed.dtype == torch.int64 else torch.float32
+    return experts_RK.long(), bits_RK.view(wide).to(dtype)

@@ -1,0 +1,122 @@
+"""Which rank does what: the frozen mesh of pipeline, data and expert ranks, and the process groups of its axes.
+
+rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which exchange most, are neighbours. Every (dp, ep) coordinate is a
+*data rank*: it has sequences of its own, which all ranks of its pipeline share. Routed experts are split over ep and sharded over dp;
+everything else is sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is cut into that many parts, each of which holds a whole
+sharded copy: shards are then gathered within a part, at the price of that many times the memory.
+
+Axes that cut the same ranks in another way (dp x ep as one, or dp in two) are further DeviceMeshes over them. Context and tensor
+parallel ranks would be two more axes between dp and ep; there are none yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from lather.train.config import ParallelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """One rank's view of all ranks; groups and device meshes are None in a single process."""
+
+    pp: int
+    """Pipeline ranks."""
+    dp: int
+    """Data parallel ranks."""
+    ep: int
+    """Expert parallel ranks."""
+    replicas: int
+    """Parts of dp that hold a whole sharded copy each; 1: plain FSDP."""
+    rank: int
+    device: torch.device
+    pp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    """Data ranks of one pipeline stage: dp x ep."""
+    dense_mesh: DeviceMesh | None = None
+    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard")."""
+    expert_mesh: DeviceMesh | None = None
+    """Over dp, for routed experts: one axis, or ("replicate", "shard")."""
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.ep
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.dp * self.ep)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.ep % self.dp
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % self.ep
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank % self.data_size
+
+    @property
+    def data_size(self) -> int:
+        return self.dp * self.ep
+
+    @classmethod
+    def single(cls, device: torch.device) -> Mesh:
+        """The mesh of one process."""
+        return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
+
+    @classmethod
+    def build(cls, config: ParallelConfig, device: torch.device, *, replicate_dense: bool = False) -> Mesh:
+        """The mesh of all ranks of the default process group, which must be there unless this is the only process.
+
+        With `replicate_dense` every rank keeps whole dense parameters: `dense_mesh` is (data, 1). Collective: every rank calls it, with
+        the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        dp = config.data_ranks(world_size)
+        if world_size == 1:
+            return cls.single(device)
+        pp, ep, replicas = config.pp, config.ep, config.replicas
+
+        def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
+            return DeviceMesh(device.type, torch.arange(world_size).view(sizes), mesh_dim_names=names)
+
+        grid = mesh(("pp", "dp", "ep"), pp, dp, ep)
+        data = mesh(("pp", "data"), pp, dp * ep)
+        two = ("replicate", "shard")
+        dense, expert = data["data"], grid["dp"]
+        if replicas > 1:
+            dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
+            expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
+        if replicate_dense:
+            dense = mesh(("pp", *two), pp, dp * ep, 1)[two]
+        return cls(
+            pp=pp,
+            dp=dp,
+            ep=ep,
+            replicas=replicas,
+            rank=dist.get_rank(),
+            device=device,
+            pp_group=grid.get_group("pp"),
+            dp_group=grid.get_group("dp"),
+            ep_group=grid.get_group("ep"),
+            data_group=data.get_group("data"),
+            dense_mesh=dense,
+            expert_mesh=expert,
+        )
+
+    def describe(self) -> str:
+        """Such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"

@@ -1,0 +1,29 @@
+"""Work that one rank does and whose failure is everybody's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def together(num_ranks: int) -> Iterator[None]:
+    """No rank leaves the block before all have come to its end; what one raises inside, all raise there, the lowest rank's first.
+
+    For work of some ranks that others build upon, such as writing a file. With one rank it is nothing. Ranks that die are the launcher's.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        if num_ranks == 1:
+            raise
+        error = own
+    if num_ranks > 1:
+        errors: list[Exception | None] = [None] * num_ranks
+        dist.all_gather_object(errors, error)
+        for each in errors:
+            if each is not None:
+                raise error if error is not None else each

@@ -1,0 +1,238 @@
+"""Walks one rank's row of the schedule: forwards, backwards, weight gradients, sends, receives, and the unsharding of parameters.
+
+What travels exists as long as it has to: a receive's buffer is made when its action comes and handed to its one reader; what was sent is
+given back when the send is done. Of a micro-batch's forward only its tape stays, until its backward. At most 2P + 1 chunks (a micro-batch
+in a stage) are alive on a rank.
+
+Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.models.routing import Routing
+from lather.models.weight_gradients import Entry, WeightGradients
+from lather.parallel.shard import Unit
+from lather.pipeline import overlap
+from lather.pipeline.part import Stage
+from lather.pipeline.schedule import Action, Kind, Schedule
+from lather.pipeline.segments import ChunkTape, MicroBatch, Segments, Steps
+
+MOST_SENDS_UNDER_WAY = 2
+"""Of a rank. With one more the oldest is waited for: gloo does not say when a send is done, and what was sent must not pile up."""
+
+Key = tuple[int, int]
+"""Stage and micro-batch."""
+Recorder = Callable[[Action], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What travels between stages."""
+
+    shape: tuple[int, int, int]
+    """(B, S, D) of every micro-batch."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class StepOutput:
+    """What a walk over the schedule found on this rank."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    """Of the micro-batches, where the last stage is."""
+    routings: dict[Key, list[Routing]] = field(default_factory=dict)
+    """Of each stage and micro-batch, one per MoE block, detached."""
+
+
+class Executor:
+    """Runs one schedule on one rank, step after step."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        segments: Segments,
+        activation: Activation,
+        *,
+        group: dist.ProcessGroup | None = None,
+        units: Sequence[Sequence[Unit]] | None = None,
+        record: Recorder | None = None,
+    ) -> None:
+        """`stages`: this rank's, `units`: the parameters of each; `group`: the pipeline's, None for one rank; `record`: entered around
+        every action."""
+        self.stages = {stage.index: stage for stage in stages}
+        self.schedule, self.segments, self.activation = schedule, segments, activation
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.group = group
+        self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
+        self.record = record or (lambda action: nullcontext())
+        assert tuple(self.stages) == schedule.stages_of(self.rank)
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> StepOutput:
+        """All actions of this rank, in order. Without grad mode the schedule must be one of forwards alone.
+
+        Raises ValueError, before anything travels, if the number or the shape of the micro-batches is not the schedule's.
+        """
+        self._check(micro_batches)
+        walk = _Walk(self, micro_batches)
+        for action in self.schedule.ranks[self.rank]:
+            with self.record(action):
+                walk.do(action)
+        walk.finish()
+        return walk.output
+
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        if len(micro_batches) != self.schedule.num_micro_batches:
+            raise ValueError(f"got {len(micro_batches)} micro-batches: this schedule is for {self.schedule.num_micro_batches}")
+        expected = self.activation.shape[:2]
+        for number, batch in enumerate(micro_batches):
+            for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
+                if tuple(x.shape) != expected:
+                    raise ValueError(f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every micro-batch must have {expected}")
+
+
+@dataclass
+class _Arriving:
+    """A receive that was posted."""
+
+    buffer: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
+
+
+class _Walk:
+    """The state of one step."""
+
+    def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
+        self.executor, self.micro_batches = executor, micro_batches
+        self.stages, self.segments, self.schedule = executor.stages, executor.segments, executor.schedule
+        self.output = StepOutput()
+        self.inputs: dict[Key, Tensor | _Arriving] = {}
+        self.gradients: dict[Key, Tensor | _Arriving] = {}
+        """Of the outputs."""
+        self.tapes: dict[Key, ChunkTape] = {}
+        self.waiting: dict[Key, list[Entry]] = {}
+        """Weight gradients."""
+        self.outgoing: dict[tuple[Kind, Key], Tensor] = {}
+        self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
+
+    def do(self, action: Action) -> None:
+        if action.kind == Kind.OVERLAP:
+            forward, backward = action.parts
+            results = overlap.run_both(self._forward(forward), self._backward(backward, defer=False))
+            self._pass_on(forward, results[0])
+            self._pass_back(backward, results[1])
+        elif action.kind == Kind.FORWARD:
+            self._pass_on(action, overlap.run(self._forward(action)))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            self._pass_back(action, overlap.run(self._backward(action, defer=action.kind == Kind.BACKWARD_INPUT)))
+        elif action.kind == Kind.BACKWARD_WEIGHT:
+            WeightGradients.run(self.waiting.pop(_key(action)))
+        elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
+            self._shard(action)
+        else:
+            self._travel(action)
+
+    def finish(self) -> None:
+        while self.sends:
+            self._finish_oldest_send()
+        for left in (self.inputs, self.gradients, self.tapes, self.waiting, self.outgoing):
+            assert not left
+
+    def _forward(self, action: Action) -> Steps[Tensor]:
+        key = _key(action)
+        tape = ChunkTape(self.micro_batches[key[1]])
+        if torch.is_grad_enabled():
+            self.tapes[key] = tape
+        self._wait_for_parameters(action.stage)
+        routings = self.output.routings.setdefault(key, [])
+        return (yield from self.segments.forward(self.stages[action.stage], _take(self.inputs, key), tape, routings))
+
+    def _pass_on(self, action: Action, result: Tensor) -> None:
+        """An output to the next stage, here or elsewhere; of the last stage it is the loss."""
+        stage, micro_batch = _key(action)
+        if stage == self.schedule.num_stages - 1:
+            self.output.losses.append(result)
+        elif stage + 1 in self.stages:
+            self.inputs[stage + 1, micro_batch] = result
+        else:
+            self.outgoing[Kind.SEND_F, (stage, micro_batch)] = result
+
+    def _backward(self, action: Action, *, defer: bool) -> Steps[Tensor | None]:
+        key = _key(action)
+        self._wait_for_parameters(action.stage)
+        return (yield from self.segments.backward(self.tapes.pop(key), _take(self.gradients, key), defer=defer))
+
+    def _pass_back(self, action: Action, grad_BSD: Tensor | None) -> None:
+        """An input's gradient to the stage before, here or elsewhere."""
+        stage, micro_batch = _key(action)
+        if action.kind == Kind.BACKWARD_INPUT:
+            self.waiting[stage, micro_batch] = self.segments.weight_gradients.take()
+        if grad_BSD is None:
+            return
+        if stage - 1 in self.stages:
+            self.gradients[stage - 1, micro_batch] = grad_BSD
+        else:
+            self.outgoing[Kind.SEND_B, (stage, micro_batch)] = grad_BSD
+
+    def _travel(self, action: Action) -> None:
+        key = _key(action)
+        neighbour = action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+        peer = self.schedule.rank_of(neighbour)
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            x = self.outgoing.pop((action.kind, key))
+            self.sends.append((self._start(dist.isend, x.contiguous(), peer), x, self.tapes.get(key)))
+            while len(self.sends) > MOST_SENDS_UNDER_WAY or (x.is_cuda and self.sends and self.sends[0][0].is_completed()):
+                self._finish_oldest_send()
+            return
+        like = self.executor.activation
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, peer))
+        (self.inputs if action.kind == Kind.RECV_F else self.gradients)[key] = arriving
+
+    def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.executor.group, group_peer=peer)])
+        return work
+
+    def _finish_oldest_send(self) -> None:
+        work, x, tape = self.sends.popleft()
+        work.wait()
+        self.segments.frees.release(x, held=[] if tape is None else tape.held)
+
+    def _shard(self, action: Action) -> None:
+        for unit in self.executor.units[action.stage]:
+            if action.kind == Kind.UNSHARD:
+                unit.unshard(async_op=self.executor.activation.device.type == "cuda")
+            elif action.kind == Kind.RESHARD:
+                unit.reshard()
+            else:
+                unit.reduce_gradients()
+
+    def _wait_for_parameters(self, stage: int) -> None:
+        for unit in self.executor.units[stage]:
+            unit.wait()
+
+
+def _key(action: Action) -> Key:
+    assert action.micro_batch is not None
+    return action.stage, action.micro_batch
+
+
+def _take(arrivals: dict[Key, Tensor | _Arriving], key: Key) -> Tensor | None:
+    """None where nothing arrives: the first stage has no input, the last no gradient."""
+    x = arrivals.pop(key, None)
+    return x.wait() if isinstance(x, _Arriving) else x

@@ -1,0 +1,205 @@
+"""A timeline as a picture: a lane per rank, colours by kind, micro-batch numbers where they fit, idle time hatched.
+
+A forward chunk is blue, a backward chunk green, for the input alone light green, for the weights alone orange; darker on a rank's second
+stage, on the way back up the V. An overlapped pair is the forward chunk over the backward chunk. Transfers and FSDP actions that took time
+are a grey strip below. The picture grows with the number of chunks in a lane, up to a limit; numbers that cannot be read are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lather.errors import RunError
+from lather.pipeline.replay import Event, Timeline
+from lather.pipeline.schedule import COMPUTE, Action, Kind
+
+COLORS = {
+    Kind.FORWARD: ("#7db3e8", "#2f6db3"),
+    Kind.BACKWARD: ("#8ccf9a", "#3a8f54"),
+    Kind.BACKWARD_INPUT: ("#cdeac0", "#a7d3a0"),
+    Kind.BACKWARD_WEIGHT: ("#f6b26b", "#e08a2e"),
+}
+"""On the rank's first stage, and on its second."""
+OTHER = "#8a8a8a"
+DARK = {"#2f6db3", "#3a8f54"}
+"""Colours with white numbers."""
+LABELS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+
+DPI = 110
+LANE, STRIP = 0.42, 0.12
+"""Half the height of a lane, and the height of the strip of transfers below it, in distances between lanes."""
+MIN_WIDTH, MAX_WIDTH, INCHES_PER_CHUNK = 12.0, 36.0, 0.17
+MAX_HEIGHT = 36.0
+SMALLEST_NUMBER, LARGEST_NUMBER = 5.0, 9.0
+"""Points; smaller numbers cannot be read and are left out."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in data coordinates, and the number in it."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+    color: str
+    number: int | None = None
+
+
+def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = "s") -> None:
+    """Writes a PNG of the events `rows`, at least one; `unit` is that of their times. The bubble fraction is put after `title`.
+
+    Raises RunError if `path` cannot be written or no event computes.
+    """
+    timeline = Timeline(tuple(rows))
+    if not timeline.makespan > 0:
+        raise RunError(f"{path}: nothing to draw: no action of the timeline computes for any time")
+    ranks = timeline.ranks
+    chunks = max(sum(event.action.kind in COMPUTE for event in timeline.events if event.rank == rank) for rank in ranks)
+    width = min(max(MIN_WIDTH, 1.5 + INCHES_PER_CHUNK * chunks), MAX_WIDTH)
+    scale = (width / MIN_WIDTH) ** 0.6  # of lanes and letters
+    height = min(scale * (1.1 + 0.5 * len(ranks)), MAX_HEIGHT)
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    lanes = {rank: lane for lane, rank in enumerate(ranks)}
+    boxes = list(_boxes(timeline, lanes))
+    _draw_idle(axes, timeline, lanes)
+    _draw_boxes(axes, boxes)
+    _draw_frame(axes, timeline, lanes)
+    axes.set_title(f"{title}: bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=11 * scale)
+    axes.set_xlabel(f"time ({unit})", fontsize=9 * scale)
+    axes.tick_params(axis="x", labelsize=8 * scale)
+    axes.tick_params(axis="y", labelsize=min(9 * scale, 0.5 * 72 * height / len(ranks)))
+    figure.legend(handles=_legend(timeline), loc="outside lower left", ncols=7, frameon=False, fontsize=8 * scale)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what fits into a box depends on the layout, which must not measure every number again
+    _draw_numbers(axes, boxes)
+    try:
+        figure.savefig(path, dpi=DPI, format="png")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}): give another --out") from None
+
+
+def _stages(timeline: Timeline) -> dict[int, list[int]]:
+    """By rank, the stages that it computes."""
+    stages: defaultdict[int, set[int]] = defaultdict(set)
+    for event in timeline.events:
+        if event.action.kind in COMPUTE:
+            stages[event.rank].update(chunk.stage for chunk in event.action.chunks)
+    return {rank: sorted(stages[rank]) for rank in timeline.ranks}
+
+
+def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Box]:
+    stages = _stages(timeline)
+    for event in timeline.events:
+        middle, chunks = lanes[event.rank], event.action.chunks
+        left, right = event.start - timeline.start, event.end - timeline.start
+        if event.action.kind not in COMPUTE:
+            if right > left:
+                yield Box(left, right, middle + LANE, middle + LANE - STRIP, OTHER)
+            continue
+        height = 2 * LANE / len(chunks)
+        for index, chunk in enumerate(chunks):
+            color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
+            top = middle - LANE + index * height
+            yield Box(left, right, top + height, top, color, chunk.micro_batch)
+
+
+def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
+    """A hatched lane; what is computed is drawn over it."""
+    axes.barh(
+        list(lanes.values()),
+        timeline.makespan,
+        height=2 * LANE,
+        facecolor="#f7f7f7",
+        edgecolor="#cfcfcf",
+        hatch="////",
+        linewidth=0,
+        zorder=1,
+    )
+
+
+def _draw_boxes(axes: Axes, boxes: Sequence[Box]) -> None:
+    corners = [[(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes]
+    edge = 0.4 if len(boxes) < 10_000 else 0.0
+    axes.add_collection(PolyCollection(corners, facecolors=[b.color for b in boxes], edgecolors="white", linewidths=edge, zorder=2))
+
+
+def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
+    stages = _stages(timeline)
+    names = [f"rank {rank}  (stage{'s' * (len(stages[rank]) > 1)} {', '.join(map(str, stages[rank]))})" for rank in lanes]
+    axes.set_yticks(list(lanes.values()), names)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(0, timeline.makespan)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_numbers(axes: Axes, boxes: Sequence[Box]) -> None:
+    """Micro-batch numbers, in the boxes that are large enough."""
+    numbered = [(box, box.number) for box in boxes if box.number is not None]
+    digits = len(str(max((number for _, number in numbered), default=0)))
+    across, down = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1))
+    points = 72 / DPI
+
+    def fits(box: Box) -> float:
+        """The font size with which the longest number fills the box: a digit is 0.62 of it wide."""
+        width, height = (box.right - box.left) * abs(across) * points, (box.bottom - box.top) * abs(down) * points
+        return float(min(0.85 * width / (0.62 * digits), 0.8 * height))
+
+    for box, number in numbered:
+        if (size := min(fits(box), LARGEST_NUMBER)) >= SMALLEST_NUMBER:
+            x, y = (box.left + box.right) / 2, (box.top + box.bottom) / 2
+            color = "white" if box.color in DARK else "0.15"
+            axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
+
+
+def _legend(timeline: Timeline) -> list[Patch]:
+    kinds = {chunk.kind for event in timeline.events for chunk in event.action.chunks}
+    patches = [Patch(facecolor=COLORS[kind][0], label=label) for kind, label in LABELS.items() if kind in kinds]
+    if any(event.action.kind not in COMPUTE and event.end > event.start for event in timeline.events):
+        patches.append(Patch(facecolor=OTHER, label="transfers, FSDP"))
+    patches.append(Patch(facecolor="#f7f7f7", edgecolor="#cfcfcf", hatch="////", label="idle"))
+    if any(len(stages) > 1 for stages in _stages(timeline).values()):
+        patches.append(Patch(facecolor="none", label="(darker: the rank's second stage)"))
+    return patches
+
+
+def read_timeline(path: Path) -> tuple[int, list[Event]]:
+    """The newest step in `path` and its events. A line is {"step", "rank", "action", "start", "end"}, times in seconds.
+
+    A line that was cut off at the end of the file is ignored. Raises RunError if there is no such file or it is another one.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}): the run must have written a timeline") from None
+    complete = [line for line in lines if line.endswith("\n") and line.strip()]
+    try:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in complete]
+        step = max((int(row["step"]) for row in rows), default=0)
+        events = [
+            Event(int(row["rank"]), Action.from_text(row["action"]), float(row["start"]), float(row["end"]))
+            for row in rows
+            if row["step"] == step
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: not a timeline ({error!r}): restore the file") from None
+    if not events:
+        raise RunError(f"{path}: no actions to draw: give the folder of a run that wrote a timeline")
+    return step, events

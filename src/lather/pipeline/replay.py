@@ -1,0 +1,183 @@
+"""What a table of actions costs in time: replayed with given durations, or read from a run; idle time and bubble.
+
+Every rank works through its row in order. A chunk starts once the rank is free and what it needs is there, a transfer later if it comes
+from another rank; transfers take no time of the ranks. *Idle* is the time in which a rank does not compute, between the first start and the
+last end on any rank; the *bubble fraction* is its share of all ranks' time.
+
+DeepSeek gives DualPipeV's bubble as (PP/2 - 1)(F&B + B - 3W) for PP stages on PP/2 ranks (github.com/deepseek-ai/DualPipe), in times of a
+*stage's* chunk, half of a rank's layers; so (P - 1)(F&B + B - 3W) with P ranks, whatever the number of micro-batches. Replaying torch's
+table, that is the idle time of rank P - 1, at the tip of the V, exactly where F = I = W and for any F&B from max(F, B) to F + B.
+In general the tip's idle time is that of the longest of three chains,
+
+    max((P - 1)(F&B + I - 2W) - F, (P - 1)(F&B + F - 2W), (P - 1)(F&B + F - B)),
+
+if W <= F or I <= F (otherwise a fourth can be longer). The first is the formula less F. So with I >= F >= W the formula is too high
+by min(F, (P - 1)(I - F)): by 4 % for I = 1.1 F, W = 0.9 F, F&B = F + B and P = 2 to 8, by 8 % for I = 1.2 F, W = 0.8 F and P = 2. With
+I < F or W > F the third chain counts and the formula is too low: by 43 % for I = 0.8 F, W = 1.2 F. The other ranks idle as long as the
+tip if F&B = F + B, else less: rank r < P - 1 has P - 2 - r overlapped pairs fewer, each of which saves time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, gives
+
+TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action as it happened."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    """In the unit of the durations; seconds if measured, on one clock for all ranks."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long an action takes, without waiting for its input."""
+
+    kinds: Mapping[Kind, float]
+    """A chunk of any stage. F, I and W are needed as far as the table has them; B is I + W and OVERLAP F + B if not given, all else 0."""
+    stages: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
+    """(kind, stage) -> a duration that differs from that of its kind. An OVERLAP has the stage of its forward chunk."""
+    transfer: float = 0.0
+    """From the end of a chunk to its result being on another rank."""
+
+    def of(self, action: Action) -> float:
+        """Raises ValueError if nothing says how long `action` takes."""
+        key = (action.kind, action.chunks[0].stage)
+        if (given := self.stages.get(key, self.kinds.get(action.kind))) is not None:
+            return given
+        if action.kind is Kind.BACKWARD:
+            parts = tuple(Action(action.stage, kind, action.micro_batch) for kind in gives(Kind.BACKWARD))
+        elif action.kind not in COMPUTE:
+            return 0.0
+        elif not (parts := action.parts):
+            raise ValueError(f"no duration for {action}: give one for {action.kind.name}")
+        return sum(map(self.of, parts))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank did when. Time that is not computing is idle."""
+
+    events: tuple[Event, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({event.rank for event in self.events}))
+
+    @cached_property
+    def start(self) -> float:
+        return min((event.start for event in self.events if event.action.kind in COMPUTE), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        return max((event.end for event in self.events if event.action.kind in COMPUTE), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start of a computation on any rank to the last end."""
+        return self.end - self.start
+
+    def idle(self) -> dict[int, float]:
+        """By rank: the part of the makespan in which it does not compute."""
+        computing: defaultdict[int, float] = defaultdict(float)
+        for event in self.events:
+            if event.action.kind in COMPUTE:
+                computing[event.rank] += event.end - event.start
+        return {rank: self.makespan - computing[rank] for rank in self.ranks}
+
+    def bubble_fractions(self) -> dict[int, float]:
+        """By rank: idle time over makespan."""
+        return {rank: idle / self.makespan if self.makespan else 0.0 for rank, idle in self.idle().items()}
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of all ranks' time."""
+        fractions = self.bubble_fractions().values()
+        return sum(fractions) / len(fractions) if fractions else 0.0
+
+
+def replay(schedule: Schedule, durations: Durations) -> Timeline:
+    """When every action of `schedule` starts and ends, in O(actions). Raises ValueError if a duration is missing or the table stalls.
+
+    Receives are waited for by the chunk that reads them, and are shown as taking no time, like sends.
+    """
+    ended: dict[tuple[Kind, int, int], float] = {}
+    clocks, positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+    events: list[list[Event]] = [[] for _ in schedule.ranks]
+    waiting = set(range(schedule.num_ranks))
+    while waiting:
+        stalled = True
+        for rank in sorted(waiting):
+            actions = schedule.ranks[rank]
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                ready = _ready(schedule, action, ended, durations.transfer)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                clocks[rank] = end = start + (0.0 if action.kind in TRANSFERS else durations.of(action))
+                events[rank].append(Event(rank, action, start, end))
+                for chunk in action.chunks:
+                    if chunk.micro_batch is not None and chunk.kind in COMPUTE:
+                        ended.update(((kind, chunk.stage, chunk.micro_batch), end) for kind in gives(chunk.kind))
+                positions[rank] += 1
+                stalled = False
+            else:
+                waiting.discard(rank)
+        if stalled:
+            raise ValueError(
+                f"the table stalls: {[str(schedule.ranks[rank][positions[rank]]) for rank in sorted(waiting)]} wait for each other"
+            )
+    return Timeline(tuple(event for row in events for event in row))
+
+
+def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:
+    """When the inputs of `action` from other stages are there; None if that is not known yet."""
+    ready = 0.0
+    for chunk in action.chunks:
+        if chunk.kind is Kind.FORWARD and chunk.stage > 0:
+            need, neighbour = Kind.FORWARD, chunk.stage - 1
+        elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and chunk.stage < schedule.num_stages - 1:
+            need, neighbour = Kind.BACKWARD_INPUT, chunk.stage + 1
+        else:
+            continue
+        assert chunk.micro_batch is not None
+        if (end := ended.get((need, neighbour, chunk.micro_batch))) is None:
+            return None
+        travels = schedule.rank_of(neighbour) != schedule.rank_of(chunk.stage)
+        ready = max(ready, end + transfer * travels)
+    return ready
+
+
+def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
+    """The median duration of every kind, and of every kind on every stage; transfers, which may have waited, are left out."""
+    by_kind: defaultdict[Kind, list[float]] = defaultdict(list)
+    by_stage: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for event in events:
+        if event.action.kind not in TRANSFERS:
+            by_kind[event.action.kind].append(event.end - event.start)
+            by_stage[event.action.kind, event.action.chunks[0].stage].append(event.end - event.start)
+    return Durations(
+        {kind: median(values) for kind, values in by_kind.items()}, {key: median(values) for key, values in by_stage.items()}, transfer
+    )
+
+
+def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
+    """(P - 1)(F&B + B - 3W): DeepSeek's idle time per rank, from the durations per kind; the head of this file says when it holds."""
+    forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
+    backward = Action(0, Kind.BACKWARD, 0)
+    overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))
+    by_kind = Durations(durations.kinds)
+    return (num_ranks - 1) * (by_kind.of(overlap) + by_kind.of(backward) - 3 * by_kind.of(weight))

@@ -1,0 +1,323 @@
+"""What every pipeline rank does, in which order: a table of actions, as data.
+
+DualPipeV (DeepSeek-V3, arXiv:2412.19437, and github.com/deepseek-ai/DualPipe) on P ranks has 2P stages in the shape of a V: rank r holds
+stages r and 2P - 1 - r, so that loss and embedding meet on rank 0. The table is torch's (`ScheduleDualPipeV`): its order of chunks, its
+sends, receives and FSDP actions. Executor, planner, replay and picture read this one table.
+
+The table is checked when it is made, not trusted: every chunk once, nothing before what it needs, transfers in the same order at both ends,
+and at most 2P + 1 chunks alive on a rank. The checks take as long as making the table (seconds for 64 ranks and 512 micro-batches).
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from lather.errors import require
+from lather.pipeline.torch_table import dualpipev_actions
+
+TEXT_WIDTH = 120
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its name in the text of a table, torch's own."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of the stage's input and of its weights."""
+    BACKWARD_INPUT = "I"
+    """Gradient of the input alone."""
+    BACKWARD_WEIGHT = "W"
+    """Gradients of the weights that an earlier `I` left to do."""
+    OVERLAP = "OVERLAP_F_B"
+    """A forward chunk and the backward chunk of another micro-batch, interleaved."""
+    SEND_F = "SEND_F"
+    """A stage's output, to the rank of the next stage."""
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    """The gradient of a stage's input, to the rank of the stage before."""
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OVERLAP})
+WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""Actions that are not a micro-batch's."""
+RECEIVED_AS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
+"""A send -> the receive that matches it, and how many stages further that is."""
+
+_KINDS = {kind.value: kind for kind in Kind}
+_SINGLE = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})(\d*)")
+_PAIR = re.compile(rf"\((\w+);(\w+)\){Kind.OVERLAP}")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a rank's table."""
+
+    stage: int
+    """-1 for OVERLAP, whose parts have stages of their own."""
+    kind: Kind
+    micro_batch: int | None = None
+    """None where all are meant (UNSHARD, RESHARD, REDUCE_GRAD) and for OVERLAP."""
+    parts: tuple[Action, ...] = ()
+    """Of OVERLAP: the forward and the backward chunk."""
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        return f"{self.stage}{self.kind}{'' if self.micro_batch is None else self.micro_batch}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Action:
+        """The action that `str` writes as `text`. Raises ValueError for any other text."""
+        if pair := _PAIR.fullmatch(text):
+            return cls(-1, Kind.OVERLAP, None, (cls.from_text(pair[1]), cls.from_text(pair[2])))
+        if not (single := _SINGLE.fullmatch(text)):
+            raise ValueError(f"{text!r} is not an action: it must look like 3F0, 0UNSHARD or (0F3;3B1){Kind.OVERLAP}")
+        return cls(int(single[1]), _KINDS[single[2]], int(single[3]) if single[3] else None)
+
+    @property
+    def chunks(self) -> tuple[Action, ...]:
+        """The parts of OVERLAP; of any other action, itself."""
+        return self.parts or (self,)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The table: `ranks[r]` is what rank r does, in order. Raises ValueError if it cannot be executed or keeps too many chunks alive."""
+
+    num_stages: int
+    num_micro_batches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        for rank in range(self.num_ranks):
+            _RankCheck(self, rank).run()
+            if self.trains and (peak := self.peak_live_chunks(rank)) > 2 * self.num_ranks + 1:
+                raise ValueError(f"rank {rank} keeps {peak} chunks alive: at most 2 * {self.num_ranks} + 1 may be")
+        _check_transfers(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage`: V order."""
+        return min(stage, self.num_stages - 1 - stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, in the order in which a micro-batch passes them."""
+        return tuple(sorted({rank, self.num_stages - 1 - rank}))
+
+    @property
+    def trains(self) -> bool:
+        """False: forward passes alone."""
+        return any(chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self.ranks[0] for chunk in action.chunks)
+
+    def sends_to(self, action: Action) -> int:
+        """The rank to which a SEND_F or SEND_B goes."""
+        return self.rank_of(action.stage + RECEIVED_AS[action.kind][1])
+
+    def receives_from(self, action: Action) -> int:
+        """The rank from which a RECV_F or RECV_B comes."""
+        return self.rank_of(action.stage + (-1 if action.kind is Kind.RECV_F else 1))
+
+    def peak_live_chunks(self, rank: int) -> int:
+        """The most chunks of `rank` whose forward is done, or begun in an overlap, and whose input gradient is not."""
+        live = peak = 0
+        for action in self.ranks[rank]:
+            for chunk in action.chunks:
+                if chunk.kind is Kind.FORWARD:
+                    live += 1
+                    peak = max(peak, live)
+                elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                    live -= 1
+        return peak
+
+    def to_text(self) -> str:
+        """A line with the sizes; then, for every rank, its actions in order, wrapped."""
+        lines = [f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_micro_batches} micro-batches"]
+        for rank, actions in enumerate(self.ranks):
+            lines += textwrap.wrap(f"rank {rank}: {' '.join(map(str, actions))}", TEXT_WIDTH, subsequent_indent="    ")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """The table that `to_text` writes as `text`. Raises ValueError for a text or a table that is not one."""
+        head, *rest = re.split(r"^rank \d+:", text, flags=re.MULTILINE)
+        sizes = re.fullmatch(r"(\d+) ranks, (\d+) stages, (\d+) micro-batches\s*", head)
+        if sizes is None or int(sizes[1]) != len(rest):
+            raise ValueError(
+                f"not a table: it starts with {head[:80]!r} and has {len(rest)} ranks, not '<ranks> ranks, <stages> stages, ...'"
+            )
+        return cls(int(sizes[2]), int(sizes[3]), tuple(tuple(map(Action.from_text, line.split())) for line in rest))
+
+
+def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """The DualPipeV table for `num_ranks` pipeline ranks, transfers and FSDP actions included.
+
+    Raises ConfigError for fewer micro-batches than stages (2 * num_ranks), which the schedule cannot fill.
+    """
+    require(num_ranks >= 1, "parallel.pp", num_ranks, "at least 1 rank")
+    stages = 2 * num_ranks
+    constraint = f"at least 2 * parallel.pp = {stages} for DualPipeV on {num_ranks} pipeline ranks: give more micro-batches or fewer ranks"
+    require(num_micro_batches >= stages, "number of micro-batches", num_micro_batches, constraint)
+    table = dualpipev_actions(num_ranks, num_micro_batches)
+    return Schedule(stages, num_micro_batches, tuple(tuple(map(_from_torch, actions)) for actions in table))
+
+
+def sequential(num_micro_batches: int) -> Schedule:
+    """One rank with one stage: a micro-batch's forward, its backward, then the next one's."""
+    require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
+    chunks = (Action(0, kind, m) for m in range(num_micro_batches) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return Schedule(1, num_micro_batches, ((Action(0, Kind.UNSHARD), *chunks, Action(0, Kind.REDUCE_GRAD), Action(0, Kind.RESHARD)),))
+
+
+def forwards(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Forward passes alone, for validation: on every rank the chunk that is furthest on its way goes first."""
+    require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
+    num_ranks = max(1, num_stages // 2)
+    home = [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
+    rows = [[Action(stage, Kind.UNSHARD) for stage in range(num_stages) if home[stage] == rank] for rank in range(num_ranks)]
+    waiting: list[deque[int]] = [deque(range(num_micro_batches)), *(deque() for _ in range(num_stages - 1))]
+    while any(waiting):
+        for stage in [max((s for s in range(num_stages) if home[s] == rank and waiting[s]), default=None) for rank in range(num_ranks)]:
+            if stage is None:
+                continue
+            micro_batch = waiting[stage].popleft()
+            rows[home[stage]].append(Action(stage, Kind.FORWARD, micro_batch))
+            if stage + 1 < num_stages:
+                waiting[stage + 1].append(micro_batch)
+                if home[stage + 1] != home[stage]:
+                    rows[home[stage]].append(Action(stage, Kind.SEND_F, micro_batch))
+                    rows[home[stage + 1]].append(Action(stage + 1, Kind.RECV_F, micro_batch))
+    for rank, row in enumerate(rows):
+        row += [Action(stage, Kind.RESHARD) for stage in range(num_stages) if home[stage] == rank]
+    return Schedule(num_stages, num_micro_batches, tuple(map(tuple, rows)))
+
+
+def _from_torch(action: Any) -> Action:
+    parts = tuple(map(_from_torch, action.sub_actions)) if action.sub_actions else ()
+    return Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index, parts)
+
+
+def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:
+    """What must be there of the same micro-batch before `kind` can be done on `stage`, as (kind, stage): computed here, or received."""
+    here = schedule.rank_of(stage)
+    match kind:
+        case Kind.FORWARD if stage > 0:
+            return ((Kind.FORWARD, stage - 1) if schedule.rank_of(stage - 1) == here else (Kind.RECV_F, stage),)
+        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            if stage == schedule.num_stages - 1:
+                return ((Kind.FORWARD, stage),)
+            near = (Kind.BACKWARD_INPUT, stage + 1) if schedule.rank_of(stage + 1) == here else (Kind.RECV_B, stage)
+            return (Kind.FORWARD, stage), near
+        case Kind.BACKWARD_WEIGHT | Kind.SEND_B:
+            return ((Kind.BACKWARD_INPUT, stage),)
+        case Kind.SEND_F:
+            return ((Kind.FORWARD, stage),)
+    return ()
+
+
+def gives(kind: Kind) -> tuple[Kind, ...]:
+    """What is there once `kind` is done: B is I and W in one."""
+    return (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
+
+
+class _RankCheck:
+    """One walk along a rank's table: micro-batches in order and each once, nothing before what it needs, parameters there when used."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank, self.stages = schedule, rank, schedule.stages_of(rank)
+        self.needs = {(kind, stage): needs(schedule, kind, stage) for stage in self.stages for kind in Kind}
+        self.gives = {kind: gives(kind) for kind in Kind}
+        self.done: Counter[tuple[Kind, int]] = Counter()  # micro-batches: as they come in order, a count says which
+        self.gathered: set[int] = set()
+
+    def run(self) -> None:
+        for action in self.schedule.ranks[self.rank]:
+            for chunk in action.chunks:
+                self._may_start(chunk)
+            for chunk in action.chunks:
+                self._finish(chunk)
+        for stage in self.stages:
+            for kind, times in _times(self.schedule, stage):
+                if self.done[kind, stage] != times:
+                    raise ValueError(f"rank {self.rank}: stage {stage} has {self.done[kind, stage]} {kind} and should have {times}")
+        if self.gathered:
+            raise ValueError(f"rank {self.rank}: stages {sorted(self.gathered)} are still unsharded at the end")
+
+    def _may_start(self, chunk: Action) -> None:
+        kind, stage = chunk.kind, chunk.stage
+        if stage not in self.stages:
+            self._refuse(chunk, f"is not on one of this rank's stages, {self.stages}")
+        if (chunk.micro_batch is None) != (kind in WHOLE_STAGE):
+            self._refuse(chunk, "has a micro-batch and should have none, or the other way round")
+        for need in self.needs[kind, stage]:
+            if self.done[need] <= chunk.micro_batch:  # type: ignore[operator]  # only chunks of a micro-batch need something
+                self._refuse(chunk, f"comes before {need[1]}{need[0]}{chunk.micro_batch}")
+        if (kind in COMPUTE or kind is Kind.RESHARD) and stage not in self.gathered:
+            self._refuse(chunk, "comes where its parameters are not unsharded")
+        if kind is Kind.UNSHARD and stage in self.gathered:
+            self._refuse(chunk, "comes where its parameters are unsharded already")
+        if kind is Kind.REDUCE_GRAD and self.done[Kind.BACKWARD_WEIGHT, stage] != self.schedule.num_micro_batches:
+            self._refuse(chunk, "comes before the last weight gradient")
+
+    def _finish(self, chunk: Action) -> None:
+        for kind in self.gives[chunk.kind]:
+            if chunk.micro_batch not in (None, self.done[kind, chunk.stage]):
+                self._refuse(chunk, "is out of order, or there twice")
+            self.done[kind, chunk.stage] += 1
+        if chunk.kind is Kind.UNSHARD:
+            self.gathered.add(chunk.stage)
+        elif chunk.kind is Kind.RESHARD:
+            self.gathered.remove(chunk.stage)
+
+    def _refuse(self, chunk: Action, problem: str) -> None:
+        raise ValueError(f"rank {self.rank}: {chunk} {problem}")
+
+
+def _times(schedule: Schedule, stage: int) -> Iterator[tuple[Kind, int]]:
+    """How often every kind is there for `stage`; of UNSHARD and RESHARD any number will do."""
+    here, n = schedule.rank_of(stage), schedule.num_micro_batches
+    from_before = stage > 0 and schedule.rank_of(stage - 1) != here
+    to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != here
+    trained = n * schedule.trains
+    yield Kind.REDUCE_GRAD, int(schedule.trains)
+    yield from (
+        (Kind.FORWARD, n),
+        (Kind.BACKWARD_INPUT, trained),
+        (Kind.BACKWARD_WEIGHT, trained),
+        (Kind.RECV_F, n * from_before),
+        (Kind.SEND_B, trained * from_before),
+        (Kind.SEND_F, n * to_next),
+        (Kind.RECV_B, trained * to_next),
+    )
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    """Between any two ranks, what one sends is what the other receives, in the same order."""
+    sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, action in _with_rank(schedule.ranks):
+        if action.kind in RECEIVED_AS:
+            kind, further = RECEIVED_AS[action.kind]
+            sent[rank, schedule.sends_to(action)].append(Action(action.stage + further, kind, action.micro_batch))
+        elif action.kind in (Kind.RECV_F, Kind.RECV_B):
+            received[schedule.receives_from(action), rank].append(action)
+    for pair in sent.keys() | received.keys():
+        for index, (left, right) in enumerate(zip(sent[pair], received[pair], strict=False)):
+            if left != right:
+                raise ValueError(f"transfer {index} from rank {pair[0]} to rank {pair[1]} is sent as {left} and received as {right}")
+
+
+def _with_rank(ranks: Iterable[Iterable[Action]]) -> Iterator[tuple[int, Action]]:
+    return ((rank, action) for rank, actions in enumerate(ranks) for action in actions)

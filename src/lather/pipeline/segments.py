@@ -1,0 +1,279 @@
+"""A micro-batch's way through a stage and back, segment by segment, as generators that stop wherever something travels.
+
+    forward of a block    attend and route | dispatch ...yield... | experts | combine ...yield... | aggregate
+    backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient ...yield... | attention's and router's
+
+At a `yield` an all-to-all has been launched, and whoever runs the generator may compute something else (`lather.pipeline.overlap`). What
+needs no communication is done before it: shared experts while tokens travel, the experts' weight gradients while the gradients do. The
+maths is `Block`'s, whose `forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
+
+Kept per MoE block and token: what attention and the norms keep, the router's scores, the normed rows (D; under expert parallelism the
+received rows, too), gate/up of the experts, indices. The experts' outputs and combined sums go as soon as they are added.
+
+Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.attention import SequenceLayout
+from lather.models.decoder import Attended, Block
+from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.routing import Routing
+from lather.models.weight_gradients import WeightGradients
+from lather.pipeline.part import Stage
+from lather.pipeline.tape import Cut, Frees, Outputs
+from lather.shapes import Float, Int
+
+RECOMPUTABLE = ("attention", "experts", "shared_experts")
+"""Segments that compute, and so can be run again in backward instead of being kept."""
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that stops wherever something travels, and then its result."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens of one forward and backward, and the weights of what is learned from them."""
+
+    tokens_BS: Int[Tensor, "b s"]
+    labels_BS: Int[Tensor, "b s"]
+    layout: SequenceLayout
+    normalizer: float = 1.0
+    """What the sum of the labels' losses is divided by: the labels of the whole step, on all ranks."""
+    balance_weight: float = 0.0
+    """Of each block's balance loss in what is differentiated: its coefficient times this micro-batch's share of the labels."""
+    z_weight: float = 0.0
+    """Of each block's router z-loss, likewise."""
+
+
+@dataclass
+class BlockTape:
+    """A block between its forward and its backward."""
+
+    attend: Cut
+    experts: Cut
+    shared: Cut | None
+    routing: Routing | None
+    """Detached; None in a dense block."""
+    dispatched: Dispatched | None
+    """The way back alone: the tensors are in the cuts."""
+
+
+@dataclass
+class ChunkTape:
+    """A micro-batch in a stage, between forward and backward."""
+
+    micro_batch: MicroBatch
+    embed: Cut | None = None
+    blocks: list[BlockTape] = field(default_factory=list)
+    head: tuple[Cut, Tensor] | None = None
+    """With the gradient of the loss by itself."""
+    held: list[Tensor] = field(default_factory=list)
+    """Only without early frees, see `Frees`."""
+
+
+class Segments:
+    """Runs micro-batches through the stages of a rank; holds how, and nothing of a micro-batch."""
+
+    def __init__(
+        self,
+        exchange: Exchange = LOCAL_EXCHANGE,
+        *,
+        weight_gradients: WeightGradients | None = None,
+        frees: Frees | None = None,
+        recompute: Sequence[str] = (),
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of products.
+
+        Raises ValueError for a segment that cannot be recomputed.
+        """
+        if unknown := sorted(set(recompute) - set(RECOMPUTABLE)):
+            raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
+        self.exchange = exchange
+        self.weight_gradients = weight_gradients or WeightGradients()
+        self.frees = frees or Frees()
+        self.recompute, self.autocast = frozenset(recompute), autocast
+
+    def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[Routing]) -> Steps[Tensor]:
+        """What the stage makes of its input (None for the first stage, which reads tokens); of the last stage, the loss.
+
+        Detached routings of the MoE blocks are appended to `routings`. Without grad mode nothing is kept.
+        """
+        if stage.embed_tokens is not None:
+            tape.embed, (x_BSD,) = Cut.run(partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ())
+        for block in stage.blocks:
+            assert x_BSD is not None
+            x_BSD, kept = yield from self._forward_block(block, x_BSD, tape)
+            if kept.routing is not None:
+                routings.append(kept.routing)
+            if torch.is_grad_enabled():
+                tape.blocks.append(kept)
+        assert x_BSD is not None
+        if stage.lm_head is None:
+            return x_BSD
+        head, (loss,) = self._run("head", partial(_loss, stage, tape.micro_batch), x_BSD)
+        tape.head = (head, torch.ones_like(loss))
+        return loss
+
+    def backward(self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False) -> Steps[Tensor | None]:
+        """The gradient of the stage's input (None of the first stage's) from that of its output (None of the last stage's, the loss).
+
+        The tape is empty afterwards. With `defer` the weight gradients are left in the queue.
+        """
+        if tape.head is not None:
+            head, one = tape.head
+            (grad_BSD,) = self._back(head, [one], defer=defer)
+            tape.head = None
+        while tape.blocks:
+            assert grad_BSD is not None
+            grad_BSD = yield from self._backward_block(tape.blocks.pop(), grad_BSD, tape.micro_batch, defer=defer)
+        if tape.embed is not None:
+            self._back(tape.embed, [grad_BSD], defer=defer)
+            tape.embed = grad_BSD = None
+        tape.held.clear()
+        return grad_BSD
+
+    def _forward_block(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Steps[tuple[Tensor, BlockTape]]:
+        attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
+        normed_TD, routing = attended.normed_TD, attended.routing
+        if not isinstance(block.mlp, MoE) or routing is None:
+            experts, (sum_TD,) = self._run("experts", partial(_call, block.mlp), normed_TD)
+            return self._aggregate(attended.residual_BSD, sum_TD, None, tape), BlockTape(attend, experts, None, None, None)
+
+        travelling = self.exchange.start_dispatch(normed_TD, routing)
+        shared, shared_TD = self._shared(block.mlp, normed_TD)
+        yield
+        dispatched = travelling.wait()
+        run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK)
+        experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK)
+        travelling_back = self.exchange.start_combine(partial_RD, dispatched)
+        dispatched = _way_back(dispatched)
+        yield
+        sum_TD = travelling_back.wait()
+        self.frees.release(partial_RD, sum_TD, held=tape.held)
+        return self._aggregate(attended.residual_BSD, sum_TD, shared_TD, tape), BlockTape(attend, experts, shared, routing, dispatched)
+
+    def _backward_block(self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool) -> Steps[Tensor]:
+        grad_TD = grad_BSD.flatten(0, 1)  # a sum hands its gradient on to each of its terms
+        if kept.routing is None or kept.dispatched is None:
+            gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
+        else:
+            travelling = self.exchange.start_combine_backward(grad_TD, kept.dispatched)
+            grad_shared_TD = None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
+            yield
+            grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
+            assert grad_x_RD is not None
+            assert grad_weights_RK is not None
+            travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.dispatched)
+            del grad_x_RD, grad_weights_RK
+            if not defer:
+                WeightGradients.run(self.weight_gradients.take())
+            yield
+            grad_normed_TD, grad_weights_TK = travelling_back.wait()
+            if grad_shared_TD is not None:
+                grad_normed_TD = grad_normed_TD + grad_shared_TD
+            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *_loss_gradients(kept.routing, batch)]
+        (grad_in_BSD,) = self._back(kept.attend, gradients, defer=defer)
+        assert grad_in_BSD is not None
+        return grad_in_BSD
+
+    def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> tuple[Cut, Attended]:
+        """Segment 1. Its differentiable outputs: residual, normed rows, and of an MoE block the router's weights and losses."""
+        decision: list[Routing] = []
+
+        def attend(x_BSD: Tensor) -> Outputs:
+            attended = block.attend_and_route(x_BSD, layout)
+            if attended.routing is None:
+                return attended.residual_BSD, attended.normed_TD
+            decision[:] = decision or [attended.routing]
+            return attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK, *_losses(attended.routing)
+
+        def same_decision() -> AbstractContextManager[Any]:
+            return block.mlp.gate.recompute(decision[0]) if isinstance(block.mlp, MoE) else nullcontext()
+
+        cut, (residual_BSD, normed_TD, *of_router) = self._run("attention", attend, x_BSD, again=same_decision)
+        if decision:
+            weights_TK, balance_loss, *z_loss = of_router
+            decision[0] = replace(decision[0], weights_TK=weights_TK, balance_loss=balance_loss, z_loss=z_loss[0] if z_loss else None)
+        return cut, Attended(residual_BSD, normed_TD, decision[0] if decision else None)
+
+    def _shared(self, moe: MoE, normed_TD: Tensor) -> tuple[Cut | None, Tensor | None]:
+        if moe.shared_experts is None:
+            return None, None
+        cut, (shared_TD,) = self._run("shared_experts", partial(_call, moe.shared_experts), normed_TD)
+        return cut, shared_TD
+
+    def _aggregate(self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape) -> Tensor:
+        """Segment 5: sums, whose backward needs no graph."""
+        total_TD = sum_TD if shared_TD is None else sum_TD + shared_TD
+        out_BSD = residual_BSD + total_TD.view_as(residual_BSD)
+        for term in (sum_TD, total_TD) if shared_TD is None else (sum_TD, shared_TD, total_TD):
+            self.frees.release(term, out_BSD, held=tape.held)
+        return out_BSD
+
+    def _run(
+        self, name: str, function: Callable[..., Outputs], *inputs: Tensor, again: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> tuple[Cut, Outputs]:
+        if self.autocast is not None:
+            function = _in_precision(function, self.autocast)
+        return Cut.run(function, inputs, recompute=again if name in self.recompute else None)
+
+    def _back(self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool) -> list[Tensor | None]:
+        self.weight_gradients.deferring = defer
+        try:
+            return cut.backward(gradients)
+        finally:
+            self.weight_gradients.deferring = False
+
+
+def _call(module: nn.Module, x: Tensor) -> Outputs:
+    return (module(x),)
+
+
+def _run_experts(moe: MoE, experts_RK: Tensor, x_RD: Tensor, weights_RK: Tensor) -> Outputs:
+    return (moe.experts(x_RD, experts_RK, weights_RK),)
+
+
+def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
+    assert stage.norm is not None
+    assert stage.lm_head is not None
+    return (linear_cross_entropy(stage.norm(x_BSD), stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer),)
+
+
+def _way_back(dispatched: Dispatched) -> Dispatched:
+    """Without the tensors that the experts' cut has as its inputs."""
+    none = (dispatched.x_RD.new_empty(0, 0), dispatched.experts_RK.new_empty(0, 0), dispatched.weights_RK.new_empty(0, 0))
+    return Dispatched(*none, way_back=dispatched.way_back)
+
+
+def _losses(routing: Routing) -> Outputs:
+    return (routing.balance_loss,) if routing.z_loss is None else (routing.balance_loss, routing.z_loss)
+
+
+def _loss_gradients(routing: Routing, batch: MicroBatch) -> list[Tensor | None]:
+    """Of `_losses`; None where a loss does not count."""
+    weights = (batch.balance_weight, batch.z_weight)
+    return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(_losses(routing), weights, strict=False)]
+
+
+def _in_precision(function: Callable[..., Outputs], dtype: torch.dtype) -> Callable[..., Outputs]:
+    """Inside the function alone: a context around a generator's `yield` would be left on for whoever runs meanwhile."""
+
+    def run(*inputs: Tensor) -> Outputs:
+        device = inputs[0].device.type
+        with torch.autocast(device, dtype=dtype):
+            return function(*inputs)
+
+    return run

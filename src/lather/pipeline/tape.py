@@ -1,0 +1,109 @@
+"""What is kept between forward and backward, as pieces of autograd graph with cuts between them, and when tensors are given back.
+
+A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the graph's edges, not the outputs: these
+live only as long as somebody reads them. `Frees.release` says that nobody will, and gives the storage back at once, whoever still has a
+reference; a storage that something else lives in is left alone, which is decided by the storages and not by the configuration.
+
+A segment that is recomputed keeps its inputs alone and runs a second time just before its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Outputs = tuple[Tensor, ...]
+
+
+class Cut:
+    """One segment's graph, from detached inputs to its outputs; `run` it, then `backward` once."""
+
+    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+        self._function: Callable[..., Outputs] | None = function
+        self._leaves = [x.detach().requires_grad_() for x in inputs]
+        self._edges: list[GradientEdge | None] = []
+
+    @classmethod
+    def run(
+        cls,
+        function: Callable[..., Outputs],
+        inputs: Sequence[Tensor],
+        *,
+        recompute: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> tuple[Cut, Outputs]:
+        """The cut and the outputs of `function(*inputs)`, detached. Without grad mode nothing is kept.
+
+        With `recompute` only the inputs are kept; the second run is inside the context that it makes.
+        """
+        cut = cls(function, inputs)
+        if recompute is not None:
+            with torch.no_grad():
+                outputs = function(*inputs)
+            cut._function = _inside(recompute, function)
+            return cut, outputs
+        outputs = cut._run()
+        return cut, tuple(x.detach() for x in outputs)
+
+    def _run(self) -> Outputs:
+        assert self._function is not None
+        outputs = self._function(*self._leaves)
+        self._function = None
+        if torch.is_grad_enabled():
+            self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        return outputs
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs from those of the outputs (None: zero); parameters' are accumulated. The graph is gone afterwards."""
+        if self._function is not None:
+            with torch.enable_grad():
+                self._run()
+        pairs = [(edge, grad) for edge, grad in zip(self._edges, gradients, strict=True) if edge is not None and grad is not None]
+        self._edges = []
+        edges, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        del pairs
+        torch.autograd.backward(edges, grads)
+        leaves, self._leaves = self._leaves, []
+        return [leaf.grad for leaf in leaves]
+
+
+def _inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    def run(*inputs: Tensor) -> Outputs:
+        with context():
+            return function(*inputs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Frees:
+    """Gives back tensors that nobody will read again."""
+
+    enabled: bool = True
+    """False: what would be given back is held until its chunk's backward, as in an engine without early frees. For comparison."""
+    poison: bool = False
+    """Debug mode: what is given back becomes NaN first, so that a later reader is found out."""
+
+    def release(self, x: Tensor, *still_read: Tensor, held: list[Tensor]) -> None:
+        """Nobody reads x any more. If one of `still_read` lives in the same storage, nothing happens; `held` is the chunk's."""
+        if not self.enabled:
+            held.append(x)
+            return
+        storage = x.untyped_storage()
+        if not storage.nbytes() or any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in still_read):
+            return
+        if self.poison:
+            poison_(x)
+        else:
+            storage.resize_(0)
+
+
+def poison_(x: Tensor) -> None:
+    """NaN in all of x's storage, whatever part of it x shows."""
+    with torch.no_grad():
+        torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).fill_(torch.nan)

@@ -1,0 +1,211 @@
+"""A model on a mesh of ranks: the gradients of a global batch, and validation. One process is a mesh of one rank and goes the same way.
+
+Every rank is given the whole batch and takes the sequences of its data rank; the ranks of a pipeline take the same ones. The loss is a sum
+over labels divided by the labels of all ranks, so no gradient is divided later, and after `gradients` every parameter's is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.models.attention import SequenceLayout
+from lather.models.decoder import RoutedModel
+from lather.models.families import build_model
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.parallel.expert import exchange_over
+from lather.parallel.gradients import token_count
+from lather.parallel.local import local_parameters
+from lather.parallel.mesh import Mesh
+from lather.parallel.shard import shard
+from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
+from lather.pipeline.part import Part, Share, fresh_part
+from lather.pipeline.partition import Partition, partition
+from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
+from lather.pipeline.segments import MicroBatch, Segments
+from lather.pipeline.tape import Frees
+from lather.shapes import Int
+from lather.train.config import Config, LoopConfig, MoEConfig
+
+IGNORE_INDEX = -100
+"""Label of a position that is not learned."""
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What forward and backward over a global batch gave; the same on all ranks."""
+
+    loss: float
+    """Cross entropy in nats, mean over labels."""
+    balance_loss: float
+    """Mean over MoE blocks and, weighted by labels, micro-batches; coefficient divided out."""
+    counts_LE: Int[Tensor, "l e"]
+    """Rows per MoE block and expert, on CPU."""
+    num_labels: int
+
+
+class Engine:
+    """This rank's part of a model and what runs it."""
+
+    def __init__(
+        self,
+        part: Part,
+        mesh: Mesh,
+        schedule: Schedule,
+        loop: LoopConfig,
+        moe: MoEConfig,
+        *,
+        end_of_text: int | None = None,
+        frees: Frees | None = None,
+        defer: bool = True,
+        record: Recorder | None = None,
+    ) -> None:
+        """`moe`: with its coefficients resolved; `end_of_text`: the token that ends a document, if attention stays within documents;
+        `defer`: False makes all weight gradients at once, for comparison."""
+        self.part, self.mesh, self.schedule, self.moe, self.end_of_text = part, mesh, schedule, moe, end_of_text
+        self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
+        prepare_experts(part, moe, mesh.data_group)
+        queue = WeightGradients()
+        defer_weight_gradients(part, queue if defer else None)
+        self.units = shard(part, mesh)
+        self.parameters = local_parameters(part, mesh)
+        shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
+        self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device)
+        self._segments = Segments(
+            exchange_over(mesh.ep_group, part.num_experts),
+            weight_gradients=queue,
+            frees=frees,
+            recompute=loop.recompute,
+            autocast=torch.bfloat16 if loop.precision == "bf16" else None,
+        )
+        self._executor = self._make_executor(schedule, record)
+        self._layout = SequenceLayout(*shape[:2], mesh.device)
+
+    def _make_executor(self, schedule: Schedule, record: Recorder | None = None) -> Executor:
+        group = self.mesh.pp_group if self.mesh.pp > 1 else None
+        return Executor(self.part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
+
+    def gradients(self, tokens_BS: Int[Tensor, "b s"]) -> BatchResult:
+        """Forward and backward of the global batch, one token more per sequence than is trained on; leaves the gradients of the whole step
+        in `parameters`."""
+        inputs_BS, labels_BS = self._own_sequences(tokens_BS[:, :-1]), self._own_sequences(tokens_BS[:, 1:])
+        num_labels = int(token_count(labels_BS, self.mesh.data_group))
+        counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
+        shares = [count / max(1, num_labels) for count in counts]
+        for router in self.part.routers():
+            router.balance.begin_step()
+        output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
+        for router in self.part.routers():
+            router.balance.end_step()
+        for unit in (unit for units in self.units for unit in units):
+            unit.wait_for_gradients()
+        self.parameters.collect_gradients()
+        return self._summary(output, shares, num_labels)
+
+    @torch.no_grad()
+    def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:
+        """Mean cross entropy in nats per token over all sequences."""
+        missing = -len(tokens_BS) % (self.mesh.data_size * self.micro_batch_size)
+        inputs_BS = torch.cat((tokens_BS[:, :-1], tokens_BS[:1, :-1].expand(missing, -1)))
+        labels_BS = torch.cat((tokens_BS[:, 1:], tokens_BS[:1, 1:].new_full((), IGNORE_INDEX).expand(missing, tokens_BS.shape[1] - 1)))
+        inputs_BS, labels_BS = self._own_sequences(inputs_BS), self._own_sequences(labels_BS)
+        executor = self._make_executor(forwards(self.schedule.num_stages, len(inputs_BS) // self.micro_batch_size))
+        output = executor.run(self._micro_batches(inputs_BS, labels_BS, 1.0, None))
+        total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
+        if self.mesh.size > 1:
+            dist.all_reduce(total)
+        return total.item() / max(1, int((tokens_BS[:, 1:] != IGNORE_INDEX).sum()))
+
+    def clear_gradients(self) -> None:
+        self.parameters.clear_gradients()
+
+    def _own_sequences(self, x_BS: Tensor) -> Tensor:
+        each = len(x_BS) // self.mesh.data_size
+        return x_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each]
+
+    def _micro_batches(self, tokens_BS: Tensor, labels_BS: Tensor, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
+        device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
+        for number, (x_BS, y_BS) in enumerate(zip(tokens_BS.split(size), labels_BS.split(size), strict=True)):
+            share = 0.0 if shares is None else shares[number]
+            weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
+            micro_batches.append(MicroBatch(x_BS.to(device), y_BS.to(device), self._layout_of(x_BS), normalizer, *weights))
+        return micro_batches
+
+    def _layout_of(self, tokens_BS: Tensor) -> SequenceLayout:
+        """Masks and rotary tables; one for all micro-batches where these do not depend on the tokens."""
+        if self.end_of_text is None:
+            return self._layout
+        batch, length = tokens_BS.shape
+        return SequenceLayout(batch, length, self.mesh.device, document_boundaries(tokens_BS, self.end_of_text))
+
+    def _summary(self, output: StepOutput, shares: Sequence[float], num_labels: int) -> BatchResult:
+        """What all ranks found together, by one all-reduce."""
+        layers, experts = self.part.moe_layers, self.part.num_experts
+        losses = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        counts_LE = torch.zeros(len(layers), experts, dtype=torch.float64, device=self.mesh.device)
+        for loss in output.losses:
+            losses[0] += loss
+        for (stage, micro_batch), routings in output.routings.items():
+            for layer, routing in zip(self._moe_layers_of(stage), routings, strict=True):
+                losses[1] += routing.balance_loss * (shares[micro_batch] / len(layers))
+                counts_LE[layers.index(layer)] += routing.count_E
+        found = torch.cat((losses, counts_LE.flatten()))
+        if self.mesh.size > 1:
+            dist.all_reduce(found)
+        found = found.cpu()
+        loss, balance = found[:2].tolist()
+        return BatchResult(loss, balance, found[2:].view(len(layers), experts).long(), num_labels)
+
+    def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
+        """Loss-free balancing, after a step in which the experts had these rows."""
+        if self.moe.bias_update_rate:
+            for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
+                router.update_correction_bias(counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate)
+
+    def _moe_layers_of(self, stage: int) -> list[int]:
+        return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
+
+
+def build_engine(config: Config, mesh: Mesh, *, end_of_text: int | None = None, record: Recorder | None = None) -> Engine:
+    """This rank's engine with the fresh weights that the seed gives, the same on every mesh."""
+    number = config.num_micro_batches(mesh.data_size)
+    schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
+    layers = divide_layers(config, schedule.num_stages).stages
+    share = Share(layers, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    part = fresh_part(config.model, share, torch.Generator().manual_seed(config.seed), mesh.device)
+    frees = Frees(poison=config.parallel.poison)
+    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), end_of_text=end_of_text, frees=frees, record=record)
+
+
+def divide_layers(config: Config, num_stages: int) -> Partition:
+    """Costs are parameters, of which weights, gradients and optimizer state are multiples; of the experts one rank's share counts."""
+    whole = build_model(config.model, None, torch.device("meta"))
+    costs = []
+    for block in whole.layers:
+        costs.append(sum(p.numel() / (config.parallel.ep if ".experts." in name else 1) for name, p in block.named_parameters()))
+    edges = (float(whole.embed_tokens.weight.numel()), float(whole.lm_head.weight.numel()))
+    return partition(costs, num_stages, rule=config.parallel.partition, edge_costs=edges)
+
+
+def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:
+    """What the experts' layers keep for backward, and how their load is evened, over the ranks of `data_group`."""
+    model.set_memory(config.memory)
+    if config.balance_level is not None:
+        model.balance_load(config.balance_level, data_group)
+    for router in model.routers():
+        router.takes_z_loss = config.z_loss_coefficient > 0
+        if config.bias_update_rate:
+            router.enable_loss_free_balancing()
+
+
+def document_boundaries(tokens_BS: Int[Tensor, "b s"], end_of_text: int) -> Int[Tensor, " n"]:
+    """Where documents begin and end among the B * S tokens: 0, after each `end_of_text`, B * S."""
+    num_tokens = tokens_BS.numel()
+    after_end = (tokens_BS.flatten() == end_of_text).nonzero().flatten() + 1
+    edges = torch.tensor([0, num_tokens], device=tokens_BS.device)
+    boundaries: Tensor = torch.cat((edges, after_end)).unique()
+    return boundaries

@@ -1,0 +1,60 @@
+"""`lather plot --schedule`: of a run, and of the plain table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from lather.cli import main
+from lather.commands.plot import plot_command
+from lather.errors import UserError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {"step": 3, "rank": rank, "action": f"{rank}{kind}0", "start": at + rank, "end": at + rank + 1}
+        for rank in (0, 1)
+        for at, kind in enumerate("FB")
+    ]
+    (run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_the_timeline_of_a_run_is_drawn(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", "--schedule", str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"{run_dir / 'timeline.png'}\n"
+    assert imread(run_dir / "timeline.png").shape[1] > 1000
+
+
+def test_the_plain_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    plot_command(["--schedule", "--pp", "2", "--micro-batches", "5"])
+    plot_command(["--schedule", "--pp", "2", "--micro-batches", "5", "--overlap", "2.5", "--out", "other.png"])
+    assert capsys.readouterr().out == "schedule.png\nother.png\n"
+    assert (tmp_path / "schedule.png").read_bytes() != (tmp_path / "other.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule"], "one run, or the sizes"),
+        (["--schedule", "--pp", "2"], "one run, or the sizes"),
+        (["--schedule", "{run}", "--pp", "2", "--micro-batches", "4"], "one run, or the sizes"),
+        (["--schedule", "{run}", "{run}"], "one run, or the sizes"),
+        (["--schedule", "nowhere"], "nowhere: no timeline"),
+        (["--schedule", "--pp", "2", "--micro-batches", "3"], "micro-batches = 3"),
+        (["--schedule", "--pp", "2", "--micro-batches", "4", "--forward", "0"], "--forward = 0.0"),
+        (["{run}", "--pp", "2"], "add --schedule"),
+        (["{run}"], "not a run"),
+        ([], "at least one run"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(arguments: list[str], message: str, run_dir: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        plot_command([argument.format(run=run_dir) for argument in arguments])

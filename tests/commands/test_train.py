@@ -1,0 +1,169 @@
+"""How many ranks `lather train` starts or joins: from its arguments and from what torchrun and SLURM put into the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lather.cli import main
+from lather.commands.train import train_command
+from lather.errors import ConfigError, UserError
+from lather.parallel.launch import take_nproc
+from lather.parallel.world import World
+from tiny_run import write_config
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "3",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "nproc"),
+    [
+        (["a.toml"], ["a.toml"], None),
+        (["a.toml", "--nproc", "4", "--seed", "1"], ["a.toml", "--seed", "1"], 4),
+        (["--nproc=2", "a.toml"], ["a.toml"], 2),
+        (["a.toml", "--log.sample-prompt", "x=y"], ["a.toml", "--log.sample-prompt", "x=y"], None),
+    ],
+)
+def test_nproc_is_taken_off(arguments: list[str], rest: list[str], nproc: int | None) -> None:
+    assert take_nproc(arguments) == (rest, nproc)
+
+
+def test_nproc_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert take_nproc(["--nproc", "gpu"]) == ([], 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        take_nproc(["--nproc", "gpu"])
+
+
+@pytest.mark.parametrize("arguments", [["--nproc"], ["--nproc", "0"], ["--nproc=-1"], ["--nproc", "two"], ["--nproc", "1.5"]])
+def test_a_bad_nproc_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        take_nproc(arguments)
+
+
+def test_torchrun_and_slurm_say_the_same() -> None:
+    by_torchrun, by_slurm = World.of_environment(TORCHRUN), World.of_environment(SLURM)
+    assert by_torchrun == World(5, 8, 1, 4, ("gpu07", 29500))
+    assert by_slurm is not None
+    assert by_slurm.address is not None
+    assert 20000 <= by_slurm.address[1] < 40000
+    assert by_slurm == World(5, 8, 1, 4, ("gpu07", by_slurm.address[1]))
+    other_step = World.of_environment({**SLURM, "SLURM_STEP_ID": "4"})
+    assert other_step is not None
+    assert other_step.address != by_slurm.address
+
+
+@pytest.mark.parametrize(
+    ("changes", "host"),
+    [
+        ({"SLURM_JOB_NODELIST": "a1,b[2-3]"}, "a1"),
+        ({"SLURM_JOB_NODELIST": "rack3-gpu[011,013-19]-ib,b2"}, "rack3-gpu011-ib"),
+        ({"SLURM_JOB_NODELIST": "login.cluster"}, "login.cluster"),
+        ({"SLURM_STEP_NODELIST": "gpu08"}, "gpu08"),
+        ({"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
+        ({"SLURM_STEP_NUM_NODES": "1"}, "127.0.0.1"),
+        ({"SLURM_JOB_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.2"}, "10.0.0.2"),
+    ],
+)
+def test_the_machine_of_rank_0_under_slurm(changes: dict[str, str], host: str) -> None:
+    world = World.of_environment({**SLURM, **changes})
+    assert world is not None
+    assert world.address is not None
+    assert world.address[0] == host
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script's own shell: srun has not started anything
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_one_process_joins_nobody(environment: dict[str, str]) -> None:
+    assert World.of_environment(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, r"WORLD_SIZE = 'two'"),
+        ({**SLURM, "SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST.*set MASTER_ADDR"),
+        ({key: SLURM[key] for key in SLURM if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
+    ],
+    ids=["no address", "not a number", "no nodes", "no local rank"],
+)
+def test_an_environment_that_lacks_something_names_it(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        World.of_environment(environment)
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert World(3, 4, 1, 2).device(cuda) == torch.device("cuda", 1)
+    assert World(3, 4, 3, 4).device(cpu) == cpu
+    assert World().device(cuda) == cuda
+    with pytest.raises(ConfigError, match=r"rank 2 of 4 on this machine .* there are 2: .* --train\.device cpu"):
+        World(2, 4, 2, 4).device(cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert World(3, 4, 3, 4).device(cuda) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--nproc", "3", "--parallel.pp", "2", "--model.num-hidden-layers", "4"], {}, ["= 2", "number of ranks, 3", "--nproc 2"]),
+        (["--parallel.ep", "2"], {}, ["number of ranks, 1", "--nproc 2"]),
+        (["--nproc", "3", "--parallel.ep", "3"], {}, ["parallel.ep", "3", "4 routed experts"]),
+        (["--nproc", "4", "--parallel.pp", "4"], {}, ["parallel.pp", "4", "at most 1"]),
+        (["--nproc", "3"], {}, ["train.batch_size = 4", "a multiple of 6"]),
+        (["--nproc", "2"], TORCHRUN, ["--nproc 2", "8 tasks", "leave out --nproc"]),
+        (["--nproc", "0"], {}, ["--nproc", "'0'"]),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_before_anything_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    environment: dict[str, str],
+    words: list[str],
+) -> None:
+    config = write_config(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = sorted(os.listdir(tmp_path))
+    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    for word in words:
+        assert word in error
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_help_shows_nproc(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_command(["--help"])
+    assert "--nproc N" in capsys.readouterr().out
+
+
+def test_one_process_may_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        train_command([str(write_config(tmp_path)), "--nproc", "1", "--data.source", "nowhere", "--run-dir", str(tmp_path / "run")])

@@ -1,0 +1,144 @@
+"""One process's plain model and a mesh's engine side by side, for tests of the pipeline: same data, same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.models.decoder import Decoder
+from lather.models.families import build_model
+from lather.parallel.mesh import Mesh
+from lather.pipeline.part import Share, empty_part, fill
+from lather.pipeline.partition import partition
+from lather.pipeline.schedule import Schedule, dualpipev, sequential
+from lather.pipeline.tape import Frees
+from lather.train.config import LoopConfig, MoEConfig, ParallelConfig
+from lather.train.engine import Engine
+from models.tiny import tiny_family_config, tiny_family_model
+
+LENGTH = 6
+VOCABULARY = 37
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, a model and how it is run. Sizes that are not given follow."""
+
+    pp: int = 1
+    ep: int = 1
+    replicas: int = 1
+    family: str = "deepseek_v2"
+    layers: int = 5
+    experts: int = 4
+    num_micro_batches: int = 0
+    """Per data rank; 0: as few as the schedule takes, plus one."""
+    schedule: str = "dualpipev"
+    dtype: torch.dtype = torch.float64
+    frees: bool = True
+    poison: bool = False
+    defer: bool = True
+    recompute: tuple[str, ...] = ()
+    memory: str = "saved"
+    balance_level: str | None = None
+    z_loss: float = 0.0
+    replicate_dense: bool = False
+    lopsided: bool = False
+    """All tokens go to two of the experts."""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Case(), key)) or "default"
+
+
+@dataclass
+class Pair:
+    """The engine of this rank and the model of one process that it must agree with."""
+
+    case: Case
+    mesh: Mesh
+    engine: Engine
+    plain: Decoder
+    moe: MoEConfig
+    num_data: int
+
+    def tokens(self, step: int = 0) -> Tensor:
+        """A global batch."""
+        generator = torch.Generator().manual_seed(100 + step)
+        count = self.num_data * self.engine.schedule.num_micro_batches
+        return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
+
+    def plain_gradients(self, tokens: Tensor) -> float:
+        """Of one process, micro-batch by micro-batch; returns the loss. What data ranks do at the same time is one micro-batch here, where
+        the balance loss is over what was seen so far."""
+        total = tokens[:, 1:].numel()
+        loss = 0.0
+        for router in self.plain.routers():
+            router.balance.begin_step()
+        together = self.case.balance_level == "global_batch"
+        parts = tokens.unflatten(0, (self.num_data, -1)).transpose(0, 1) if together else tokens.unsqueeze(1)
+        for part in parts:
+            output = self.plain(part[:, :-1], part[:, 1:], normalizer=float(total))
+            share = len(part) * LENGTH / total
+            auxiliary = output.balance_loss() * (self.moe.balance_coefficient or 0.0) * share
+            if self.moe.z_loss_coefficient:
+                auxiliary = auxiliary + output.z_loss() * self.moe.z_loss_coefficient * share
+            (output.loss + auxiliary).backward()
+            loss += output.loss.item()
+        for router in self.plain.routers():
+            router.balance.end_step()
+        return loss
+
+    def largest_error(self, what: str) -> float:
+        """Of this rank's rows of every parameter ("value") or gradient ("grad"), relative to the largest of the whole tensor."""
+        worst = 0.0
+        plain = dict(self.plain.named_parameters())
+        for entry in self.engine.parameters:
+            expected = plain[entry.info.name] if what == "value" else plain[entry.info.name].grad
+            actual = entry.parameter if what == "value" else entry.parameter.grad
+            assert expected is not None
+            if entry.info.is_empty:
+                continue
+            assert actual is not None, entry.info.name
+            assert actual.isfinite().all(), entry.info.name
+            rows = expected[entry.info.offset : entry.info.offset + entry.info.length]
+            scale = expected.abs().max().clamp(min=1e-3)
+            worst = max(worst, ((actual - rows).abs().max() / scale).item())
+        return worst
+
+
+def make_pair(case: Case, seed: int = 0) -> Pair:
+    """Collective over all ranks."""
+    sizes = {"num_hidden_layers": case.layers, **case.changes}
+    sizes[{"deepseek_v2": "n_routed_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
+    plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)
+    plain.set_memory("reference")
+    if case.lopsided:
+        with torch.no_grad():
+            for router in plain.routers():
+                router.weight[2:] = router.weight[:1] * 0.01
+    config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
+    mesh = Mesh.build(config, torch.device("cpu"), replicate_dense=case.replicate_dense)
+    schedule = _schedule(case)
+    share = Share(partition([1.0] * case.layers, schedule.num_stages).stages, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
+    part = empty_part(whole, share, mesh.device, case.dtype)
+    fill(part, plain.named_parameters())
+    moe = MoEConfig(memory=case.memory, balance_coefficient=0.05, balance_level=case.balance_level, z_loss_coefficient=case.z_loss)
+    batch = mesh.data_size * schedule.num_micro_batches
+    loop = LoopConfig(batch_size=batch, sequence_length=LENGTH, recompute=case.recompute)
+    frees = Frees(enabled=case.frees, poison=case.poison)
+    engine = Engine(part, mesh, schedule, loop, moe, frees=frees, defer=case.defer)
+    for router in plain.routers():
+        router.takes_z_loss = case.z_loss > 0
+    if case.balance_level is not None:
+        plain.balance_load(case.balance_level)
+    return Pair(case, mesh, engine, plain, moe, mesh.data_size)
+
+
+def _schedule(case: Case) -> Schedule:
+    if case.schedule == "sequential":
+        return sequential(case.num_micro_batches or 2)
+    return dualpipev(case.pp, case.num_micro_batches or 2 * case.pp + 1)

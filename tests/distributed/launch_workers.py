@@ -1,0 +1,77 @@
+"""What ranks do in test_launch.py. A module of its own, because ranks import it by name, and a command that starts or joins them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import launch_workers
+import torch
+import torch.distributed as dist
+
+from lather.errors import ConfigError, UserError
+from lather.parallel.launch import join, launch
+from lather.parallel.world import World
+
+
+def work(folder: str, task: str, world: World) -> int:
+    """Says in `folder` that it has begun, and then does the task."""
+    x = torch.ones(())
+    dist.all_reduce(x)
+    assert x.item() == world.size == dist.get_world_size()
+    (Path(folder) / f"part{world.rank}").write_text(str(os.getpid()))
+    (Path(folder) / f"part{world.rank}").rename(Path(folder) / f"rank{world.rank}")
+    status: int = globals()[task](world)
+    return status
+
+
+def raise_on_one(world: World) -> int:
+    """The others are blocked in a collective."""
+    if world.rank == 1:
+        time.sleep(0.5)
+        raise ValueError("rank one is unwell")
+    dist.all_reduce(torch.zeros(()))
+    return 0
+
+
+def refuse(world: World) -> int:
+    raise ConfigError("parallel.pp = 3 is not valid:\nit must be 2")
+
+
+def block(world: World) -> int:
+    """Rank 2 is blocked in C++, waiting for rank 0, which sleeps: neither would notice by itself that rank 1 is gone."""
+    if world.rank == 2:
+        dist.recv(torch.zeros(()), src=0)
+    time.sleep(1000)
+    return 0
+
+
+def until_stopped(world: World) -> int:
+    """Steps with a collective each, until all ranks have agreed to stop after the same step."""
+    assert world.stop is not None
+    steps = 0
+    asked = torch.zeros(())
+    while not asked:
+        steps += 1
+        time.sleep(0.01)
+        asked = torch.tensor(float(world.stop() is not None))
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+    most = torch.tensor(steps)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert most == steps
+    print(f"rank {world.rank} stopped", flush=True)
+    return 37 if world.rank == 0 else 0
+
+
+if __name__ == "__main__":
+    folder, task, nproc = sys.argv[1:]
+    world = World.of_environment(os.environ)
+    try:
+        if world is None:
+            sys.exit(launch(launch_workers.work, (folder, task), int(nproc)))
+        sys.exit(join(launch_workers.work, (folder, task), world))
+    except UserError as error:
+        print(f"refused: {error!r}")
+        sys.exit(2)

@@ -1,0 +1,160 @@
+"""A mesh computes what one process computes: the loss and every gradient, and after 20 optimizer steps every parameter.
+
+One process runs plain autograd (`memory="reference"`, `Decoder.forward`), which shares nothing with the engine but the model's formulas.
+The subset that always runs has every axis at 1 and 2, every family and every option; `make test-all` has the whole grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from engines import Case, make_pair
+from ranks import run_ranks
+
+from lather.train.config import OptimConfig
+from lather.train.step import TrainStep, build_optimizer
+
+ALL = ("attention", "experts", "shared_experts")
+
+TWO_RANKS = [
+    Case(pp=2, poison=True),
+    Case(pp=2, family="qwen3_moe", layers=4, defer=False),
+    Case(pp=2, family="gpt_oss", recompute=ALL, poison=True),
+    Case(pp=2, frees=False, num_micro_batches=9),
+    Case(ep=2, poison=True, lopsided=True),
+    Case(ep=2, schedule="sequential", family="gpt_oss", memory="recompute"),
+    Case(ep=2, family="qwen3_moe", recompute=ALL, z_loss=0.1, poison=True),
+    Case(layers=2, poison=True),
+    Case(schedule="sequential", balance_level="global_batch", recompute=("attention",)),
+    Case(family="gpt_oss", replicate_dense=True),
+    Case(pp=2, changes={"tie_word_embeddings": True}, poison=True),
+    Case(pp=2, dtype=torch.float32),
+]
+FOUR_RANKS = [
+    Case(pp=2, ep=2, poison=True, lopsided=True),
+    Case(pp=2, ep=2, family="gpt_oss", recompute=ALL, poison=True),
+    Case(pp=2, ep=2, family="qwen3_moe", memory="recompute", defer=False, frees=False),
+    Case(pp=2, replicas=2, changes={"tie_word_embeddings": True}),
+    Case(pp=2, family="qwen3_moe", balance_level="global_batch", z_loss=0.1),
+    Case(pp=4, layers=9, poison=True),
+    Case(ep=2, poison=True),
+    Case(ep=2, replicas=2, family="gpt_oss", schedule="sequential"),
+    Case(ep=2, replicate_dense=True, dtype=torch.float32),
+]
+
+
+def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
+    """Of the loss and of this rank's gradients."""
+    errors = []
+    for case in cases:
+        pair = make_pair(case)
+        tokens = pair.tokens()
+        loss = pair.plain_gradients(tokens)
+        found = pair.engine.gradients(tokens)
+        assert found.num_labels == tokens[:, 1:].numel()
+        errors.append((abs(found.loss - loss) / abs(loss), pair.largest_error("grad")))
+    return errors
+
+
+def check_gradients(world_size: int, cases: list[Case], timeout: float = 200) -> None:
+    by_rank = run_ranks(gradient_errors, world_size, cases, timeout=timeout)
+    wrong = []
+    for rank, errors in enumerate(by_rank):
+        for case, (loss, grad) in zip(cases, errors, strict=True):
+            limit = 1e-12 if case.dtype == torch.float64 else 1e-5
+            if not (loss < limit and grad < limit):
+                wrong.append(f"rank {rank}, {case.name()}: loss {loss:.1e}, gradients {grad:.1e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_two_ranks_have_the_loss_and_gradients_of_one_process() -> None:
+    check_gradients(2, TWO_RANKS)
+
+
+def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
+    check_gradients(4, FOUR_RANKS)
+
+
+GRID = [
+    Case(pp=pp, ep=ep, layers=2 * pp + 1, defer=defer, frees=frees, recompute=recompute, poison=frees, lopsided=lopsided, schedule=schedule)
+    for pp, ep, defer, frees, recompute, lopsided in itertools.product(
+        (1, 2, 4), (1, 2), (True, False), (True, False), ((), ALL), (False, True)
+    )
+    for schedule in (("dualpipev", "sequential") if pp == 1 else ("dualpipev",))
+]
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize(("pp", "ep"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
+def test_the_whole_grid(family: str, pp: int, ep: int, fsdp: int) -> None:
+    cases = [Case(**{**vars(case), "family": family}) for case in GRID if (case.pp, case.ep) == (pp, ep)]
+    check_gradients(pp * ep * fsdp, cases, timeout=3000)
+
+
+# --- training -----------------------------------------------------------------------------------------------------------------------
+
+
+def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) -> list[tuple[float, float]]:
+    """Of this rank's parameters after 20 steps of both, and of the last step's gradient norm."""
+    errors = []
+    for case, name in cases:
+        pair = make_pair(case)
+        config = OptimConfig(name=name, lr=3e-3, weight_decay=0.1, precondition_frequency=3)  # type: ignore[arg-type]
+        step = TrainStep(pair.engine, build_optimizer(config, pair.engine.parameters.named()), max_grad_norm=0.5)
+        optimizer = build_optimizer(config, pair.plain.named_parameters())
+        for number in range(20):
+            tokens = pair.tokens(number)
+            result = step(tokens, 3e-3)
+            assert not result.skipped
+            pair.plain_gradients(tokens)
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5).item()
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3
+            optimizer.step()
+            optimizer.zero_grad()
+        errors.append((pair.largest_error("value"), abs(result.grad_norm - norm) / norm))
+    return errors
+
+
+TRAINED_BY_TWO = [(Case(pp=2), "adamw"), (Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]
+TRAINED_BY_FOUR = [
+    (Case(pp=2, ep=2, recompute=ALL), "adamw"),
+    (Case(pp=2), "adamw"),
+    (Case(replicas=2), "adamw"),
+    (Case(pp=2, ep=2, replicate_dense=True), "soap"),
+    (Case(ep=2, replicate_dense=True), "soap"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TRAINED_BY_TWO), (4, TRAINED_BY_FOUR)], ids=["two", "four"])
+def test_after_twenty_steps_every_parameter_is_that_of_one_process(world_size: int, cases: list[tuple[Case, str]]) -> None:
+    for rank, errors in enumerate(run_ranks(parameter_errors, world_size, cases, timeout=200)):
+        for (case, name), (value, norm) in zip(cases, errors, strict=True):
+            assert value < 1e-10, (rank, name, case.name(), value)
+            assert norm < 1e-10, (rank, name, case.name(), norm)
+
+
+# --- what a mesh must refuse --------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """Of batches that do not fit, by every rank alike and before anything travels: the next step still works."""
+    pair = make_pair(Case(pp=2))
+    found = []
+    for tokens in (pair.tokens()[:, :-1], pair.tokens()[:-1]):
+        with pytest.raises(ValueError, match="micro-batch") as error:
+            pair.engine.gradients(tokens)
+        found.append(str(error.value))
+    pair.engine.gradients(pair.tokens())
+    return found
+
+
+def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
+    for short, few in run_ranks(refusals, 2):
+        assert short == "tokens of micro-batch 0 have shape (1, 5): every micro-batch must have (1, 6)"
+        assert few == "got 4 micro-batches: this schedule is for 5"

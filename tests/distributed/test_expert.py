@@ -1,0 +1,375 @@
+"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks against all of them on one.
+
+Ranks are started once for a number of cases; a rank makes every rank's inputs from seeds, and so knows what it has to receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import FOUR, PAIRS, TWO, Case, expected_dispatch, expected_sum, expected_weights_gradient, from_tables, random_case
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from lather.models.decoder import Decoder
+from lather.models.experts import Experts
+from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.parallel.expert import ExpertExchange, exchange_over
+from models.tiny import error, random_normal, random_tokens, tiny_model
+
+F_EXPERT = 3
+
+
+RECOMPUTED = ("mixed", "a rank without tokens", "everything to rank 1")
+
+
+# --- phase by phase, against loops ---------------------------------------------------------------------------------------------------
+
+
+def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
+    """Every bit has to be right, and every buffer to be gone."""
+    ranks = range(len(case.tokens))
+    x, routing = transposed(case.x(me)), case.routing(me)
+    pending = exchange.start_dispatch(x, routing)
+    sent = [travel.sent for travel in pending._travels]
+    dispatched = pending.wait()
+    way, came = dispatched.way_back, [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK]
+    partial, grad_y = (transposed(from_tables(case, me, case.d, case.dtype, seed=seed)) for seed in (3, 4))
+    grad_weights = transposed(from_tables(case, me, case.k, case.weights, seed=5))
+    pending_back = exchange.start_combine(partial, dispatched)
+    back = [travel.received for travel in pending_back._travels]
+    y = pending_back.wait()
+    rows = exchange.start_combine_backward(x, dispatched).wait()
+    grad_x, grad_w = exchange.start_dispatch_backward(grad_y, grad_weights, dispatched).wait()
+    x_RD, experts_RK, weights_RK = expected_dispatch(case, me)
+    return {
+        "x": same(dispatched.x_RD, x_RD),
+        "experts": same(dispatched.experts_RK, experts_RK),
+        "weights": same(dispatched.weights_RK, weights_RK),
+        "each token once to a rank": way.sent_P == tuple(len(case.rows(me, target)) for target in ranks),
+        "numbers received": way.received_P == tuple(len(case.rows(source, me)) for source in ranks),
+        "send buffers are gone": all(tensor.untyped_storage().nbytes() == 0 for tensor in sent + back),
+        "the caller's are not": x.untyped_storage().nbytes() == x.nbytes and partial.untyped_storage().nbytes() == partial.nbytes,
+        "what came shares no storage": len({tensor.untyped_storage().data_ptr() for tensor in came if len(tensor)}) == 3 * bool(len(x_RD)),
+        "the way back is indices": all(not value.is_floating_point() for value in vars(way).values() if isinstance(value, Tensor)),
+        "combine": rounded(y, expected_sum(case, me, seed=3), case.dtype),
+        "combine's backward": same(rows, x_RD),
+        "dispatch's backward": rounded(grad_x, expected_sum(case, me, seed=4), case.dtype),
+        "weights' backward": same(grad_w, expected_weights_gradient(case, me)),
+    }
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers, another way round in memory."""
+    return x.T.contiguous().T
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+def rounded(actual: Tensor, wide: Tensor, dtype: torch.dtype) -> bool:
+    """Rounded once, to the nearest; the sum of two bf16 numbers is often in the middle, where a kernel may go either way."""
+    nearest = (wide.to(dtype).to(wide.dtype) - wide).abs()
+    return actual.dtype == dtype and actual.shape == wide.shape and bool(((actual.to(wide.dtype) - wide).abs() <= nearest).all())
+
+
+# --- differentiable ------------------------------------------------------------------------------------------------------------------
+
+
+def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, Any]:
+    """The autograd forms against the phases, and both sides of <A x, y> = <x, A^T y>, to be summed over ranks."""
+    x, routing, saved = case.x(me).requires_grad_(), case.routing(me), []
+    weights = routing.weights_TK.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        dispatched = exchange.dispatch(x, routing)
+        partial = from_tables(case, me, case.d, case.dtype, seed=3).requires_grad_()
+        y = exchange.combine(partial, dispatched)
+    cotangents = [from_tables(case, me, columns, dtype, seed=6) for columns, dtype in ((case.d, case.dtype), (case.k, case.weights))]
+    outputs = [dispatched.x_RD, dispatched.weights_RK]
+    grads = gradients_of(outputs, cotangents, [x, weights])
+    (grad_partial,) = gradients_of([y], [x.detach()], [partial])
+    launched = exchange.start_dispatch(x, routing).wait()
+    phase_grads = exchange.start_dispatch_backward(*cotangents, launched).wait()
+    return {
+        "dispatch": [dot(outputs, cotangents), dot([x, weights], grads)],
+        "combine": [dot([y], [x]), dot([partial], [grad_partial])],
+        "saved are indices": bool(saved) and not any(tensor.is_floating_point() for tensor in saved),
+        "phases": all(same(a, b) for a, b in zip(grads, phase_grads, strict=True))
+        and same(dispatched.x_RD.detach(), launched.x_RD)
+        and same(dispatched.weights_RK.detach(), launched.weights_RK)
+        and same(y.detach(), exchange.start_combine(partial, launched).wait())
+        and same(grad_partial, exchange.start_combine_backward(x, launched).wait()),
+        "nothing launched has a graph": not any(
+            tensor.requires_grad for tensor in (launched.x_RD, launched.weights_RK, exchange.start_combine(partial, launched).wait())
+        ),
+    }
+
+
+def gradients_of(outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    products = [(y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)]  # grad_outputs= would import sympy
+    return torch.autograd.grad(torch.stack([product.double() for product in products]).sum(), inputs)
+
+
+def dot(left: Any, right: Any) -> float:
+    return sum((a.double() * b.double()).sum().item() for a, b in zip(left, right, strict=True))
+
+
+def sliced(whole: Experts, rank: int, num_ranks: int) -> Experts:
+    n = len(whole.down_proj) // num_ranks
+    part = Experts(n, whole.down_proj.shape[1], whole.down_proj.shape[2], gate=whole.gate, bias=whole.down_bias is not None)
+    part.to(whole.down_proj.dtype).memory = whole.memory
+    with torch.no_grad():
+        for mine, all_of_them in zip(part.parameters(), whole.parameters(), strict=True):
+            mine.copy_(all_of_them[rank * n : (rank + 1) * n])
+    return part
+
+
+def expert_layer(case: Case, me: int, exchange: Exchange, memory: str) -> dict[str, float]:
+    """Dispatch, sliced experts, combine against all experts: this rank's outputs and gradients, and its experts' from all ranks' tokens."""
+    whole = Experts(case.e, case.d, F_EXPERT, bias=True).double()
+    whole.memory = memory
+    for seed, p in enumerate(whole.parameters()):
+        p.data = random_normal(*p.shape, seed=seed)
+    part = sliced(whole, me, len(case.tokens))
+    x, routing = case.x(me).requires_grad_(), case.routing(me)
+    weights = routing.weights_TK.requires_grad_()
+    dispatched = exchange.dispatch(x, routing)
+    y = exchange.combine(part(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), dispatched)
+    grads = gradients_of([y], [case.table(me, case.d, seed=7)], [x, weights, *part.parameters()])
+    errors, total = {}, [torch.zeros_like(p) for p in whole.parameters()]
+    for rank in range(len(case.tokens)):
+        x, routing = case.x(rank).requires_grad_(), case.routing(rank)
+        weights = routing.weights_TK.requires_grad_()
+        whole_y = whole(x, routing.experts_TK, weights)
+        expected = gradients_of([whole_y], [case.table(rank, case.d, seed=7)], [x, weights, *whole.parameters()])
+        total = [a + b for a, b in zip(total, expected[2:], strict=True)]
+        if rank == me:
+            errors = {"y": error(y, whole_y), "x": error(grads[0], expected[0]), "weights": error(grads[1], expected[1])}
+    n = len(part.down_proj)
+    experts = [error(mine, theirs[me * n : (me + 1) * n]) for mine, theirs in zip(grads[2:], total, strict=True)]
+    return errors | {"experts": max(experts)}
+
+
+# --- a decoder -----------------------------------------------------------------------------------------------------------------------
+
+
+def sliced_decoder(me: int, num_ranks: int, memory: str) -> Decoder:
+    model = whole_decoder(memory)
+    for block in model.layers:
+        if isinstance(block.mlp, MoE):
+            block.mlp.experts = sliced(block.mlp.experts, me, num_ranks)
+    return model
+
+
+def whole_decoder(memory: str) -> Decoder:
+    model = tiny_model(dtype=torch.float64, n_routed_experts=8, num_experts_per_tok=3, num_hidden_layers=4)
+    model.set_memory(memory)
+    return model
+
+
+def loss_of(model: Decoder, rank: int, exchange: Exchange) -> Tensor:
+    """Ranks have different numbers of tokens."""
+    tokens = random_tokens(1, 9 + 4 * rank, seed=rank)
+    output = model(tokens, tokens.roll(-1, 1), exchange=exchange)
+    assert output.loss is not None
+    return output.loss + 0.5 * output.balance_loss()
+
+
+def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[str, float]:
+    """Loss, and every gradient: dense ones summed over ranks, experts' as they are."""
+    model, whole = sliced_decoder(me, num_ranks, memory), whole_decoder(memory)
+    loss = loss_of(model, me, exchange)
+    loss.backward()
+    losses = [loss_of(whole, rank, LOCAL_EXCHANGE) for rank in range(num_ranks)]
+    torch.stack(losses).sum().backward()
+    errors = {"loss": error(loss, losses[me])}
+    for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        expected = theirs.grad
+        if "experts." in name and "shared" not in name:
+            expected = expected[me * len(mine) : (me + 1) * len(mine)]
+        else:
+            dist.all_reduce(mine.grad)
+        errors[name] = error(mine.grad, expected)
+    return errors
+
+
+# --- what runs in the ranks ----------------------------------------------------------------------------------------------------------
+
+
+def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
+    """Two dispatches and then two combines under way at a time, waited for in another order."""
+    cases = [TWO["mixed"], replace(TWO["K = 1"], d=3)]
+    pending = [exchange.start_dispatch(case.x(me), case.routing(me)) for case, exchange in zip(cases, exchanges, strict=True)]
+    dispatched: list[Dispatched] = [item.wait() for item in reversed(pending)][::-1]
+    partials = [from_tables(case, me, case.d, case.dtype, seed=3) for case in cases]
+    back = [exchange.start_combine(*pair) for exchange, pair in zip(exchanges, zip(partials, dispatched, strict=True), strict=True)]
+    y = [item.wait() for item in reversed(back)][::-1]
+    arrived = [same(item.x_RD, expected_dispatch(case, me)[0]) for item, case in zip(dispatched, cases, strict=True)]
+    return all(arrived) and all(same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True))
+
+
+def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
+    """Every rank makes the mistake; none has sent anything, or what runs afterwards would not fit."""
+    case = TWO["mixed"]
+    x, routing = case.x(me), case.routing(me)
+    dispatched = exchange.start_dispatch(x, routing).wait()
+    rows = dispatched.x_RD
+    wrong_expert = replace(routing, experts_TK=torch.full_like(routing.experts_TK, case.e))
+    mistakes = {
+        "experts": lambda: ExpertExchange(exchange.group, 5),
+        "no experts": lambda: ExpertExchange(exchange.group, 0),
+        "tokens": lambda: exchange.start_dispatch(x[1:], routing),
+        "differentiable tokens": lambda: exchange.dispatch(x[1:], routing),
+        "range": lambda: exchange.start_dispatch(x, wrong_expert),
+        "combine": lambda: exchange.start_combine(rows[1:], dispatched),
+        "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched),
+        "dispatch backward": lambda: exchange.start_dispatch_backward(rows[1:], dispatched.weights_RK[1:], dispatched),
+    }
+    messages = {}
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            messages[name] = "nothing was raised"
+        except ValueError as raised:
+            messages[name] = str(raised)
+    return messages
+
+
+def alone(me: int, group: dist.ProcessGroup) -> bool:
+    """With one rank in the group everything is as `LocalExchange` has it, by copying or by not travelling at all."""
+    case = replace(TWO["mixed"], tokens=(7,))
+    x, routing = case.x(0), case.routing(0)
+    exchange = ExpertExchange(group, case.e)
+    dispatched = exchange.start_dispatch(x, routing).wait()
+    grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched).wait()
+    expected = (routing.experts_TK, routing.weights_TK)
+    return (
+        exchange_over(group, case.e) is exchange_over(None, case.e) is LOCAL_EXCHANGE
+        and all(map(same, (dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), (x, *expected)))
+        and all(map(same, (exchange.start_combine(x, dispatched).wait(), *grads), (x, x, routing.weights_TK)))
+        and same(exchange.start_combine_backward(x, dispatched).wait(), x)
+    )
+
+
+def two_ranks(me: int, world_size: int) -> dict[str, Any]:
+    world, groups = dist.group.WORLD, [dist.new_group([rank]) for rank in range(world_size)]
+    assert world is not None
+    exchanges = {e: ExpertExchange(world, e) for e in range(2, 40, 2)}
+    wide = {name: case for name, case in TWO.items() if case.dtype == torch.float64}
+    result = {
+        "phases": {name: phases(case, me, exchanges[case.e]) for name, case in TWO.items()},
+        "random": [phases(random_case(seed), me, exchanges[random_case(seed).e]) for seed in range(20)],
+        "differentiable": {name: differentiable(case, me, exchanges[case.e]) for name, case in TWO.items()},
+        "layer": {name: expert_layer(case, me, exchanges[case.e], "saved") for name, case in wide.items()},
+        "recompute": {name: expert_layer(TWO[name], me, exchanges[8], "recompute") for name in RECOMPUTED},
+        "decoder": {memory: decoder(me, world_size, exchanges[8], memory) for memory in ("saved", "reference")},
+        "refusals": refusals(me, exchanges[8]),
+        "several": several_at_once(me, (exchanges[8], exchanges[8])),
+        "alone": alone(me, groups[me]),
+    }
+    spread = exchange_over(world, 4)
+    assert isinstance(spread, ExpertExchange)
+    assert isinstance(spread, Exchange)
+    return result
+
+
+def four_ranks(me: int, world_size: int) -> dict[str, Any]:
+    world, pairs = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    assert world is not None
+    exchange, pair_exchange = (lambda e: ExpertExchange(world, e)), ExpertExchange(pairs[me // 2], 8)
+    return {
+        "phases": {name: phases(case, me, exchange(case.e)) for name, case in FOUR.items()},
+        "pairs": {name: phases(case, me % 2, pair_exchange) for name, case in PAIRS.items()},
+        "layer": expert_layer(FOUR["mixed"], me, exchange(12), "saved"),
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2)
+
+
+def failures(results: list[dict[str, Any]], kind: str, name: str) -> list[str]:
+    return [f"rank {rank}: {check}" for rank, result in enumerate(results) for check, holds in result[kind][name].items() if not holds]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_every_phase_is_the_loop_over_tokens(two: list[dict[str, Any]], name: str) -> None:
+    assert failures(two, "phases", name) == []
+
+
+def test_random_routings_are_the_loop_over_tokens(two: list[dict[str, Any]]) -> None:
+    assert [failures(two, "random", seed) for seed in range(20)] == [[]] * 20  # type: ignore[arg-type]
+
+
+def test_the_cases_are_what_they_say() -> None:
+    sent = {name: [[len(case.rows(source, target)) for target in range(2)] for source in range(2)] for name, case in TWO.items()}
+    assert sent["mixed"] == [[9, 7], [5, 5]]
+    assert sent["everything to rank 0"] == [[5, 0], [8, 0]]
+    assert sent["everything to rank 1"] == [[0, 5], [0, 8]]
+    assert sent["K = E"] == [[4, 4], [3, 3]]
+    assert sent["no tokens at all"] == [[0, 0], [0, 0]]
+    assert len({(case.tokens, case.e, case.k) for case in map(random_case, range(20))}) == 20
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_the_differentiable_forms_are_the_phases_and_adjoint(two: list[dict[str, Any]], name: str) -> None:
+    results = [result["differentiable"][name] for result in two]
+    for check in ("saved are indices", "phases", "nothing launched has a graph"):
+        assert all(result[check] for result in results), check
+    for direction in ("dispatch", "combine"):
+        forward, backward = (sum(result[direction][side] for result in results) for side in (0, 1))
+        tolerance = 1e-12 if TWO[name].dtype == torch.float64 else 1e-5 if TWO[name].dtype == torch.float32 else 5e-2
+        assert forward == pytest.approx(backward, rel=tolerance, abs=tolerance)
+        assert name == "no tokens at all" or abs(forward) > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name, case in TWO.items() if case.dtype == torch.float64])
+def test_sliced_experts_are_the_whole(two: list[dict[str, Any]], name: str) -> None:
+    assert max(max(result["layer"][name].values()) for result in two) < 1e-12
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_sliced_experts_that_recompute_are_the_whole(two: list[dict[str, Any]], name: str) -> None:
+    assert max(max(result["recompute"][name].values()) for result in two) < 1e-12
+
+
+@pytest.mark.parametrize("memory", ["saved", "reference"])
+def test_a_decoder_with_sliced_experts_is_the_whole(two: list[dict[str, Any]], memory: str) -> None:
+    errors = [result["decoder"][memory] for result in two]
+    assert len(errors[0]) == 1 + len(list(nn.Module.parameters(whole_decoder(memory))))
+    assert max((value, name) for result in errors for name, value in result.items()) < (1e-12, "")
+
+
+def test_several_may_be_under_way(two: list[dict[str, Any]]) -> None:
+    assert all(result["several"] for result in two)
+
+
+def test_a_group_of_one_is_the_local_exchange(two: list[dict[str, Any]]) -> None:
+    assert all(result["alone"] for result in two)
+
+
+def test_mistakes_are_refused_before_anything_is_sent(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        messages = result["refusals"]
+        assert messages["experts"].startswith("5 experts cannot be spread evenly over 2 ranks: take an expert-parallel size")
+        assert messages["no experts"].startswith("0 experts")
+        assert "give the routing of these tokens" in messages["tokens"]
+        assert messages["tokens"] == messages["differentiable tokens"]
+        assert messages["range"] == "experts_TK holds 8: every entry has to be in [0, 8)"
+        assert all("give one row for each" in messages[name] for name in ("combine", "combine backward", "dispatch backward"))
+
+
+def test_four_ranks_and_groups_inside_the_world() -> None:
+    results = run_ranks(four_ranks, 4)
+    for kind, cases in (("phases", FOUR), ("pairs", PAIRS)):
+        assert [failures(results, kind, name) for name in cases] == [[]] * len(cases)
+    for result in results:
+        assert max(result["layer"].values()) < 1e-12

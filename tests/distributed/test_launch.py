@@ -1,0 +1,141 @@
+"""Ranks that are started, asked to stop, or die: the whole job ends within seconds and says why, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import launch_workers
+import pytest
+
+SECONDS = 10
+"""In which a job has to end."""
+
+
+@dataclass
+class Job:
+    """Processes of one job, each the leader of a process group."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]]
+    num_ranks: int
+
+    @classmethod
+    def start(cls, folder: Path, task: str, num_ranks: int, environments: list[dict[str, str]] | None = None) -> Job:
+        folder.mkdir()
+        command = [sys.executable, str(launch_workers.__file__), str(folder), task, str(num_ranks)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        pipe = subprocess.PIPE
+        return cls(
+            folder,
+            [
+                subprocess.Popen(command, env={**environment, **own}, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+                for own in environments or [{}]
+            ],
+            num_ranks,
+        )
+
+    def pids(self) -> list[int]:
+        """Of the ranks, once all are at work."""
+        files = [self.folder / f"rank{rank}" for rank in range(self.num_ranks)]
+        deadline = time.monotonic() + 120
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            assert any(process.poll() is None for process in self.processes), [process.communicate() for process in self.processes]
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+    def end(self, event: Callable[[Job, list[int]], object]) -> tuple[list[int], str, str]:
+        """Exit statuses, output and errors after the event, which has to end the job in time."""
+        pids = self.pids()
+        event(self, pids)
+        start = time.monotonic()
+        ends = [process.communicate(timeout=SECONDS) for process in self.processes]
+        while any(is_alive(pid) for pid in pids):
+            assert time.monotonic() - start < SECONDS, "a rank outlived the job"
+            time.sleep(0.02)
+        out, err = ("".join(texts) for texts in zip(*ends, strict=True))
+        return [process.returncode for process in self.processes], out, err
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended and was not yet waited for is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def slurm(num_ranks: int) -> list[dict[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"SLURM_STEP_NUM_TASKS": str(num_ranks), "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "1", "MASTER_PORT": str(port)}
+    return [{**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """All of them are started at once: most of the time is spent on that."""
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = {
+        "raises": Job.start(folder / "raises", "raise_on_one", 2),
+        "killed": Job.start(folder / "killed", "block", 3),
+        "stopped": Job.start(folder / "stopped", "until_stopped", 2),
+        "orphans": Job.start(folder / "orphans", "block", 2),
+        "slurm": Job.start(folder / "slurm", "refuse", 2, slurm(2)),
+    }
+    yield jobs
+    for job in jobs.values():
+        job.kill()
+
+
+def nothing(job: Job, pids: list[int]) -> None:
+    """The ranks end the job themselves."""
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_alone(jobs: dict[str, Job]) -> None:
+    statuses, out, err = jobs["raises"].end(nothing)
+    assert (statuses, out) == ([1], "")
+    lines = err.splitlines()
+    assert lines[:2] == ["lather: stopped: rank 1 failed:", "Traceback (most recent call last):"]
+    assert lines[-1] == "ValueError: rank one is unwell"
+    assert "in raise_on_one" in err
+    assert err.count("Traceback") == 1
+
+
+def test_a_killed_rank_ends_those_that_would_not_notice(jobs: dict[str, Job]) -> None:
+    statuses, out, err = jobs["killed"].end(lambda job, pids: os.kill(pids[1], signal.SIGKILL))
+    assert (statuses, out) == ([1], "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("lather: stopped: rank 1 was killed by SIGKILL")
+
+
+def test_a_signal_to_the_whole_group_lets_all_ranks_stop_together(jobs: dict[str, Job]) -> None:
+    statuses, out, err = jobs["stopped"].end(lambda job, pids: os.killpg(job.processes[0].pid, signal.SIGINT))
+    assert (statuses, err) == ([37], "")
+    assert sorted(out.splitlines()) == ["rank 0 stopped", "rank 1 stopped"]
+
+
+def test_ranks_do_not_outlive_their_parent(jobs: dict[str, Job]) -> None:
+    statuses, _, _ = jobs["orphans"].end(lambda job, pids: job.processes[0].kill())
+    assert statuses == [-signal.SIGKILL]
+
+
+def test_a_rank_that_another_launcher_started_ends_the_others_with_a_user_errors_line(jobs: dict[str, Job]) -> None:
+    statuses, out, err = jobs["slurm"].end(nothing)
+    assert (statuses, out) == ([2, 2], "")
+    assert re.fullmatch(r"lather: error: parallel\.pp = 3 is not valid: it must be 2\n", err)

@@ -1,0 +1,157 @@
+"""Which of several failures is named as the cause, and what a hub tells its ranks; in one process, with sockets as ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from lather.errors import ConfigError
+from lather.parallel.lifeline import COPY, SETTLE_SECONDS, Failure, Hub
+
+BROKEN = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3022")
+
+
+class Rank:
+    """The other end of a line."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
+        self.file = self.socket.makefile("r")
+        self.rank = rank
+        self.say(hello=rank, pid=1000 + rank)
+
+    def say(self, **message: object) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def fail(self, error: BaseException) -> None:
+        self.say(failed=asdict(Failure.of(self.rank, error)))
+
+    def hear(self) -> dict[str, object]:
+        message: dict[str, object] = json.loads(self.file.readline())
+        return message
+
+    def die(self) -> None:
+        self.file.close()
+        self.socket.close()
+
+
+class Ended:
+    """A hub with three ranks, and what it gave as the cause of the end."""
+
+    def __init__(self) -> None:
+        self.causes: list[Failure] = []
+        self.deaths: dict[int, str] = {}
+        died = "was struck by lightning: process {}".format
+        self.hub = Hub("127.0.0.1", 3, self.causes.append, watch=lambda: self.deaths, died=died).start()
+        self.ranks = [Rank(self.hub, rank) for rank in range(3)]
+
+    def cause(self) -> Failure:
+        """Once every rank that is left has been told."""
+        deadline = time.monotonic() + 10
+        while not self.causes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (cause,) = self.causes
+        return cause
+
+
+@pytest.fixture
+def job() -> Iterator[Ended]:
+    job = Ended()
+    yield job
+    for rank in job.ranks:
+        rank.die()
+    job.hub.close()
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    try:
+        raise error from cause
+    except Exception as raised:
+        return raised
+
+
+def copied(error: Exception) -> Exception:
+    error.add_note(COPY)
+    return error
+
+
+@pytest.mark.parametrize(
+    "consequence",
+    [BROKEN, ConnectionResetError("reset"), dist.DistBackendError("NCCL error"), chained(ValueError("x"), BROKEN), copied(ValueError("x"))],
+    ids=["gloo", "socket", "nccl", "chained", "copy"],
+)
+def test_a_consequence_is_not_the_cause_even_if_it_is_heard_first(job: Ended, consequence: Exception) -> None:
+    job.ranks[0].fail(consequence)
+    time.sleep(0.1)
+    job.ranks[2].fail(ValueError("rank two is unwell"))
+    assert (job.cause().rank, job.cause().kind) == (2, "error")
+    assert "rank two is unwell" in job.cause().describe()
+    assert job.ranks[1].hear() == {"end": asdict(job.cause())}
+
+
+def test_a_death_is_the_cause_of_broken_connections(job: Ended) -> None:
+    job.ranks[0].fail(BROKEN)
+    job.ranks[1].die()
+    assert (job.cause().rank, job.cause().kind, job.cause().text) == (1, "died", "was struck by lightning: process 1001")
+
+
+def test_the_first_of_two_causes_is_named(job: Ended) -> None:
+    late = asdict(Failure.of(0, ValueError("late")))
+    job.ranks[1].fail(ValueError("early"))
+    job.ranks[0].say(failed={**late, "when": time.time() + 1})
+    assert "early" in job.cause().text
+
+
+def test_after_a_user_error_the_others_may_tidy_up(job: Ended) -> None:
+    for rank in job.ranks[1:]:
+        rank.fail(ConfigError("no such file"))
+    time.sleep(3 * SETTLE_SECONDS)
+    assert not job.causes
+    job.ranks[0].fail(ConfigError("no such file"))
+    assert job.cause().kind == "user"
+
+
+def test_a_broken_connection_alone_is_the_cause(job: Ended) -> None:
+    job.ranks[2].fail(BROKEN)
+    assert (job.cause().rank, job.cause().kind) == (2, "connection")
+
+
+def test_a_process_that_dies_before_it_has_a_line_is_noticed(job: Ended) -> None:
+    time.sleep(0.3)  # for the hub to have heard who is there
+    job.deaths = {1001: "known", 77: "ended with exit status 1"}
+    assert job.cause().rank == -1
+    assert job.cause().describe().startswith("lather: stopped: a rank that was starting ended with exit status 1")
+
+
+def test_ranks_that_are_done_may_leave_and_strangers_may_come(job: Ended) -> None:
+    with socket.create_connection(("127.0.0.1", job.hub.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    for rank in job.ranks:
+        rank.say(done=True)
+    job.hub.wait(10)
+    job.ranks[1].die()
+    time.sleep(0.2)
+    job.hub.close()
+    assert (job.causes, job.hub.cause) == ([], None)
+
+
+def test_a_request_to_stop_reaches_ranks_that_come_later(job: Ended) -> None:
+    job.hub.stop(signal.SIGTERM)
+    late = Rank(job.hub, 3)
+    assert [rank.hear() for rank in (*job.ranks, late)] == [{"stop": 15}] * 4
+    late.say(done=True)
+
+
+def test_what_can_be_put_right_keeps_its_line() -> None:
+    assert Failure.of(1, ConfigError("a\n  b")).describe() == "lather: error: a b"
+    full = Failure.of(1, OSError(28, "No space left on device", "/a/file"))
+    assert (full.kind, full.number, full.text, full.file) == ("space", 28, "No space left on device", "/a/file")
+    assert Failure.of(1, OSError(2, "No such file", "/a/file")).kind == "error"

@@ -1,0 +1,129 @@
+"""The mesh's ranks and groups against lists written out by loops, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from lather.errors import ConfigError
+from lather.parallel.mesh import Mesh
+from lather.train.config import ParallelConfig
+
+CPU = torch.device("cpu")
+SHAPES = [(2, 2, 1, False), (1, 2, 1, False), (1, 1, 2, False), (1, 2, 2, False), (4, 1, 1, False), (1, 4, 1, True), (2, 1, 2, True)]
+"""pp, ep, replicas and replicate_dense, of four ranks."""
+
+Groups = dict[str, list[int] | list[list[int]]]
+
+
+def layout(pp: int, dp: int, ep: int) -> list[tuple[int, int, int]]:
+    """The coordinates of each rank, in order."""
+    return list(itertools.product(range(pp), range(dp), range(ep)))
+
+
+def gathered(group: dist.ProcessGroup | None, rank: int) -> list[int]:
+    """The ranks that a collective over the group reaches."""
+    assert group is not None
+    ranks = [torch.zeros((), dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, torch.tensor(rank), group=group)
+    return [int(one) for one in ranks]
+
+
+def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
+    results = []
+    for pp, ep, replicas, replicate_dense in SHAPES:
+        mesh = Mesh.build(ParallelConfig(pp=pp, ep=ep, replicas=replicas), CPU, replicate_dense=replicate_dense)
+        assert mesh.rank == rank
+        assert mesh.size == world_size
+        groups: Groups = {name: gathered(getattr(mesh, f"{name}_group"), rank) for name in ("pp", "dp", "ep", "data")}
+        for name in ("dense", "expert"):
+            device_mesh = getattr(mesh, f"{name}_mesh")
+            groups[name] = [gathered(device_mesh.get_group(dim), rank) for dim in range(device_mesh.ndim)]
+            groups[f"{name}_ranks"] = device_mesh.mesh.flatten().tolist()
+        results.append(groups)
+    return results
+
+
+def expected_groups(rank: int, pp: int, ep: int, replicas: int, replicate_dense: bool) -> Groups:
+    """By the definition: every group is the ranks that share the coordinates it does not run over."""
+    dp = 4 // (pp * ep)
+    shards = dp // replicas
+    ranks = layout(pp, dp, ep)
+    mine = ranks[rank]
+
+    def where(*same: Any) -> list[int]:
+        """Ranks whose keys equal this rank's."""
+        return [other for other, at in enumerate(ranks) if all(key(at) == key(mine) for key in same)]
+
+    def pp_(at: tuple[int, int, int]) -> int:
+        return at[0]
+
+    def dp_(at: tuple[int, int, int]) -> int:
+        return at[1]
+
+    def ep_(at: tuple[int, int, int]) -> int:
+        return at[2]
+
+    def replica(at: tuple[int, int, int]) -> int:
+        return at[1] // shards
+
+    def shard(at: tuple[int, int, int]) -> int:
+        return at[1] % shards
+
+    data, along_dp = where(pp_), where(pp_, ep_)
+    dense: list[list[int]] = [data]
+    expert: list[list[int]] = [along_dp]
+    if replicas > 1:
+        dense = [where(pp_, shard, ep_), where(pp_, replica)]
+        expert = [where(pp_, shard, ep_), where(pp_, ep_, replica)]
+    if replicate_dense:
+        dense = [data, [rank]]
+    return {
+        "pp": where(dp_, ep_),
+        "dp": along_dp,
+        "ep": where(pp_, dp_),
+        "data": data,
+        "dense": dense,
+        "dense_ranks": data,
+        "expert": expert,
+        "expert_ranks": along_dp,
+    }
+
+
+def test_groups_reach_the_ranks_that_the_layout_says() -> None:
+    for rank, results in enumerate(run_ranks(groups_of_every_shape, 4)):
+        for shape, groups in zip(SHAPES, results, strict=True):
+            assert groups == expected_groups(rank, *shape), (rank, shape)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2, 5])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_coordinates_enumerate_the_layout(pp: int, dp: int, ep: int) -> None:
+    for rank, (pp_rank, dp_rank, ep_rank) in enumerate(layout(pp, dp, ep)):
+        mesh = Mesh(pp=pp, dp=dp, ep=ep, replicas=1, rank=rank, device=CPU)
+        assert (mesh.pp_rank, mesh.dp_rank, mesh.ep_rank) == (pp_rank, dp_rank, ep_rank)
+        assert mesh.data_rank == layout(1, dp, ep).index((0, dp_rank, ep_rank))
+        assert (mesh.size, mesh.data_size) == (pp * dp * ep, dp * ep)
+
+
+def test_one_process_needs_no_group() -> None:
+    mesh = Mesh.build(ParallelConfig(), CPU)
+    assert not dist.is_initialized()
+    assert (mesh.size, mesh.pp_rank, mesh.dp_rank, mesh.ep_rank, mesh.data_rank) == (1, 0, 0, 0, 0)
+    assert {mesh.pp_group, mesh.dp_group, mesh.ep_group, mesh.data_group, mesh.dense_mesh, mesh.expert_mesh} == {None}
+    with pytest.raises(AttributeError):
+        mesh.rank = 1  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"parallel\.pp"):
+        Mesh.build(ParallelConfig(pp=2), CPU)
+
+
+def test_description() -> None:
+    assert Mesh(pp=2, dp=2, ep=2, replicas=1, rank=0, device=CPU).describe() == "8 ranks: 2 pipeline x 2 data x 2 expert"
+    assert Mesh(pp=1, dp=4, ep=1, replicas=2, rank=0, device=CPU).describe() == "4 ranks: 1 pipeline x 4 data x 1 expert, 2 replicas"
+    assert Mesh.single(CPU).describe() == "1 rank: 1 pipeline x 1 data x 1 expert"

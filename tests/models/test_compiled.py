@@ -1,0 +1,53 @@
+"""Compiled parts give the model's numbers, each as one graph. In a process of its own: annotations checked at run time break graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+COMPARE = """
+import copy, torch
+from lather.models.compiled import compile_parts
+from lather.models.families import FAMILIES, build_model
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from torch._dynamo.utils import counters
+from models.tiny import FAMILY_SIZES, random_tokens
+
+torch.set_num_threads(1)
+for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2, 7),))):
+    torch._dynamo.reset()
+    config = FAMILIES[model_type].config(**{**FAMILY_SIZES[model_type], "num_hidden_layers": 1})
+    plain = build_model(config, torch.Generator().manual_seed(0))
+    compiled = copy.deepcopy(plain)
+    num_parts = compile_parts(compiled, backend="aot_eager")
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    queue = WeightGradients()
+    queue.deferring = True
+    defer_weight_gradients(compiled, queue)
+    errors = []
+    for batch, length in shapes:
+        tokens = random_tokens(batch, length)
+        losses = []
+        for model in (plain, compiled):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=length == 5):
+                losses.append(model(tokens, tokens.roll(1, 1)).loss)
+            losses[-1].backward()
+        errors.append(abs(losses[0].item() / losses[1].item() - 1))
+    WeightGradients.run(queue.take())
+    errors += [(torch.dist(p.grad, q.grad) / p.grad.norm()).item() for p, q in zip(plain.parameters(), compiled.parameters())]
+    print(num_parts, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"], max(errors))
+    counters.clear()
+"""
+
+
+def test_the_compiled_parts_are_the_model() -> None:
+    run = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, timeout=300, check=False, cwd=TESTS)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[:3] for line in lines] == [
+        ["4", "0", "4"],
+        ["4", "0", "2"],
+    ]  # attention and three norms; a graph of each kind, and one more for other sizes
+    assert max(float(line[3]) for line in lines) < 1e-6

@@ -1,0 +1,440 @@
+"""Weight gradients put off: the same bits as at once for whole models, and what waits keeps no more than it says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.memory.live_bytes import PeakBytes
+from lather.models.attention import SequenceLayout
+from lather.models.decoder import Block, Decoder
+from lather.models.experts import Experts
+from lather.models.layers import GatedMLP, Linear, project
+from lather.models.moe import LOCAL_EXCHANGE
+from lather.models.routing import Router
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from models.tiny import random_normal, random_tokens, tiny_family_model
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1}),
+    "deepseek_v2 with q-LoRA, tied": ("deepseek_v2", {"q_lora_rank": 9, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+}
+PRECISIONS = ("fp32", "fp64", "bf16 autocast")
+
+
+def make(model: str, precision: str = "fp32") -> Decoder:
+    family, changes = MODELS[model]
+    made = tiny_family_model(family, **changes)
+    for router in made.routers():
+        router.takes_z_loss = True
+    return made.double() if precision == "fp64" else made
+
+
+def autocast(precision: str = "bf16 autocast") -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16 autocast")
+
+
+def deferring(module: nn.Module) -> WeightGradients:
+    queue = WeightGradients()
+    queue.deferring = True
+    defer_weight_gradients(module, queue)
+    return queue
+
+
+def backward(model: Decoder, seed: int, precision: str = "fp32") -> None:
+    tokens = random_tokens(2, 7, seed=seed)
+    with autocast(precision):
+        output = model(tokens, tokens.roll(1, 1), normalizer=14.0)
+    assert output.loss is not None
+    (output.loss + 0.1 * output.balance_loss() + 0.01 * output.z_loss()).backward()
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
+    theirs = dict(expected.named_parameters())
+    for name, p in actual.named_parameters():
+        other = theirs[name].grad
+        assert (p.grad is None) == (other is None), name
+        assert p.grad is None or (p.grad.dtype == p.dtype and torch.equal(p.grad, other)), name
+
+
+# --- whole models -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "memory"), [*((one, "saved") for one in PRECISIONS), ("bf16 autocast", "recompute")])
+@pytest.mark.parametrize("model", MODELS)
+def test_micro_batches_with_gradients_put_off_have_the_same_bits(model: str, precision: str, memory: str) -> None:
+    """Backward, backward, weights of the first, backward, weights of the second and third."""
+    expected, actual = make(model, precision), make(model, precision)
+    for one in (expected, actual):
+        one.set_memory(memory)
+    for seed in range(3):
+        backward(expected, seed, precision)
+    queue = deferring(actual)
+    backward(actual, 0, precision)
+    assert not any(p.grad is not None for name, p in actual.named_parameters() if "proj" in name)
+    first = queue.take()
+    backward(actual, 1, precision)
+    second = queue.take()
+    WeightGradients.run(first)
+    backward(actual, 2, precision)
+    with autocast(precision):
+        WeightGradients.run(second + queue.take())
+    assert len(queue) == 0
+    assert all(p.grad is not None and p.grad.any() for p in actual.parameters())
+    assert_same_gradients(actual, expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_weight_in_a_product_but_the_heads_is_queued(model: str) -> None:
+    made = make(model)
+    queue = deferring(made)
+    backward(made, 0)
+    queued = {id(entry.weight) for entry in queue.take()}
+    at_once = {name for name, p in made.named_parameters() if id(p) not in queued}
+    assert all(name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight", "lm_head.weight", "sinks")) for name in at_once)
+    assert len(queued) + len(at_once) == len(list(made.parameters()))
+
+
+def test_the_head_without_a_loss_is_queued() -> None:
+    expected, actual = make("qwen3_moe"), make("qwen3_moe")
+    queue = deferring(actual)
+    for model in (expected, actual):
+        logits = model(random_tokens(2, 7)).logits_BSV
+        logits.square().sum().backward()
+    assert actual.lm_head.weight.grad is None
+    WeightGradients.run(queue.take())
+    assert_same_gradients(actual, expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_frozen_weights_are_not_queued(model: str) -> None:
+    expected, actual = make(model), make(model)
+    queue = deferring(actual)
+    for one in (expected, actual):
+        for index, p in enumerate(one.parameters()):
+            p.requires_grad_(index % 2 == 0)
+        backward(one, 0)
+    entries = queue.take()
+    assert all(entry.weight.requires_grad for entry in entries)
+    WeightGradients.run(entries)
+    assert_same_gradients(actual, expected)
+
+
+@pytest.mark.parametrize("deferred", [None, False], ids=["no queue", "not deferring"])
+def test_a_queue_that_does_not_defer_changes_nothing(deferred: bool | None) -> None:
+    expected, actual = make("gpt_oss"), make("gpt_oss")
+    queue = deferring(actual)
+    queue.deferring = False
+    if deferred is None:
+        actual.defer_weight_gradients(None)
+        queue.deferring = True
+    for one in (expected, actual):
+        backward(one, 0)
+    assert len(queue) == 0
+    assert_same_gradients(actual, expected)
+
+
+def test_reference_memory_stays_plain_autograd() -> None:
+    model = make("deepseek_v2")
+    model.set_memory("reference")
+    queue = deferring(model)
+    logits = model(random_tokens(2, 7)).logits_BSV
+    assert "Linear" not in type(logits.grad_fn).__name__
+    backward(model, 0)
+    routers = {id(p) for router in model.routers() for p in router.parameters()}
+    assert {id(entry.weight) for entry in queue.take()} == routers
+
+
+# --- activation checkpointing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor hooks", "reentrant"])
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpointed_blocks_have_the_same_bits(model: str, reentrant: bool) -> None:
+    expected, actual = make(model), make(model)
+    queue = deferring(actual)
+    for one in (expected, actual):
+        tokens = random_tokens(2, 7)
+        layout, x = SequenceLayout(2, 7, tokens.device), one.embed_tokens(tokens)
+        for block in one.layers:
+            x = checkpoint(without_routing, block, x, layout, use_reentrant=reentrant) if one is actual else block(x, layout)[0]
+        linear_cross_entropy(one.norm(x), one.lm_head.weight, tokens).backward()
+    WeightGradients.run(queue.take())
+    assert_same_gradients(actual, expected)
+
+
+def without_routing(block: Block, x: Tensor, layout: SequenceLayout) -> Tensor:
+    y: Tensor = block(x, layout)[0]
+    return y
+
+
+def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
+    """Attention and router run without autograd first; what the later segments sent back goes through a second run of them."""
+    expected, actual = make("deepseek_v2").layers[1], make("deepseek_v2").layers[1]
+    x, cotangent = (random_normal(2, 7, 24, seed=seed).float() for seed in (1, 2))
+    layout, queue = SequenceLayout(2, 7, x.device), deferring(actual)
+    plain = x.clone().requires_grad_()
+    y, routing = expected(plain, layout)
+    ((y * cotangent).sum() + routing.balance_loss + routing.z_loss).backward()
+
+    with torch.no_grad():
+        attended = actual.attend_and_route(x, layout)
+    assert attended.routing is not None
+    cuts = [attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK]
+    attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK = (cut.detach().requires_grad_() for cut in cuts)
+    cuts = [attended.residual_BSD, attended.normed_TD, attended.routing.weights_TK]
+    dispatched = actual.dispatch(attended, LOCAL_EXCHANGE)
+    combined = actual.combine(actual.run_experts(attended, dispatched), dispatched, LOCAL_EXCHANGE)
+    actual.aggregate(attended, combined).backward(cotangent)
+    again = x.clone().requires_grad_()
+    with actual.mlp.gate.recompute(attended.routing):
+        second = actual.attend_and_route(again, layout)
+    outputs = [second.residual_BSD, second.normed_TD, second.routing.weights_TK, second.routing.balance_loss, second.routing.z_loss]
+    torch.autograd.backward(outputs, [*(cut.grad for cut in cuts), torch.ones(()), torch.ones(())])
+    WeightGradients.run(queue.take())
+    assert torch.equal(again.grad, plain.grad)
+    assert_same_gradients(actual, expected)
+
+
+# --- parameters that are swapped ----------------------------------------------------------------------------------------------------
+
+
+def test_the_parameter_of_the_forward_pass_gets_the_gradient_even_if_its_values_are_gone() -> None:
+    """As under FSDP2: the module has another parameter outside its forward and backward, and the whole one's memory is given back."""
+    expected, actual = make("gpt_oss"), make("gpt_oss")
+    backward(expected, 0)
+    queue, stand_ins = deferring(actual), {}
+    owners = [(module, name) for module in actual.modules() for name, p in module._parameters.items() if p is not None]
+    resting = [getattr(module, name) for module, name in owners]
+    for (module, name), p in zip(owners, resting, strict=True):
+        stand_ins[id(p)] = nn.Parameter(p.detach().clone())
+        setattr(module, name, stand_ins[id(p)])
+    backward(actual, 0)
+    for (module, name), p in zip(owners, resting, strict=True):
+        setattr(module, name, p)
+        stand_ins[id(p)].untyped_storage().resize_(0)
+    WeightGradients.run(queue.take())
+    for name, p in actual.named_parameters():
+        assert p.grad is None
+        assert torch.equal(stand_ins[id(p)].grad, expected.get_parameter(name).grad), name
+
+
+# --- what waits keeps ---------------------------------------------------------------------------------------------------------------
+
+T, D, F_, E, K = 13, 8, 6, 5, 2
+
+
+def held_bytes(module: nn.Module, call: Callable[[], Tensor]) -> tuple[int, WeightGradients]:
+    """Bytes that were made in forward and backward and are still there, and the queue that keeps them."""
+    queue = deferring(module)
+    with PeakBytes() as peak:
+        y = call()
+        y.backward(torch.ones_like(y))
+        del y
+        held = peak.now
+    assert held > 0
+    return held, queue
+
+
+def test_linear_layers_share_what_they_keep() -> None:
+    layers = nn.ModuleList(Linear(D, width, bias=True) for width in (3, 5, 7))
+    x, cotangents = torch.randn(T, D), [torch.randn(T, width, dtype=torch.bfloat16) for width in (3, 5, 7)]
+    queue = deferring(layers)
+    with PeakBytes() as peak:
+        with autocast():
+            outputs = project(x, *layers)
+        torch.autograd.backward(outputs, cotangents)
+        del outputs
+        assert peak.now == 2 * T * D  # x in bf16, once
+        WeightGradients.run(queue.take())
+        assert peak.now == sum(4 * p.numel() for p in layers.parameters())
+
+
+def test_a_gated_mlp_keeps_the_product_and_the_gradient_of_gate_up() -> None:
+    mlp, x = GatedMLP(D, F_), torch.randn(T, D)
+    held, queue = held_bytes(mlp, lambda: mlp(x))
+    assert held == 4 * T * (3 * F_ + D)  # and the output's gradient, made there
+    assert len(queue.take()) == 3
+
+
+@pytest.mark.parametrize("memory", ["saved", "recompute"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_keep_no_gathered_rows(bias: bool, memory: str) -> None:
+    experts, x = Experts(E, D, F_, bias=bias), torch.randn(T, D)
+    experts.memory = memory
+    for p in experts.parameters():
+        nn.init.normal_(p)
+    experts_TK, weights_TK = torch.rand(T, E).topk(K).indices, torch.rand(T, K)
+    held, queue = held_bytes(experts, lambda: experts(x, experts_TK, weights_TK))
+    rows = T * K
+    tokens, ends, row_weights = 8 * (rows + 1), 4 * E, 4 * (rows + 1) * bias
+    assert held == 4 * rows * 3 * F_ + 4 * T * D + tokens + ends + row_weights
+    assert len(queue.take()) == (4 if bias else 2)
+
+
+def test_a_router_keeps_the_gradient_of_its_logits() -> None:
+    router, x = Router(D, E, K, bias=True), torch.randn(T, D)
+    held, queue = held_bytes(router, lambda: router(x).weights_TK)
+    assert held == 4 * T * E
+    assert len(queue.take()) == 2
+
+
+class Witness(torch.autograd.Function):
+    """Something that is there as long as the graph is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, thing: object) -> Tensor:
+        ctx.thing = thing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GatedMLP", "Experts", "Router"])
+def test_what_waits_does_not_keep_the_graph_before_it(kind: str) -> None:
+    modules = {"Linear": Linear(D, D), "GatedMLP": GatedMLP(D, F_), "Experts": Experts(E, D, F_), "Router": Router(D, E, K)}
+    module = modules[kind]
+    queue, thing = deferring(module), Thing()
+    witness = weakref.ref(thing)
+    x = Witness.apply(torch.randn(T, D, requires_grad=True), thing)
+    del thing
+    if kind == "Experts":
+        y = module(x, torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1))
+    else:
+        y = module(x).weights_TK if kind == "Router" else module(x)
+    y.sum().backward()
+    del x, y
+    assert len(queue) > 0
+    assert witness() is None
+
+
+def test_each_entry_lets_go_when_it_is_done() -> None:
+    mlp, x = GatedMLP(D, F_), torch.randn(T, D)
+    _, queue = held_bytes(mlp, lambda: mlp(x))
+    entries = queue.take()
+    product = weakref.ref(entries[2].compute.args[1])  # h, which only the last one needs
+    WeightGradients.run(entries[:2])
+    assert product() is not None
+    WeightGradients.run(entries[2:])
+    assert product() is None
+    with pytest.raises(RuntimeError, match="run before"):
+        WeightGradients.run(entries)
+
+
+# --- the queue ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_taking_empties_the_queue_and_keeps_the_order() -> None:
+    queue, weights = WeightGradients(), [nn.Parameter(torch.zeros(())) for _ in range(3)]
+    queue.deferring = True
+    for weight in weights:
+        assert queue.give(weight, lambda: torch.ones(())) is None
+    assert [id(entry.weight) for entry in queue.take()] == [id(weight) for weight in weights]
+    assert queue.take() == []
+
+
+def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph() -> None:
+    queue, weight, wide = WeightGradients(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), torch.full((3,), 0.3, requires_grad=True)
+    queue.deferring = True
+    for _ in range(3):
+        queue.give(weight, lambda: wide * 1)
+    WeightGradients.run(queue.take())
+    step = torch.tensor(0.3, dtype=torch.bfloat16)
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.tolist() == [(step + step + step).item()] * 3
+    assert not weight.grad.requires_grad
+
+
+def test_at_once_is_the_gradient_in_the_weights_dtype() -> None:
+    gradient = WeightGradients().give(nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), lambda: torch.full((3,), 0.3))
+    assert gradient.dtype == torch.bfloat16
+
+
+def test_a_weight_that_is_no_leaf_gets_its_gradient_at_once() -> None:
+    layer, source = Linear(D, 3, bias=False), torch.randn(6, D, requires_grad=True)
+    del layer.weight
+    layer.weight = source[:3]
+    queue = deferring(layer)
+    layer(torch.ones(2, D)).sum().backward()
+    assert len(queue) == 0
+    assert torch.equal(source.grad, torch.tensor([2.0] * 3 + [0.0] * 3)[:, None].expand(6, D))
+
+
+# --- Linear -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(63, D), (2, 3, D), (1, D), (0, D), (D,)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_linear_layer_is_torchs_to_the_bit(precision: str, bias: bool, shape: tuple[int, ...]) -> None:
+    ours, theirs = Linear(D, 5, bias=bias), nn.Linear(D, 5, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    x = random_normal(*shape)
+    if precision == "fp64":
+        ours, theirs = ours.double(), theirs.double()
+    else:
+        x = x.float()
+    results = []
+    for layer in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        with autocast(precision):
+            y = layer(leaf)
+        (y.to(x.dtype) * (1 + torch.arange(y.numel()).view(y.shape))).sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_linear_layers_gradients_are_those_of_finite_differences() -> None:
+    layers = [Linear(D, 3).double(), Linear(D, 4, bias=False).double()]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    x = random_normal(5, D).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, *_: project(x, *layers), (x, *parameters))
+
+
+def test_gradients_of_a_shared_input_are_added_in_its_own_dtype() -> None:
+    """An output that nobody read adds nothing."""
+    layers, x = [Linear(D, 40, bias=False) for _ in range(4)], torch.randn(63, D)
+    grads = []
+    for together in (True, False):
+        leaf = x.clone().requires_grad_()
+        with autocast():
+            x_ = leaf * 1  # of a leaf, autocast keeps one copy and adds up in bf16
+            outputs = project(x_, *layers) if together else [F.linear(x_, layer.weight) for layer in layers]
+        sum((i + 1) * y.float().square().sum() for i, y in enumerate(outputs[:3])).backward()
+        grads.append(leaf.grad)
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[1].abs().max()  # sums of the same bf16 products; bf16 sums are off by 4e-3
+    assert layers[3].weight.grad is None
+
+
+def test_a_layer_of_another_kind_is_called_as_it_is() -> None:
+    x = torch.randn(3, D)
+    ours, other = Linear(D, 2), nn.Linear(D, 3)
+    assert [torch.equal(y, layer(x)) for y, layer in zip(project(x, ours, other), (ours, other), strict=True)] == [True, True]
+    assert list(ours.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GatedMLP"])
+def test_on_the_meta_device(kind: str) -> None:
+    with torch.device("meta"):
+        module, x = Linear(D, D) if kind == "Linear" else GatedMLP(D, F_), torch.empty(T, D)
+        queue = deferring(module)
+        module(x).sum().backward()
+        WeightGradients.run(queue.take())
+    assert all(p.grad.is_meta for p in module.parameters())

@@ -1,0 +1,90 @@
+"""Which numbers of ranks a configuration fits: refused with the numbers and the remedy before anything is started."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from lather.errors import ConfigError
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.gpt_oss import GptOssConfig
+from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.train.config import Config, LoopConfig, ParallelConfig, check_parallel, num_routed_experts
+
+
+def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **parallel: object) -> Config:
+    return Config(
+        model=DeepseekV2Config(num_hidden_layers=layers, n_routed_experts=6),
+        train=LoopConfig(batch_size=batch_size, micro_batch_size=micro_batch_size),
+        parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "words"),
+    [
+        (3, {"pp": 2}, ["parallel.pp * parallel.ep = 2 * 1 = 2", "number of ranks, 3", "--nproc 2"]),
+        (1, {"pp": 2, "ep": 2}, ["= 4 does not divide the number of ranks, 1", "--nproc 4"]),
+        (6, {"ep": 2, "replicas": 2}, ["parallel.replicas = 2", "3 data parallel ranks", "6 ranks"]),
+        (2, {"batch_size": 8, "micro_batch_size": 8}, ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"]),
+        (6, {"ep": 2}, ["train.batch_size = 8", "a multiple of 6", "6 data ranks"]),
+        (2, {"pp": 2, "batch_size": 3}, ["3 micro-batches", "at least 4", "train.batch_size at least 4"]),
+        (8, {"pp": 4, "ep": 2, "batch_size": 12}, ["6 micro-batches", "at least 8", "train.batch_size at least 16"]),
+        (1, {"schedule": "dualpipev", "batch_size": 1}, ["1 micro-batches", "at least 2"]),
+    ],
+    ids=str,
+)
+def test_ranks_that_do_not_fit_are_refused(world_size: int, arguments: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(config(**arguments), world_size)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("pp", "dp", "ep", "replicas", "micro"), list(itertools.product([1, 2, 4], [1, 2], [1, 3], [1, 2], [1, 2])))
+def test_the_smallest_batch_that_fits_is_accepted_and_one_micro_batch_less_is_not(
+    pp: int, dp: int, ep: int, replicas: int, micro: int
+) -> None:
+    if dp % replicas:
+        return
+    needed = (2 * pp if pp > 1 else 1) * dp * ep * micro
+    enough = config(needed, micro, pp=pp, ep=ep, replicas=replicas)
+    check_parallel(enough, pp * dp * ep)
+    if needed > dp * ep * micro:
+        less = replace(enough, train=replace(enough.train, batch_size=needed - dp * ep * micro))
+        with pytest.raises(ConfigError, match="micro-batches"):
+            check_parallel(less, pp * dp * ep)
+
+
+def test_a_micro_batch_size_that_is_left_out_gives_as_few_micro_batches_as_will_do() -> None:
+    for batch_size, pp, data_ranks, expected in [(8, 1, 1, 1), (8, 1, 2, 1), (8, 2, 1, 4), (8, 2, 2, 4), (10, 2, 1, 5), (7, 2, 1, 7)]:
+        assert config(batch_size, 0, pp=pp).num_micro_batches(data_ranks) == expected
+    with pytest.raises(ConfigError, match=r"train\.batch_size = 6 gives 3 micro-batches .* at least 4"):
+        config(6, 0, pp=2).num_micro_batches(2)
+    with pytest.raises(ConfigError, match=r"a multiple of train\.micro_batch_size \(5\)"):
+        config(8, 5)
+
+
+def test_what_needs_no_number_of_ranks_is_refused_at_once() -> None:
+    config(layers=4, pp=2)
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 2 .* at most 1: .* there are 3"):
+        config(layers=3, pp=2)
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 1 .* at most 0"):
+        config(layers=1, schedule="dualpipev")
+    config(layers=1)
+    with pytest.raises(ConfigError, match=r"parallel\.ep = 4 .* a divisor of the 6 routed experts"):
+        config(ep=4)
+    with pytest.raises(ConfigError, match=r"parallel\.schedule = 'sequential' .*parallel\.pp = 2"):
+        config(pp=2, schedule="sequential")
+
+
+def test_schedule_auto() -> None:
+    assert [ParallelConfig(pp=pp).resolved_schedule for pp in (1, 2)] == ["sequential", "dualpipev"]
+    assert ParallelConfig(schedule="dualpipev").resolved_schedule == "dualpipev"
+
+
+def test_every_family_says_how_many_experts_it_has() -> None:
+    families = [DeepseekV2Config(n_routed_experts=10), Qwen3MoeConfig(num_experts=10), GptOssConfig(num_local_experts=10)]
+    assert [num_routed_experts(model) for model in families] == [10, 10, 10]
