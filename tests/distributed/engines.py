@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
+from lather.models.weight_gradients import defer_weight_gradients
 from lather.parallel.mesh import Mesh
 from lather.pipeline.part import Share, empty_part, fill
 from lather.pipeline.partition import partition
@@ -130,7 +131,9 @@ def make_pair(case: Case, seed: int = 0) -> Pair:
     batch = mesh.data_size * schedule.num_micro_batches
     loop = LoopConfig(batch_size=batch, sequence_length=LENGTH, recompute=case.recompute)
     frees = Frees(enabled=case.frees, poison=case.poison)
-    engine = Engine(part, mesh, schedule, loop, moe, frees=frees, defer=case.defer)
+    engine = Engine(part, mesh, schedule, loop, moe, frees=frees)
+    if not case.defer:
+        defer_weight_gradients(engine.part, None)
     for router in plain.routers():
         router.takes_z_loss = case.z_loss > 0
     if case.balance_level is not None:

@@ -165,6 +165,8 @@ class LoopConfig:
     """Held-out sequences per validation."""
     recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
     """Parts of a block whose activations are not kept for backward but computed again (activation checkpointing)."""
+    compile: bool = False
+    """Compile norms, rotary embeddings and the like with torch.compile; takes a while at the start."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

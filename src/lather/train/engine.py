@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.models.attention import SequenceLayout
+from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
+from lather.models.routing import counting_step
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.expert import exchange_over
 from lather.parallel.gradients import token_count
@@ -61,16 +63,14 @@ class Engine:
         *,
         end_of_text: int | None = None,
         frees: Frees | None = None,
-        defer: bool = True,
         record: Recorder | None = None,
     ) -> None:
-        """`moe`: with its coefficients resolved; `end_of_text`: the token that ends a document, if attention stays within documents;
-        `defer`: False makes all weight gradients at once, for comparison."""
+        """`moe`: with its coefficients resolved; `end_of_text`: the token that ends a document, if attention stays within documents."""
         self.part, self.mesh, self.schedule, self.moe, self.end_of_text = part, mesh, schedule, moe, end_of_text
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
         prepare_experts(part, moe, mesh.data_group)
         queue = WeightGradients()
-        defer_weight_gradients(part, queue if defer else None)
+        defer_weight_gradients(part, queue)
         self.units = shard(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
@@ -96,11 +96,8 @@ class Engine:
         num_labels = int(token_count(labels_BS, self.mesh.data_group))
         counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
         shares = [count / max(1, num_labels) for count in counts]
-        for router in self.part.routers():
-            router.balance.begin_step()
-        output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
-        for router in self.part.routers():
-            router.balance.end_step()
+        with counting_step(self.part.routers()):
+            output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
         self.parameters.collect_gradients()
@@ -177,6 +174,8 @@ def build_engine(config: Config, mesh: Mesh, *, end_of_text: int | None = None, 
     layers = divide_layers(config, schedule.num_stages).stages
     share = Share(layers, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     part = fresh_part(config.model, share, torch.Generator().manual_seed(config.seed), mesh.device)
+    if config.train.compile:
+        compile_parts(part)
     frees = Frees(poison=config.parallel.poison)
     return Engine(part, mesh, schedule, config.train, config.resolved_moe(), end_of_text=end_of_text, frees=frees, record=record)
 
