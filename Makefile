@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test test-all lint bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ train: $(READY)  ## train configs/quickstart.toml (CONFIG=... ARGS='--optim.lr 1
 
 test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: $(READY)  ## the suite and the whole grid of meshes against one process: hours on two cores
+	$(BIN)/python -m pytest -m "grid or not grid" $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from lather.parallel.lifeline import COPY
+
 
 @contextlib.contextmanager
 def together(num_ranks: int) -> Iterator[None]:
@@ -26,4 +28,7 @@ def together(num_ranks: int) -> Iterator[None]:
         dist.all_gather_object(errors, error)
         for each in errors:
             if each is not None:
-                raise error if error is not None else each
+                if error is not None:
+                    raise error
+                each.add_note(COPY)
+                raise each
