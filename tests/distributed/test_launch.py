@@ -6,78 +6,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import launch_workers
 import pytest
-
-SECONDS = 10
-"""In which a job has to end."""
-
-
-@dataclass
-class Job:
-    """Processes of one job, each the leader of a process group."""
-
-    folder: Path
-    processes: list[subprocess.Popen[str]]
-    num_ranks: int
-
-    @classmethod
-    def start(cls, folder: Path, task: str, num_ranks: int, environments: list[dict[str, str]] | None = None) -> Job:
-        folder.mkdir()
-        command = [sys.executable, str(launch_workers.__file__), str(folder), task, str(num_ranks)]
-        paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        pipe = subprocess.PIPE
-        return cls(
-            folder,
-            [
-                subprocess.Popen(command, env={**environment, **own}, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
-                for own in environments or [{}]
-            ],
-            num_ranks,
-        )
-
-    def pids(self) -> list[int]:
-        """Of the ranks, once all are at work."""
-        files = [self.folder / f"rank{rank}" for rank in range(self.num_ranks)]
-        deadline = time.monotonic() + 120
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < deadline, "the ranks did not start"
-            assert any(process.poll() is None for process in self.processes), [process.communicate() for process in self.processes]
-            time.sleep(0.02)
-        return [int(file.read_text()) for file in files]
-
-    def end(self, event: Callable[[Job, list[int]], object]) -> tuple[list[int], str, str]:
-        """Exit statuses, output and errors after the event, which has to end the job in time."""
-        pids = self.pids()
-        event(self, pids)
-        start = time.monotonic()
-        ends = [process.communicate(timeout=SECONDS) for process in self.processes]
-        while any(is_alive(pid) for pid in pids):
-            assert time.monotonic() - start < SECONDS, "a rank outlived the job"
-            time.sleep(0.02)
-        out, err = ("".join(texts) for texts in zip(*ends, strict=True))
-        return [process.returncode for process in self.processes], out, err
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def is_alive(pid: int) -> bool:
-    """A process that has ended and was not yet waited for is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+from jobs import Job
 
 
 def slurm(num_ranks: int) -> list[dict[str, str]]:
@@ -92,11 +25,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
     """All of them are started at once: most of the time is spent on that."""
     folder = tmp_path_factory.mktemp("jobs")
     jobs = {
-        "raises": Job.start(folder / "raises", "raise_on_one", 2),
-        "killed": Job.start(folder / "killed", "block", 3),
-        "stopped": Job.start(folder / "stopped", "until_stopped", 2),
-        "orphans": Job.start(folder / "orphans", "block", 2),
-        "slurm": Job.start(folder / "slurm", "refuse", 2, slurm(2)),
+        "raises": Job.start(launch_workers.__file__, folder / "raises", "raise_on_one", 2),
+        "killed": Job.start(launch_workers.__file__, folder / "killed", "block", 3),
+        "stopped": Job.start(launch_workers.__file__, folder / "stopped", "until_stopped", 2),
+        "orphans": Job.start(launch_workers.__file__, folder / "orphans", "block", 2),
+        "slurm": Job.start(launch_workers.__file__, folder / "slurm", "refuse", 2, slurm(2)),
     }
     yield jobs
     for job in jobs.values():

@@ -1,0 +1,115 @@
+"""What ranks do in test_faults.py: a tiny training run in which rank 1 fails at a chosen place of step 3. Ranks import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fault_workers
+import torch
+
+from lather.parallel.expert import ExpertExchange
+from lather.parallel.launch import launch
+from lather.parallel.mesh import Mesh
+from lather.parallel.world import World
+from lather.pipeline.segments import Segments
+from lather.pipeline.tape import Cut
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping
+from lather.train.engine import Engine
+from lather.train.loop import train
+
+PLACES: dict[str, tuple[type, str]] = {
+    "forward": (Segments, "_attend"),
+    "exchange": (ExpertExchange, "start_combine"),
+    "backward": (Cut, "backward"),
+    "raise": (Segments, "_attend"),
+}
+
+
+class Silent:
+    def note(self, text: str) -> None:
+        pass
+
+    def step(self, row: object, num_steps: int) -> None:
+        pass
+
+
+def config_of(folder: Path, place: str) -> Config:
+    """Two data ranks or two pipeline ranks; a checkpoint after every step."""
+    return config_from_mapping(
+        {
+            "run_dir": str(folder / "run"),
+            "model": {
+                "model_type": "deepseek_v2",
+                "vocab_size": 264,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "moe_intermediate_size": 8,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 2,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 4,
+                "n_routed_experts": 4,
+                "max_position_embeddings": 64,
+            },
+            "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
+            "optim": {"name": "adamw", "warmup_steps": 0},
+            "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},
+            "parallel": {"ep": 2} if place == "exchange" else {"pp": 2},
+            "checkpoint": {"every": 1},
+            "log": {"sample_tokens": 0},
+        }
+    )
+
+
+def work(folder: str, place: str, world: World) -> int:
+    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function."""
+    config = config_of(Path(folder), place)
+    mesh = Mesh.build(config.parallel, torch.device("cpu"))
+    if world.rank == 1:
+        _fail_in_step(3, Path(folder), place)
+    (Path(folder) / f"part{world.rank}").write_text(str(os.getpid()))
+    (Path(folder) / f"part{world.rank}").rename(Path(folder) / f"rank{world.rank}")
+    train(config, Silent(), lambda: False, mesh)
+    return 0
+
+
+def _fail_in_step(number: int, folder: Path, place: str) -> None:
+    steps, calls = 0, 0
+    gradients: Callable[..., Any] = Engine.gradients
+    owner, name = PLACES[place]
+    original = getattr(owner, name)
+
+    def counting(self: Engine, tokens: torch.Tensor) -> Any:
+        nonlocal steps
+        steps += 1
+        return gradients(self, tokens)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += steps == number
+        result = original(*args, **kwargs)
+        if calls == 2:
+            (folder / "failed").write_text(str(time.time()))
+            if place == "raise":
+                raise ArithmeticError("rank one has lost count")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    Engine.gradients = counting  # type: ignore[method-assign, assignment]
+    setattr(owner, name, failing)
+
+
+if __name__ == "__main__":
+    folder, place, nproc = sys.argv[1:]
+    status = launch(fault_workers.work, (folder, place), int(nproc))
+    (Path(folder) / "ended").write_text(str(time.time()))
+    sys.exit(status)

@@ -1,0 +1,55 @@
+"""Fault drills on real training: wherever a rank dies, the job ends everywhere in seconds, says who it was, and leaves whole checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fault_workers
+import pytest
+import torch
+from jobs import SECONDS, Job, is_alive
+
+from lather.models.families import build_model
+from lather.train.checkpoint import list_checkpoints, load_checkpoint
+from lather.train.state import TrainingState
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """All of them are started at once: most of the time is spent on that."""
+    folder = tmp_path_factory.mktemp("faults")
+    jobs = {}
+    for place in fault_workers.PLACES:
+        jobs[place] = Job.start(fault_workers.__file__, folder / place, place, 2)
+        (folder / place / "text").mkdir()
+        for number in range(4):
+            (folder / place / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+    yield jobs
+    for job in jobs.values():
+        job.kill()
+
+
+@pytest.mark.parametrize("place", list(fault_workers.PLACES))
+def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(jobs: dict[str, Job], place: str) -> None:
+    job = jobs[place]
+    pids = job.pids()
+    (process,) = job.processes
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 1, err
+    failed, ended = (float((job.folder / name).read_text()) for name in ("failed", "ended"))
+    assert 0 < ended - failed < SECONDS
+    assert not any(is_alive(pid) for pid in pids)
+    if place == "raise":
+        assert err.startswith("lather: stopped: rank 1 failed:\nTraceback"), err
+        assert err.rstrip().endswith("ArithmeticError: rank one has lost count"), err
+    else:
+        assert "rank 1" in err, err
+        assert "SIGKILL" in err, err
+    assert err.count("Traceback") == (place == "raise"), err
+    config = fault_workers.config_of(job.folder, place)
+    checkpoints = list_checkpoints(Path(config.run_dir) / "checkpoints")
+    assert [checkpoint.name for checkpoint in checkpoints] == ["step-00000001", "step-00000002"]
+    for checkpoint in checkpoints:
+        model = build_model(config.model, torch.Generator().manual_seed(1))
+        assert load_checkpoint(checkpoint, TrainingState.of_model(model)).step == int(checkpoint.name[5:])
