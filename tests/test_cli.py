@@ -1,14 +1,15 @@
 """The command as a user meets it: help, overrides, results, and one clear line for everything that can be put right."""
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
 import pytest
-from safetensors import SafetensorError
 
 from lather import __version__
 from lather.cli import COMMANDS, USAGE, main
@@ -320,9 +321,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_debris(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_safetensors", full)
     assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1

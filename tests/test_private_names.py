@@ -1,6 +1,8 @@
 """Names of torch that are not public stand in one file."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +22,37 @@ PRIVATE = re.compile(
 """The second line: FSDP2's, which stand on objects and not on modules."""
 
 
+FROM_TORCH = re.compile(r"(importlib\.)?(import_module|__import__)\('torch\b|torch(\.\w+)*$")
+"""What is assigned to a name of torch's own."""
+
+
 def private_names(text: str) -> list[str]:
-    return [match[0] for match in PRIVATE.finditer(text)]
+    return [match[0] for match in PRIVATE.finditer(text)] + list(private_attributes(ast.parse(text)))
+
+
+def private_attributes(tree: ast.Module) -> Iterator[str]:
+    """Attributes of what a file got from torch, whatever it calls it there: `from torch import distributed as d`, then `d._x`."""
+    from_torch = {name for node in ast.walk(tree) for name in names_from_torch(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *path = ast.unparse(node).split(".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            root, *path = [*ast.unparse(node.args[0]).split("."), str(node.args[1].value)]
+        else:
+            continue
+        if root in from_torch and path[-1].startswith("_") and not path[-1].startswith("__"):
+            yield ".".join((root, *path))
+
+
+def names_from_torch(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            return [name.asname or "torch" for name in names if name.name.split(".")[0] == "torch"]
+        case ast.ImportFrom(module=str(module), names=names, level=0) if module.split(".")[0] == "torch":
+            return [name.asname or name.name for name in names]
+        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=value):
+            return [ast.unparse(target)] if value is not None and FROM_TORCH.match(ast.unparse(value)) else []
+    return []
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
@@ -40,10 +71,16 @@ def test_the_pattern_sees_private_names_and_lets_public_ones_be() -> None:
         "group.post_backward()",
         "fully_shard.state(module)",
         "p._local_tensor",
+        "import torch.distributed.pipelining.schedules as schedules\nschedules._add_unshard_reshard(actions, 2)",
+        "schedules: Any = import_module('torch.distributed.pipelining.schedules')\nschedules._add_unshard_reshard(actions, 2)",
+        "from torch.distributed.pipelining.schedules import ScheduleDualPipeV as S\nS._calculate_single_rank_operations(sizes, 0)",
+        "import torch\ndist = torch.distributed\ngetattr(dist, '_functional_collectives')",
+        "import torch.nn as nn\nnn.modules._functions",
     ):
         assert private_names(line)
     for line in ("torch.__version__", "import torch.nn.functional as F", "torch.mm(a, b)", "x.mul_(2)", "p.to_local()", "module.reshard()"):
         assert not private_names(line)
+    assert not private_names("import torch.nn as nn\nimport mine\nnn.Module.__init__(self)\nmine._x\nself._nn._x\ngetattr(nn, 'Linear')")
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0a0+git12ab"])

@@ -12,10 +12,23 @@ become loops of the operation of that name: the same numbers, a kernel launch fo
 `prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` are FSDP2 outside its hooks: a pipeline calls parts of a
 module, micro-batch by micro-batch, so that no hook is at the right place, and gradients cannot be reduced by public names but in a backward
 pass through a sharded module. They are known for the torch versions that `check_torch_version` lets pass, and for no others.
+
+`dualpipev_actions` is the DualPipeV table of `torch.distributed.pipelining`. torch makes it while it constructs a schedule, which wants
+live stages and process groups; the functions that do the work need two numbers of these. Without them Lather would carry a copy of the
+table.
+
+`saved_tensors_hooks_in_force` are the hooks that see what autograd keeps. Hooks inside others hide these, and what makes some tensors again
+in backward must not hide the rest from a profile; without the name `lather profile` and torch's checkpointing would miss attention.
+
+`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`), a second opinion in benchmarks; else ours would be alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,20 +36,30 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Hooks",
     "TorchDispatchMode",
     "base_of",
     "check_torch_version",
+    "dualpipev_actions",
     "finish_gradient_reduction",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "memory_tracker",
     "prepare_sharding",
+    "saved_tensors_hooks_in_force",
     "start_gradient_reduction",
 ]
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
 VERSIONS = "torch >= 2.11 and < 2.14"
 """Those whose private names were read and tested."""
+
+STAGES_OF_A_RANK = 2
+"""How many stages torch looks ahead for parameters to gather: all that a rank of DualPipeV has. Its default, 3, gives the same table, but
+looks for a third stage through the rest of the table at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -49,6 +72,32 @@ def base_of(view: Tensor) -> Tensor | None:
     return view._base
 
 
+def saved_tensors_hooks_in_force() -> Hooks | None:
+    """Those of the innermost `torch.autograd.graph.saved_tensors_hooks` around this call; None if there are none."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def memory_tracker() -> Any:
+    """torch's `MemTracker`, that counts tensors and not by modules: its hooks allow each module one call, and micro-batches are many."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
+    return tracker
+
+
+class _NoModules(nullcontext[None]):
+    """What `MemTracker` asks of its tracker of modules."""
+
+    is_bw = False
+    parents: frozenset[str] = frozenset()
+
+    def register_user_hooks(self, *hooks: object) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
+
+
 def check_torch_version() -> None:
     """Raises UserError unless this torch is one whose names of the pipeline and of FSDP2 are known."""
     from lather.errors import UserError
@@ -56,6 +105,32 @@ def check_torch_version() -> None:
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 11) <= (int(major), int(minor)) < (2, 14):
         raise UserError(f"torch {torch.__version__} is not supported for training on several ranks: install {VERSIONS}")
+
+
+def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
+    """torch's actions by rank, each with `stage_index`, `computation_type.value`, `microbatch_index` and `sub_actions`.
+
+    `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such table.
+    """
+    from lather.errors import UserError
+
+    try:
+        return _dualpipev_actions(import_module("torch.distributed.pipelining.schedules"), num_ranks, num_micro_batches)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"torch {torch.__version__} does not make DualPipeV's table as torch 2.11 to 2.13 do ({error!r}): install one of these"
+        ) from error
+
+
+def _dualpipev_actions(schedules: Any, num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
+    """The chunks of each rank in order, then FSDP's actions, then the transfers."""
+    num_stages = STAGES_OF_A_RANK * num_ranks
+    sizes = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
+    chunks = {rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank) for rank in range(num_ranks)}
+    gathered = {rank: schedules._add_unshard_reshard(actions, STAGES_OF_A_RANK) for rank, actions in chunks.items()}
+    reduced = {rank: schedules._add_reduce_grad(actions, num_micro_batches) for rank, actions in gathered.items()}
+    table = schedules._add_send_recv(reduced, lambda stage: min(stage, num_stages - 1 - stage), num_stages)
+    return [table[rank] for rank in range(num_ranks)]
 
 
 def prepare_sharding(root: nn.Module) -> None:

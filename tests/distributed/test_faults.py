@@ -1,4 +1,4 @@
-"""Fault drills on real training: wherever a rank dies, the job ends everywhere in seconds, says who it was, and leaves whole checkpoints."""
+"""Fault drills on real training: wherever a rank dies, the job ends in seconds, says who it was, and leaves whole checkpoints."""
 
 from __future__ import annotations
 

@@ -130,3 +130,32 @@ def test_errors_name_value_and_constraint() -> None:
         ids[1, 1] = wrong
         with pytest.raises(ValueError, match=rf"holds {wrong}: .*\[-1, 4\)"):
             plan_route(ids, 4)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_room_for_the_pairs_that_have_an_expert_here(implementation: ModuleType, alignment: int) -> None:
+    experts_TK = experts("holes").remainder(5).masked_fill(experts("holes") < 0, -1)
+    here = int((experts_TK >= 0).sum())
+    assert 0 < here < experts_TK.numel()
+    token_G, row_TK, count_E, end_E = implementation.plan_route(experts_TK, 5, alignment)
+    token, row, count, end = implementation.plan_route(experts_TK, 5, alignment, here)
+    assert len(token) == op.reference.num_rows(here, 5, alignment) < len(token_G)
+    assert token.untyped_storage().nbytes() == 8 * len(token)
+    assert torch.equal(token, token_G[: len(token)])
+    assert (token_G[len(token) :] == -1).all()
+    assert torch.equal(row, row_TK)
+    assert torch.equal(count, count_E)
+    assert torch.equal(end, end_E)
+    nobody = torch.full((3, 2), -1)
+    token, row, count, _ = implementation.plan_route(nobody, 5, alignment, 0)
+    assert (token == -1).all()
+    assert len(token) >= 1
+    assert (row == -1).all()
+    assert not count.any()
+
+
+@pytest.mark.parametrize("num_pairs", [-1, 7])
+def test_a_number_of_pairs_that_cannot_be_is_refused(num_pairs: int) -> None:
+    with pytest.raises(ValueError, match=f"num_pairs={num_pairs}: has to be from 0 to the 6 pairs"):
+        plan_route(torch.zeros(3, 2, dtype=torch.int64), 4, num_pairs=num_pairs)

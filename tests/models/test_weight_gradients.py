@@ -278,7 +278,7 @@ def test_experts_keep_no_gathered_rows(bias: bool, memory: str) -> None:
     experts_TK, weights_TK = torch.rand(T, E).topk(K).indices, torch.rand(T, K)
     held, queue = held_bytes(experts, lambda: experts(x, experts_TK, weights_TK))
     rows = T * K
-    tokens, ends, row_weights = 8 * (rows + 1), 4 * E, 4 * (rows + 1) * bias
+    tokens, ends, row_weights = 8 * rows, 4 * E, 4 * (rows + 1) * bias
     assert held == 4 * rows * 3 * F_ + 4 * T * D + tokens + ends + row_weights
     assert len(queue.take()) == (4 if bias else 2)
 

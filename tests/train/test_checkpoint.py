@@ -31,7 +31,7 @@ from lather.train.checkpoint import (
 )
 from lather.train.config import LoopConfig, MoEConfig, OptimConfig
 from lather.train.engine import Engine
-from lather.train.state import Tensors, TrainingState
+from lather.train.state import TrainingState
 from lather.train.step import TrainStep, build_optimizer
 
 
@@ -64,10 +64,10 @@ class Trainee:
             return str(error)
         return None
 
-    def tensors(self) -> tuple[Tensors, Tensors]:
-        tensors = self.state.gather()
-        assert tensors is not None
-        return tensors
+    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Weights and optimizer state."""
+        weights, optimizer = ({rows.name: rows.value for rows in some} for some in (self.state.weights(), self.state.optimizer_state()))
+        return weights, optimizer
 
     def snapshot(self) -> dict[str, tuple[torch.dtype, bytes]]:
         weights, optimizer = self.tensors()
@@ -192,7 +192,7 @@ def test_a_step_that_is_there_is_not_saved_again(trainee: MakeTrainee, saved: Pa
 
 
 CALL_SITES: dict[str, tuple[Any, str]] = {
-    "save_file": (checkpoint_module, "save_file"),
+    "write_safetensors": (checkpoint_module, "write_safetensors"),
     "sync": (checkpoint_module, "sync"),
     "rename": (Path, "rename"),
     "write_text": (Path, "write_text"),

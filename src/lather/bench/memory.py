@@ -119,8 +119,8 @@ def make_layers(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[
 class EarlyFree(Experts):
     """Early freeing alone: dead tensors are dropped and gate/up is kept once, but products keep their inputs and outputs."""
 
-    def forward(self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor) -> Tensor:
-        plan = plan_route(experts_RK, len(self.down_proj))
+    def forward(self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None) -> Tensor:
+        plan = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
         rows_GD = padded_index_gather(x_RD, plan.token_G, 1)
         out = []
         runs = itertools.pairwise([0, *plan.end_E.tolist()])

@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory [options]`."""
+"""`lather bench optimizer | memory | pipeline [options]`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ usage: lather bench BENCHMARK [OPTIONS]
 
   optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
   memory      what MoE layers keep for backward, what the loss needs, and the time of both
+  pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
 
   lather bench BENCHMARK --help shows the options"""
 
@@ -28,5 +29,9 @@ def bench_command(arguments: list[str]) -> int:
         from lather.bench import memory
 
         return memory.run(parse_arguments(memory.MemoryBenchmark, "lather bench memory", arguments[1:]))
+    if name == "pipeline":
+        from lather.bench import pipeline
+
+        return pipeline.run(parse_arguments(pipeline.PipelineBenchmark, "lather bench pipeline", arguments[1:]))
     given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
-    raise UserError(f"{given}: use lather bench optimizer or lather bench memory")
+    raise UserError(f"{given}: use lather bench optimizer, memory or pipeline")

@@ -49,10 +49,15 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        out = self.observe(func, args, kwargs)
+        self.bytes = max(self.bytes, self.now)
+        return out
+
+    def observe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        """Run the operation and note what it made, without adding up."""
         self._enter([args, kwargs], self._alive if func in _BORN_AS_INPUT else self._from_before)
         out = func(*args, **(kwargs or {}))
         self._enter(out, self._alive)
-        self.bytes = max(self.bytes, self.now)
         return out
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:

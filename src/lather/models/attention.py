@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 from lather.models.layers import Linear, RMSNorm, project
+from lather.models.remade import NEVER, Make, Remaking
 from lather.models.rotary import Rotary, rotate_halves, rotate_pairs
 from lather.shapes import Bool, Float, Int
 
@@ -163,24 +165,51 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Float[Tensor, " h"] | None = None,
+    recipe: Recipe | None = None,
 ) -> Float[Tensor, "b s h u"]:
     """softmax(scale q k^T) v over the keys that the layout lets a token see; H is a multiple of G.
 
     `scale` is 1 / sqrt(N) if None. With `window` a token sees itself and window - 1 earlier ones. `sinks_H` are logits of one more key per
     head, whose value is zero. Computed in the values' dtype: under autocast, norms and biases may have widened queries and keys.
+    What `recipe` can make of queries, keys and values is not kept for backward.
     """
     scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x.to(v_BSGU.dtype).transpose(1, 2) for x in (q_BSHN, k_BSGN, v_BSGU))
+    q, k, v = (_by_head(x, v_BSGU.dtype) for x in (q_BSHN, k_BSGN, v_BSGU))
     if sinks_H is None and layout.is_plain(window):
-        y_BHSU = _fused(q, k, v, None, scale)
+        y_BHSU = _fused(q, k, v, None, scale, recipe)
     elif v.is_cuda and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
-        y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale)
+        y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
     else:
         mask = None if layout.is_plain(window) else layout.mask(window)
         y_BHSU = _fused(*_with_sink_token(q, k, v, sinks_H, scale), mask, scale)[:, :, 1:]
     return y_BHSU.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How some of a call's queries, keys and values are made again in backward."""
+
+    remaking: Remaking
+    which: tuple[int, ...]
+    """0 queries, 1 keys, 2 values."""
+    make: Make
+    """From the sources to those, (B, S, heads, width) each."""
+    sources: tuple[Tensor, ...]
+
+    def register(self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]) -> None:
+        """The three as a kernel takes them are what `prepare` makes of those that `make` gives, in the tensors' dtype and head by head."""
+        dtype = tensors[2].dtype
+
+        def again(*sources: Tensor) -> tuple[Tensor, ...]:
+            return tuple(prepare(_by_head(x, dtype)) for x in self.make(*sources))
+
+        self.remaking.add(tuple(tensors[number] for number in self.which), again, *self.sources)
+
+
+def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_BSHN.to(dtype).transpose(1, 2)
 
 
 def flexible_attention(
@@ -204,10 +233,16 @@ def flexible_attention(
     return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
 
 
-def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float, recipe: Recipe | None = None) -> Tensor:
     """By torch's fused kernels, causal if there is no mask. They want equal widths: the narrower ones are padded with zeros."""
     width, value_width = max(q_BHSN.shape[-1], v_BGSU.shape[-1]), v_BGSU.shape[-1]
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_BHSN, k_BGSN, v_BGSU))
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+    q, k, v = padded(q_BHSN), padded(k_BGSN), padded(v_BGSU)
+    if recipe is not None:
+        recipe.register((q, k, v), padded)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel takes groups in fp32, and the plain one makes (S, S) tensors
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -226,6 +261,13 @@ def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Te
     k = F.pad(k_BGSN, (0, 1, 1, 0))
     unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
     return q, k + unit_row, F.pad(v_BGSU, (0, 0, 1, 0))
+
+
+def _side_by_side(attended_BSHU: Tensor, remaking: Remaking) -> Tensor:
+    """(B, S, H * U). Attention itself keeps its output; a copy in another order is made again from that."""
+    side_by_side = attended_BSHU.flatten(2)
+    remaking.add((side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU)
+    return side_by_side
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -262,14 +304,20 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
         self.o_proj = Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
-    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
+    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         query_BSx, latent_and_key = project(x_BSD, self.q_proj if self.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa)
         if self.q_lora_rank is not None:
-            query_BSx = self.q_b_proj(self.q_a_layernorm(query_BSx))
+            query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
-        kv_BSx = self.kv_b_proj(self.kv_a_layernorm(latent_BSL))
-        y_BSD: Tensor = self.o_proj(attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale).flatten(2))
+        kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
+
+        def keys_and_values(latent_BSL: Tensor, k_BSR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> tuple[Tensor, Tensor]:
+            return self.keys_and_values(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), k_BSR, cos_BSP, sin_BSP)
+
+        recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
+        attended_BSHU = attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale, recipe=recipe)
+        y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHU, remaking))
         return y_BSD
 
     def heads(
@@ -282,11 +330,21 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
         """Queries, keys and values of each head, rotated, from what the projections gave."""
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
+        return query, *self.keys_and_values(kv_BSx, k_BSR, cos_BSP, sin_BSP)
+
+    def keys_and_values(
+        self,
+        kv_BSx: Float[Tensor, "b s y"],
+        k_BSR: Float[Tensor, "b s r"],
+        cos_BSP: Float[Tensor, "#b s p"],
+        sin_BSP: Float[Tensor, "#b s p"],
+    ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
+        """Of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
         k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP).expand(-1, -1, self.num_heads, -1)
-        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
-        return query, torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
+        return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
 
 class GroupedQueryAttention(nn.Module):
@@ -318,11 +376,19 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(width, qk_norm_eps)
         self.sinks = nn.Parameter(torch.empty(num_heads)) if sinks else None
 
-    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Float[Tensor, "b s d"]:
+    def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
-        attended_BSHN = attend(*self.heads(q_BSx, k_BSx, v_BSx, *tables), layout, window=self.window, sinks_H=self.sinks)
-        y_BSD: Tensor = self.o_proj(attended_BSHN.flatten(2))
+        recipe = None
+        if isinstance(self.q_norm, RMSNorm):  # which keeps what the projections gave
+
+            def queries_and_keys(q_BSx: Tensor, k_BSx: Tensor, v_BSx: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+                return self.heads(q_BSx, k_BSx, v_BSx, *tables)[:2]
+
+            recipe = Recipe(remaking, (0, 1), queries_and_keys, (q_BSx, k_BSx, v_BSx, *tables))
+        heads = self.heads(q_BSx, k_BSx, v_BSx, *tables)
+        attended_BSHN = attend(*heads, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
+        y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHN, remaking))
         return y_BSD
 
     def heads(

@@ -28,6 +28,7 @@ from lather.models.attention import SequenceLayout
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.remade import Remaking
 from lather.models.routing import LoadBalance, Router, Routing
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.shapes import Float, Int
@@ -52,9 +53,12 @@ class Block(nn.Module):
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(hidden_size, rms_norm_eps)
         self.mlp = mlp
+        self.memory = "saved"
 
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
-        residual_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), layout)
+        remaking = Remaking(enabled=self.memory != "reference")
+        with remaking.watch():
+            residual_BSD = x_BSD + self.self_attn(remaking.norm(self.input_layernorm, x_BSD), layout, remaking)
         normed_TD = self.post_attention_layernorm(residual_BSD).flatten(0, 1)
         routing = self.mlp.gate(normed_TD, len(x_BSD)) if isinstance(self.mlp, MoE) else None
         return Attended(residual_BSD, normed_TD, routing)
@@ -69,7 +73,7 @@ class Block(nn.Module):
             dense: Tensor = self.mlp(attended.normed_TD)
             return dense
         assert isinstance(self.mlp, MoE)
-        partial: Tensor = self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK)
+        partial: Tensor = self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK, dispatched.num_pairs)
         return partial
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched | None, exchange: Exchange) -> Float[Tensor, "t d"]:
@@ -131,7 +135,7 @@ class RoutedModel(nn.Module):
         """
         check_memory(memory)
         for module in self.modules():
-            if isinstance(module, GatedMLP | Experts | Linear):
+            if isinstance(module, GatedMLP | Experts | Linear | Block):
                 module.memory = memory
 
     def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
@@ -203,14 +207,13 @@ class Decoder(RoutedModel):
         """Name and fresh value, on CPU, of each parameter: norms 1, biases 0, everything else normal with this standard deviation, drawn
         in the order of `parameters()`. The model itself may be on the meta device."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
-        for name, p in self.named_parameters():
-            value = torch.empty(p.shape, dtype=p.dtype, device="cpu")
+        for name, p in self.named_parameters():  # no name is given to the value, which the caller may drop before it asks for the next
             if id(p) in norms:
-                yield name, value.fill_(1)
+                yield name, torch.ones(p.shape, dtype=p.dtype, device="cpu")
             elif name.endswith("bias"):
-                yield name, value.zero_()
+                yield name, torch.zeros(p.shape, dtype=p.dtype, device="cpu")
             else:
-                yield name, value.normal_(0, std, generator=generator)
+                yield name, torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(0, std, generator=generator)
 
     @torch.no_grad()
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:

@@ -66,12 +66,21 @@ class Experts(Deferrable, nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]) -> Float[Tensor, "r d"]:
-        """Sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is another rank's and adds nothing."""
+    def forward(
+        self,
+        x_RD: Float[Tensor, "r d"],
+        experts_RK: Int[Tensor, "r k"],
+        weights_RK: Float[Tensor, "r k"],
+        num_pairs: int | None = None,
+    ) -> Float[Tensor, "r d"]:
+        """Sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is another rank's and adds nothing.
+
+        `num_pairs`: how many are not -1, if the host knows; else there is room for all of them.
+        """
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = compute_dtype(x_RD)
-        plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype))
+        plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
         call = _Call(plan, self.gate, dtype, self.weight_gradients, keep_gate_up=self.memory == "saved")
         with no_autocast(x_RD):
             y_RD: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]

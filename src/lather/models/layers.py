@@ -108,7 +108,7 @@ class Linear(Deferrable, nn.Linear):
 
 
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
-    """Each layer's output for the same x, of which one copy is kept: as given, or rounded to autocast's dtype.
+    """Each layer's output for the same x, which is kept as it is given, once.
 
     The gradients of x are added in its own dtype, which under autocast is wider than the products'. Layers that are not `Linear` (somebody
     put an adapter there) are called as they are; hooks on the others are passed by.
@@ -135,8 +135,8 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         rounded = x.to(dtype)
-        ctx.save_for_backward(rounded, *weights)
-        ctx.parameters, ctx.queues, ctx.x_dtype = parameters, queues, x.dtype
+        ctx.save_for_backward(x, *weights)  # x, which in a block is made again (`Remaking`), and not what it is rounded to
+        ctx.parameters, ctx.queues, ctx.dtype = parameters, queues, dtype
         ctx.set_materialize_grads(False)
         return tuple(
             F.linear(rounded, weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -150,7 +150,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, _, *needs = ctx.needs_input_grad
-        x_TI = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+        x_TI = x.detach().to(ctx.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_x_TI: Tensor | None = None
         returned: list[Tensor | None] = []
         for index, (grad, weight_OI, queue) in enumerate(zip(grads, weights, ctx.queues, strict=True)):
@@ -159,7 +159,7 @@ class _Linears(torch.autograd.Function):
                 continue
             grad_TO = grad.reshape(len(x_TI), len(weight_OI))
             if needs_x:
-                part_TI = (grad_TO @ weight_OI.to(x.dtype)).to(ctx.x_dtype)
+                part_TI = (grad_TO @ weight_OI.to(ctx.dtype)).to(x.dtype)
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
             for at, compute in ((2 * index, partial(weight_product, grad_TO, x_TI)), (2 * index + 1, partial(torch.sum, grad_TO, dim=0))):
                 returned.append(weight_gradient(queue, ctx.parameters[at], compute) if needs[at] else None)

@@ -33,6 +33,8 @@ class Dispatched:
     weights_RK: Float[Tensor, "r k"]
     way_back: Any = None
     """What the exchange needs to know for `combine`."""
+    num_pairs: int | None = None
+    """Entries of `experts_RK` that are not -1, if the host knows."""
 
 
 Result_co = TypeVar("Result_co", covariant=True)

@@ -37,6 +37,8 @@ class Way:
     """Rows that go to each rank."""
     received_P: tuple[int, ...]
     """Rows that come from each rank."""
+    num_pairs: int = 0
+    """Pairs of a received row and one of this rank's experts."""
 
     def row_of_slot(self) -> Int[Tensor, "t k"]:
         """The row of every slot, int64."""
@@ -54,19 +56,23 @@ def plan_way(experts_TK: Int[Tensor, "t k"], num_local_experts: int, group: dist
     row_TK = row_TP.gather(1, rank_TK)
     row_TK = torch.where(first_TP.gather(1, rank_TK) == slot_TK, row_TK, ~row_TK).int()
 
-    sent_P, received_P = _exchange_sizes(goes_TP.sum(0), group)
+    pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
+    pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
+    sent_P, received_P, num_pairs = _exchange_sizes(goes_TP.sum(0), pairs_P, group)
     s = sum(sent_P)
     token_S = torch.empty(s + 1, dtype=torch.int32, device=device)  # the last entry takes the pairs of token and rank that are none
     token_T1 = torch.arange(t, dtype=torch.int32, device=device).unsqueeze(1)
     token_S.scatter_(0, torch.where(goes_TP, row_TP, s).flatten(), token_T1.expand(t, p).flatten())
-    return Way(token_S[:s], row_TK, sent_P, received_P)
+    return Way(token_S[:s], row_TK, sent_P, received_P, num_pairs)
 
 
-def _exchange_sizes(sent_P: Tensor, group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    received_P = torch.empty_like(sent_P)
-    dist.all_to_all_single(received_P, sent_P, group=group)
-    sent, received = torch.stack([sent_P, received_P]).tolist()
-    return tuple(sent), tuple(received)
+def _exchange_sizes(sent_P: Tensor, pairs_P: Tensor, group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Rows to and from each rank, and how many pairs come with the latter."""
+    sent_P2 = torch.stack([sent_P, pairs_P], dim=1)
+    received_P2 = torch.empty_like(sent_P2)
+    dist.all_to_all_single(received_P2, sent_P2, group=group)
+    sent, received, pairs = torch.stack([sent_P, *received_P2.unbind(1)]).tolist()
+    return tuple(sent), tuple(received), sum(pairs)
 
 
 def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:

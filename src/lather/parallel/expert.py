@@ -69,7 +69,7 @@ class ExpertExchange:
         Weights of experts that are elsewhere arrive as 0. Keeps indices only. Errors: as `start_dispatch`.
         """
         x_RD, weights_RK, experts_RK, way = _Dispatch.apply(x_TD, routing.weights_TK, routing, self)  # type: ignore[no-untyped-call]
-        return Dispatched(x_RD, experts_RK, weights_RK, way)
+        return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
         """Partial sums to the sums of this rank's tokens, differentiable. Keeps indices only. Errors: as `start_combine`."""
@@ -97,7 +97,7 @@ class ExpertExchange:
         dtype = routing.weights_TK.dtype
 
         def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
-            return Dispatched(x_RD, *unpack_routing(packed, dtype), way)
+            return Dispatched(x_RD, *unpack_routing(packed, dtype), way, way.num_pairs)
 
         return _Launched(travels, finish)
 

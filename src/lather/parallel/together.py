@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -12,7 +14,8 @@ from lather.parallel.lifeline import COPY
 
 @contextlib.contextmanager
 def together(num_ranks: int) -> Iterator[None]:
-    """No rank leaves the block before all have come to its end; what one raises inside, all raise there, the lowest rank's first.
+    """No rank leaves the block before all have come to its end; what one raises inside, all raise there: a rank its own error, or else that
+    of the lowest rank that has one.
 
     For work of some ranks that others build upon, such as writing a file. With one rank it is nothing. Ranks that die are the launcher's.
     """
@@ -25,10 +28,19 @@ def together(num_ranks: int) -> Iterator[None]:
         error = own
     if num_ranks > 1:
         errors: list[Exception | None] = [None] * num_ranks
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, None if error is None else _portable(error))
         for each in errors:
             if each is not None:
                 if error is not None:
                     raise error
                 each.add_note(COPY)
                 raise each
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as others can have it: not every class can be pickled and made again."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

@@ -13,26 +13,35 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.models.routing import Routing
 from lather.models.weight_gradients import Entry, WeightGradients
 from lather.parallel.shard import Unit
 from lather.pipeline import overlap
 from lather.pipeline.part import Stage
-from lather.pipeline.schedule import Action, Kind, Schedule
-from lather.pipeline.segments import ChunkTape, MicroBatch, Segments, Steps
+from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule
+from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 
 MOST_SENDS_UNDER_WAY = 2
 """Of a rank. With one more the oldest is waited for: gloo does not say when a send is done, and what was sent must not pile up."""
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
-Recorder = Callable[[Action], AbstractContextManager[Any]]
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Is told what a rank does."""
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        """Entered around every action, once its input is there."""
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        """Entered inside an overlapped pair, around the wait for its backward's input."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class StepOutput:
 
     losses: list[Tensor] = field(default_factory=list)
     """Of the micro-batches, where the last stage is."""
-    routings: dict[Key, list[Routing]] = field(default_factory=dict)
-    """Of each stage and micro-batch, one per MoE block, detached."""
+    routings: dict[Key, list[RoutingSummary]] = field(default_factory=dict)
+    """Of each stage and micro-batch, one per MoE block."""
 
 
 class Executor:
@@ -69,27 +78,42 @@ class Executor:
         units: Sequence[Sequence[Unit]] | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: this rank's, `units`: the parameters of each; `group`: the pipeline's, None for one rank; `record`: entered around
-        every action."""
+        """`stages`: this rank's, `units`: the parameters of each; `group`: the pipeline's, None for one rank."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
         self.rank = 0 if group is None else dist.get_rank(group)
         self.group = group
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
-        self.record = record or (lambda action: nullcontext())
+        self.record = record or _NoRecord()
+        self.walk: _Walk | None = None
+        """The step that is under way, for whoever counts what is alive."""
+        sharded = any(unit.root is not None for units in self.units.values() for unit in units)
+        self._has_peers = group is not None or segments.exchange.num_ranks > 1 or sharded
+        self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> StepOutput:
         """All actions of this rank, in order. Without grad mode the schedule must be one of forwards alone.
 
-        Raises ValueError, before anything travels, if the number or the shape of the micro-batches is not the schedule's.
+        Raises ValueError, before anything travels, if the number or the shape of the micro-batches is not the schedule's. An error on the
+        way leaves gradients that are no step's; clear them. Several ranks are out of step after that: RuntimeError in the next step.
         """
         self._check(micro_batches)
-        walk = _Walk(self, micro_batches)
-        for action in self.schedule.ranks[self.rank]:
-            with self.record(action):
-                walk.do(action)
-        walk.finish()
+        if self._is_out_of_step:
+            raise RuntimeError("an error ended an earlier step half-way, and what other ranks sent since is unknown: restart all ranks")
+        walk = self.walk = _Walk(self, micro_batches)
+        try:
+            for action in self.schedule.ranks[self.rank]:
+                walk.wait_for_input(action)
+                with self.record.action(action):
+                    walk.do(action)
+            walk.finish()
+        except BaseException:
+            self._is_out_of_step = self._has_peers
+            self.segments.weight_gradients.take()
+            raise
+        finally:
+            self.walk = None
         return walk.output
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -100,6 +124,14 @@ class Executor:
             for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
                 if tuple(x.shape) != expected:
                     raise ValueError(f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every micro-batch must have {expected}")
+
+
+class _NoRecord:
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 @dataclass
@@ -130,6 +162,19 @@ class _Walk:
         self.outgoing: dict[tuple[Kind, Key], Tensor] = {}
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
 
+    def wait_for_input(self, action: Action) -> None:
+        """For parameters and for what another rank sends, before a computation begins. Of an overlapped pair only the forward's input: the
+        backward's may come until it has its turn."""
+        if action.kind not in COMPUTE:
+            return
+        for chunk in action.chunks:
+            for unit in self.executor.units[chunk.stage]:
+                unit.wait()
+        first = action.chunks[0]
+        arrivals, key = self.inputs if first.kind is Kind.FORWARD else self.gradients, _key(first)
+        if isinstance(arriving := arrivals.get(key), _Arriving):
+            arrivals[key] = arriving.wait()
+
     def do(self, action: Action) -> None:
         if action.kind == Kind.OVERLAP:
             forward, backward = action.parts
@@ -158,9 +203,8 @@ class _Walk:
         tape = ChunkTape(self.micro_batches[key[1]])
         if torch.is_grad_enabled():
             self.tapes[key] = tape
-        self._wait_for_parameters(action.stage)
         routings = self.output.routings.setdefault(key, [])
-        return (yield from self.segments.forward(self.stages[action.stage], _take(self.inputs, key), tape, routings))
+        return (yield from self.segments.forward(self.stages[action.stage], self._take(self.inputs, key), tape, routings))
 
     def _pass_on(self, action: Action, result: Tensor) -> None:
         """An output to the next stage, here or elsewhere; of the last stage it is the loss."""
@@ -174,8 +218,7 @@ class _Walk:
 
     def _backward(self, action: Action, *, defer: bool) -> Steps[Tensor | None]:
         key = _key(action)
-        self._wait_for_parameters(action.stage)
-        return (yield from self.segments.backward(self.tapes.pop(key), _take(self.gradients, key), defer=defer))
+        return (yield from self.segments.backward(self.tapes.pop(key), self._take(self.gradients, key), defer=defer))
 
     def _pass_back(self, action: Action, grad_BSD: Tensor | None) -> None:
         """An input's gradient to the stage before, here or elsewhere."""
@@ -194,8 +237,8 @@ class _Walk:
         neighbour = action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
         peer = self.schedule.rank_of(neighbour)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            x = self.outgoing.pop((action.kind, key))
-            self.sends.append((self._start(dist.isend, x.contiguous(), peer), x, self.tapes.get(key)))
+            x = self.outgoing.pop((action.kind, key)).contiguous()
+            self.sends.append((self._start(dist.isend, x, peer), x, self.tapes.get(key)))
             while len(self.sends) > MOST_SENDS_UNDER_WAY or (x.is_cuda and self.sends and self.sends[0][0].is_completed()):
                 self._finish_oldest_send()
             return
@@ -222,17 +265,15 @@ class _Walk:
             else:
                 unit.reduce_gradients()
 
-    def _wait_for_parameters(self, stage: int) -> None:
-        for unit in self.executor.units[stage]:
-            unit.wait()
+    def _take(self, arrivals: dict[Key, Tensor | _Arriving], key: Key) -> Tensor | None:
+        """None where nothing arrives: the first stage has no input, the last no gradient."""
+        x = arrivals.pop(key, None)
+        if not isinstance(x, _Arriving):
+            return x
+        with self.executor.record.waiting():
+            return x.wait()
 
 
 def _key(action: Action) -> Key:
     assert action.micro_batch is not None
     return action.stage, action.micro_batch
-
-
-def _take(arrivals: dict[Key, Tensor | _Arriving], key: Key) -> Tensor | None:
-    """None where nothing arrives: the first stage has no input, the last no gradient."""
-    x = arrivals.pop(key, None)
-    return x.wait() if isinstance(x, _Arriving) else x

@@ -28,14 +28,18 @@ def run(chunk: Generator[None, None, F]) -> F:
 
 
 def run_both(forward: Generator[None, None, F], backward: Generator[None, None, B]) -> tuple[F, B]:
-    """Two chunks by turns; their results."""
+    """Two chunks by turns, forward first; their results. If one raises, the other is closed where it is."""
     results: dict[int, object] = {}
     chunks: dict[int, Generator[None, None, object]] = {0: forward, 1: backward}
-    while chunks:
-        for number, chunk in list(chunks.items()):
-            try:
-                next(chunk)
-            except StopIteration as end:
-                results[number] = end.value
-                del chunks[number]
+    try:
+        while chunks:
+            for number, chunk in list(chunks.items()):
+                try:
+                    next(chunk)
+                except StopIteration as end:
+                    results[number] = end.value
+                    del chunks[number]
+    finally:
+        for chunk in chunks.values():
+            chunk.close()
     return results[0], results[1]  # type: ignore[return-value]

@@ -114,12 +114,13 @@ def empty_part(whole: Decoder, share: Share, device: torch.device, dtype: torch.
             own = share.experts(len(module.down_proj))
             for name, p in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(p.detach()[own].clone()))
-    tied = part.embed_tokens is not None and part.lm_head is not None and part.lm_head.weight is part.embed_tokens.weight
+    embedding, head = part.embed_tokens, part.lm_head
+    tied = embedding is not None and head is not None and head.weight is embedding.weight
+    if tied and head is not None:
+        head.weight = None  # type: ignore[assignment]  # to_empty would make it a parameter of its own
     part.to(dtype).to_empty(device=device)
-    if tied:
-        assert part.embed_tokens is not None
-        assert part.lm_head is not None
-        part.lm_head.weight = part.embed_tokens.weight
+    if tied and head is not None and embedding is not None:
+        head.weight = embedding.weight
     return part
 
 
@@ -135,6 +136,7 @@ def fill(part: Part, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, value in weights:
         if name in own:
             own[name].copy_(part.share.of_parameter(name, value))
+        del value  # before the next one is made
 
 
 def fresh_part(config: ModelConfig, share: Share, generator: torch.Generator, device: torch.device) -> Part:

@@ -32,7 +32,7 @@ TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action as it happened."""
+    """One action as it happened, or a piece of one that had to wait on the way."""
 
     rank: int
     action: Action
@@ -162,13 +162,19 @@ def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, i
 
 
 def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
-    """The median duration of every kind, and of every kind on every stage; transfers, which may have waited, are left out."""
+    """The median duration of every kind, and of every kind on every stage, from the events of one step.
+
+    Events of the same chunk on the same rank are its pieces, between which it waited. Transfers, which may have waited, are left out.
+    """
+    whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
+    for number, event in enumerate(events):
+        whole[event.rank, event.action, 0 if event.action.kind in COMPUTE else number] += event.end - event.start
     by_kind: defaultdict[Kind, list[float]] = defaultdict(list)
     by_stage: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for event in events:
-        if event.action.kind not in TRANSFERS:
-            by_kind[event.action.kind].append(event.end - event.start)
-            by_stage[event.action.kind, event.action.chunks[0].stage].append(event.end - event.start)
+    for (_, action, _), duration in whole.items():
+        if action.kind not in TRANSFERS:
+            by_kind[action.kind].append(duration)
+            by_stage[action.kind, action.chunks[0].stage].append(duration)
     return Durations(
         {kind: median(values) for kind, values in by_kind.items()}, {key: median(values) for key, values in by_stage.items()}, transfer
     )

@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from lather.errors import require
-from lather.pipeline.torch_table import dualpipev_actions
+from lather.torch_private import dualpipev_actions
 
 TEXT_WIDTH = 120
 

@@ -57,6 +57,16 @@ class MicroBatch:
     """Of each block's router z-loss, likewise."""
 
 
+@dataclass(frozen=True)
+class RoutingSummary:
+    """What of a block's routing is asked for when the step is over: nothing per token."""
+
+    count_E: Int[Tensor, " e"]
+    """Rows of this rank's tokens that each expert of the model received."""
+    balance_loss: Float[Tensor, ""]
+    """Coefficient divided out."""
+
+
 @dataclass
 class BlockTape:
     """A block between its forward and its backward."""
@@ -102,14 +112,14 @@ class Segments:
         if unknown := sorted(set(recompute) - set(RECOMPUTABLE)):
             raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
         self.exchange = exchange
-        self.weight_gradients = weight_gradients or WeightGradients()
-        self.frees = frees or Frees()
+        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients  # an empty queue is false
+        self.frees = Frees() if frees is None else frees
         self.recompute, self.autocast = frozenset(recompute), autocast
 
-    def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[Routing]) -> Steps[Tensor]:
+    def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
         """What the stage makes of its input (None for the first stage, which reads tokens); of the last stage, the loss.
 
-        Detached routings of the MoE blocks are appended to `routings`. Without grad mode nothing is kept.
+        Of each MoE block a summary is appended to `routings`. Without grad mode nothing is kept.
         """
         if stage.embed_tokens is not None:
             tape.embed, (x_BSD,) = Cut.run(partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ())
@@ -117,7 +127,7 @@ class Segments:
             assert x_BSD is not None
             x_BSD, kept = yield from self._forward_block(block, x_BSD, tape)
             if kept.routing is not None:
-                routings.append(kept.routing)
+                routings.append(RoutingSummary(kept.routing.count_E, kept.routing.balance_loss))
             if torch.is_grad_enabled():
                 tape.blocks.append(kept)
         assert x_BSD is not None
@@ -156,7 +166,7 @@ class Segments:
         shared, shared_TD = self._shared(block.mlp, normed_TD)
         yield
         dispatched = travelling.wait()
-        run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK)
+        run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
         experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK)
         travelling_back = self.exchange.start_combine(partial_RD, dispatched)
         dispatched = _way_back(dispatched)
@@ -242,8 +252,8 @@ def _call(module: nn.Module, x: Tensor) -> Outputs:
     return (module(x),)
 
 
-def _run_experts(moe: MoE, experts_RK: Tensor, x_RD: Tensor, weights_RK: Tensor) -> Outputs:
-    return (moe.experts(x_RD, experts_RK, weights_RK),)
+def _run_experts(moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor) -> Outputs:
+    return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
 
 
 def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:

@@ -5,6 +5,9 @@ live only as long as somebody reads them. `Frees.release` says that nobody will,
 reference; a storage that something else lives in is left alone, which is decided by the storages and not by the configuration.
 
 A segment that is recomputed keeps its inputs alone and runs a second time just before its backward.
+
+Bits: where several cuts read a tensor, whoever runs them adds up its gradients, and each is the sum of one cut's own. That is autograd's
+sum for the whole graph, and in its order if each cut has one term and they are added last reader first.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ Outputs = tuple[Tensor, ...]
 class Cut:
     """One segment's graph, from detached inputs to its outputs; `run` it, then `backward` once."""
 
-    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
-        self._function: Callable[..., Outputs] | None = function
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._leaves = [x.detach().requires_grad_() for x in inputs]
         self._edges: list[GradientEdge | None] = []
+        """Where the graph of each output ends; None for an output without a gradient."""
+        self._again: Callable[..., Outputs] | None = None
+        """What has to run once more before backward."""
 
     @classmethod
     def run(
@@ -39,35 +44,40 @@ class Cut:
     ) -> tuple[Cut, Outputs]:
         """The cut and the outputs of `function(*inputs)`, detached. Without grad mode nothing is kept.
 
-        With `recompute` only the inputs are kept; the second run is inside the context that it makes.
+        With `recompute` the inputs are kept, and the function; the second run is inside the context that it makes.
         """
-        cut = cls(function, inputs)
-        if recompute is not None:
+        cut = cls(inputs)
+        if not torch.is_grad_enabled():
+            cut._leaves = []
+            outputs = function(*inputs)
+        elif recompute is None:
+            outputs = cut._record(function)
+        else:
             with torch.no_grad():
                 outputs = function(*inputs)
-            cut._function = _inside(recompute, function)
-            return cut, outputs
-        outputs = cut._run()
+            cut._again = _inside(recompute, function)
         return cut, tuple(x.detach() for x in outputs)
 
-    def _run(self) -> Outputs:
-        assert self._function is not None
-        outputs = self._function(*self._leaves)
-        self._function = None
-        if torch.is_grad_enabled():
-            self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+    def _record(self, function: Callable[..., Outputs]) -> Outputs:
+        outputs = function(*self._leaves)
+        self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs from those of the outputs (None: zero); parameters' are accumulated. The graph is gone afterwards."""
-        if self._function is not None:
+        """Gradients of the inputs (None: none reached it) from those of the outputs (None: zero); parameters' are added to their `.grad`.
+
+        The graph is gone afterwards.
+        """
+        if self._again is not None:
             with torch.enable_grad():
-                self._run()
+                self._record(self._again)
+            self._again = None
         pairs = [(edge, grad) for edge, grad in zip(self._edges, gradients, strict=True) if edge is not None and grad is not None]
         self._edges = []
         edges, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
         del pairs
         torch.autograd.backward(edges, grads)
+        del edges, grads
         leaves, self._leaves = self._leaves, []
         return [leaf.grad for leaf in leaves]
 
@@ -87,15 +97,18 @@ class Frees:
     enabled: bool = True
     """False: what would be given back is held until its chunk's backward, as in an engine without early frees. For comparison."""
     poison: bool = False
-    """Debug mode: what is given back becomes NaN first, so that a later reader is found out."""
+    """Debug mode: what would be given back becomes NaN instead, so that a later reader is found out."""
 
     def release(self, x: Tensor, *still_read: Tensor, held: list[Tensor]) -> None:
-        """Nobody reads x any more. If one of `still_read` lives in the same storage, nothing happens; `held` is the chunk's."""
+        """Nobody reads x any more, nor anything else in its storage but perhaps `still_read`: if one of these is in it, nothing happens.
+
+        On CUDA whoever reads x on another stream must have been waited for by the current one. `held` is the chunk's.
+        """
         if not self.enabled:
             held.append(x)
             return
         storage = x.untyped_storage()
-        if not storage.nbytes() or any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in still_read):
+        if not storage.nbytes() or any(storage is other.untyped_storage() for other in still_read):
             return
         if self.poison:
             poison_(x)

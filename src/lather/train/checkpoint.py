@@ -14,22 +14,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from lather.errors import CheckpointError
+from lather.errors import CheckpointError, ExchangeError
+from lather.models.safetensors_folder import DTYPES, SafetensorsFolder, open_safetensors, write_safetensors
 from lather.models.safetensors_folder import sync as sync  # noqa: PLC0414  (other modules know it from here)
 from lather.parallel.together import together
-from lather.train.state import Rows, Tensors, TrainingState
+from lather.train.state import Gathering, Rows, TrainingState
 
 FORMAT = 1
 ANOTHER = "use the configuration it was made with"
+BIAS = ".e_score_correction_bias"
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -48,29 +47,34 @@ class Progress:
 def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, keep_last: int) -> Path:
     """Write `folder/step-<step>`; older checkpoints beyond `keep_last` go once it is in place. Returns its path.
 
-    Every rank calls it; rank 0 has the tensors of all and writes. On return the checkpoint is there for everybody.
+    Every rank calls it; rank 0 writes what all send it, piece by piece. On return the checkpoint is there for everybody.
     """
     target = folder / f"step-{progress.step:08d}"
     with together(state.num_ranks):
         exists = target.exists()  # complete, and the step fixes its contents
     if exists:
         return target
-    tensors = state.gather()
+    gathering = Gathering((state.weights(), state.optimizer_state()), state.num_ranks)
     with together(state.num_ranks):
-        if tensors is not None:
+        if state.is_first:
             optimizer = None if state.optimizer is None else type(state.optimizer).__name__
-            _save(folder, target, progress, tensors, optimizer, keep_last)
+            try:
+                _save(folder, target, progress, gathering, optimizer, keep_last)
+            finally:
+                gathering.finish()
+        else:
+            gathering.send()
     return target
 
 
-def _save(folder: Path, target: Path, progress: Progress, tensors: tuple[Tensors, Tensors], optimizer: str | None, keep_last: int) -> None:
+def _save(folder: Path, target: Path, progress: Progress, gathering: Gathering, optimizer: str | None, keep_last: int) -> None:
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)
     aside = folder / f".tmp-{target.name}"
     aside.mkdir(parents=True)
     sync(folder.parent)
     try:
-        _write(aside, progress, tensors, optimizer)
+        _write(aside, progress, gathering, optimizer)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
         raise
@@ -80,15 +84,15 @@ def _save(folder: Path, target: Path, progress: Progress, tensors: tuple[Tensors
         shutil.rmtree(old.rename(folder / f".tmp-old-{old.name}"))  # never half a checkpoint under a complete one's name
 
 
-def _write(folder: Path, progress: Progress, tensors: tuple[Tensors, Tensors], optimizer: str | None) -> None:
+def _write(folder: Path, progress: Progress, gathering: Gathering, optimizer: str | None) -> None:
     """All files of a checkpoint, on disk when this returns."""
-    try:
-        for name, contents in zip(FILES, tensors, strict=True):
-            save_file(contents, folder / name)
-    except SafetensorError as error:
-        if f"os error {errno.ENOSPC}" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
-        raise
+    for number, name in enumerate(FILES):
+        try:
+            write_safetensors(folder / name, gathering.tensors(number), partial(gathering.pieces, number))
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+            raise
     _seal(folder, progress, optimizer)
 
 
@@ -100,7 +104,7 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
     target = folder / f"step-{0:08d}"
     target.mkdir(parents=True)
     write_weights(target / FILES[0])
-    save_file({}, target / FILES[1])
+    write_safetensors(target / FILES[1], (), lambda name: ())
     _seal(target, Progress(0, 0.0), None)
     return target
 
@@ -126,21 +130,26 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, state: TrainingState) -> Progress:
-    """Load weights, and optimizer state if there is an optimizer, saved on whatever mesh. Files and state are compared before anything is
-    changed.
+    """Load weights, and optimizer state if there is an optimizer, saved on whatever mesh.
 
-    Raises CheckpointError naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not the model's, or
-    if the optimizer is of another class or its moments of other shapes.
+    Every rank calls it; rank 0 checks the files, and each reads its own part. Files and state are compared before anything is changed.
+
+    Raises CheckpointError, on all ranks, naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not
+    the model's, or if the optimizer is of another class or its moments of other shapes.
     """
-    sealed = _read_state(path)
-    weights = _read_tensors(path / FILES[0], sealed)
-    _compare(path / FILES[0], weights, list(state.weights()), whole=state.num_ranks == 1)
+    sealed, weights = _open_weights(path, state, state.names())
     if state.optimizer is not None and sealed["optimizer"] is not None:
-        if sealed["optimizer"] != type(state.optimizer).__name__:
-            found, given = sealed["optimizer"], type(state.optimizer).__name__
-            raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
-        _load_optimizer(path / FILES[1], _read_tensors(path / FILES[1], sealed), weights, state)
-    state.load_weights(weights)
+        with together(state.num_ranks):
+            if sealed["optimizer"] != type(state.optimizer).__name__:
+                found, given = sealed["optimizer"], type(state.optimizer).__name__
+                raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
+            if state.is_first:
+                _check_file(path / FILES[1], sealed)
+        with together(state.num_ranks):
+            entries = _open(path / FILES[1])
+            shapes = _state_shapes(path / FILES[1], entries, weights)
+        state.load_optimizer_state(shapes, entries.read)
+    state.load_weights(weights.tensors, weights.read)
     return Progress(sealed["step"], sealed["seconds"], sealed["skipped_in_a_row"])
 
 
@@ -149,24 +158,42 @@ def load_parameters(path: Path, state: TrainingState) -> None:
 
     Raises CheckpointError as `load_checkpoint` does.
     """
-    weights = _read_tensors(path / FILES[0], _read_state(path))
-    parameters = {name: value for name, value in weights.items() if not name.endswith(".e_score_correction_bias")}
-    _compare(path / FILES[0], parameters, list(state.parameters()), whole=state.num_ranks == 1)
-    state.load_weights(parameters)
+    names = {name for name in state.names() if not name.endswith(BIAS)}
+    _, weights = _open_weights(path, state, names, passed_over=BIAS)
+    state.load_weights(names, weights.read)
 
 
-def _load_optimizer(path: Path, entries: Tensors, weights: Tensors, state: TrainingState) -> None:
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for full_name, value in entries.items():
+def _open_weights(
+    path: Path, state: TrainingState, names: set[str], passed_over: str | None = None
+) -> tuple[dict[str, Any], SafetensorsFolder]:
+    """`state.json`, and the weights once they have been compared with those of all ranks, `names`."""
+    with together(state.num_ranks):
+        sealed = _read_state(path)
+        if state.is_first:
+            _check_file(path / FILES[0], sealed)
+    with together(state.num_ranks):
+        weights = _open(path / FILES[0])
+        found = {name for name in weights.tensors if passed_over is None or not name.endswith(passed_over)}
+        for name in sorted(names - found):
+            raise CheckpointError(f"{path / FILES[0]}: lacks {name!r}: {ANOTHER}")
+        for name in sorted(found - names):
+            raise CheckpointError(f"{path / FILES[0]}: has a surplus {name!r}: {ANOTHER}")
+        _compare(path / FILES[0], weights, (rows for rows in state.weights() if rows.name in names))
+    return sealed, weights
+
+
+def _state_shapes(path: Path, entries: SafetensorsFolder, weights: SafetensorsFolder) -> dict[str, dict[str, tuple[int, ...]]]:
+    """By parameter and key, checked against the parameters."""
+    by_name: dict[str, dict[str, tuple[int, ...]]] = {}
+    for full_name, entry in entries.tensors.items():
         name, _, key = full_name.rpartition("/")
-        by_name.setdefault(name, {})[key] = value
-        if name not in weights:
+        by_name.setdefault(name, {})[key] = entry.shape
+        if name not in weights.tensors:
             raise CheckpointError(f"{path}: holds state of {name!r}, which the model does not have: {ANOTHER}")
-        if key in ("exp_avg", "exp_avg_sq") and value.shape != weights[name].shape:
-            raise CheckpointError(
-                f"{path}: {full_name} has shape {tuple(value.shape)}, but the parameter {tuple(weights[name].shape)}: {ANOTHER}"
-            )
-    state.load_optimizer_state(by_name)
+        shape = weights.tensors[name].shape
+        if key in ("exp_avg", "exp_avg_sq") and entry.shape != shape:
+            raise CheckpointError(f"{path}: {full_name} has shape {entry.shape}, but the parameter {shape}: {ANOTHER}")
+    return by_name
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -190,11 +217,10 @@ def checked_weights(path: Path) -> Path:
     return path / FILES[0]
 
 
-def _read_tensors(file: Path, state: dict[str, Any]) -> dict[str, Tensor]:
-    _check_file(file, state)
+def _open(file: Path) -> SafetensorsFolder:
     try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
+        return open_safetensors(file)
+    except ExchangeError as error:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 
@@ -207,18 +233,13 @@ def _check_file(file: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: missing or damaged ({error}): {_remedy(file.parent)}") from None
 
 
-def _compare(file: Path, found: Mapping[str, Tensor], expected: list[Rows], *, whole: bool) -> None:
-    """A rank that has a part of the model expects some of the names."""
-    rows = {own.name: own for own in expected}
-    for name in sorted(rows.keys() - found.keys()):
-        raise CheckpointError(f"{file}: lacks {name!r}: {ANOTHER}")
-    for name in sorted(found.keys() - rows.keys()) if whole else ():
-        raise CheckpointError(f"{file}: has a surplus {name!r}: {ANOTHER}")
-    for name, own in rows.items():
-        value = found[name]
-        if tuple(value.shape) != own.shape or value.dtype != own.value.dtype:
+def _compare(file: Path, found: SafetensorsFolder, expected: Iterable[Rows]) -> None:
+    for own in expected:
+        stored = found.tensors[own.name]
+        dtype = DTYPES.get(stored.dtype, stored.dtype)
+        if stored.shape != own.shape or dtype != own.value.dtype:
             raise CheckpointError(
-                f"{file}: {name!r} is {tuple(value.shape)} {value.dtype}, but the model's {own.shape} {own.value.dtype}: {ANOTHER}"
+                f"{file}: {own.name!r} is {stored.shape} {dtype}, but the model's {own.shape} {own.value.dtype}: {ANOTHER}"
             )
 
 

@@ -255,6 +255,8 @@ class LogConfig:
     """Steps between lines of progress where there is no terminal."""
     expert_load_every: int = 100
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
+    timeline_every: int = 0
+    """Steps between records of what every rank did when, in timeline.jsonl, for `lather plot --schedule`; 0: none."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
@@ -267,6 +269,7 @@ class LogConfig:
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "at least 1 step")
         require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
+        require(self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps")
         require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
         require(bool(self.sample_prompt), "log.sample_prompt", self.sample_prompt, "some text")
 

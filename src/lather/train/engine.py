@@ -97,7 +97,11 @@ class Engine:
         counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
         shares = [count / max(1, num_labels) for count in counts]
         with counting_step(self.part.routers()):
-            output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
+            try:
+                output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
+            except BaseException:
+                self.clear_gradients()  # they are a part of a step's
+                raise
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
         self.parameters.collect_gradients()

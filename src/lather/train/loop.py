@@ -6,9 +6,10 @@ again cuts its metrics to the newest complete checkpoint and goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,14 +24,17 @@ from lather.models.families import build_model as build_family
 from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import together
+from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.engine import build_engine, prepare_experts
-from lather.train.metrics import MetricsWriter, StepRow, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
+from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
 from lather.train.state import TrainingState
 from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+
+TIMELINE = "timeline.jsonl"
 
 
 class DivergedError(RuntimeError):
@@ -171,15 +175,15 @@ class _Run:
         self.validation = TokenShards(dataset, "validation", train.sequence_length)
         shards = TokenShards(dataset, "train", train.sequence_length)
         self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
-        self.engine = build_engine(config, mesh, end_of_text=_document_end(config, dataset))
+        self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
+        self.engine = build_engine(config, mesh, end_of_text=_document_end(config, dataset), record=self.timeline)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters.named())
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
         existing = list_checkpoints(self.path / "checkpoints")
-        with together(mesh.size):
-            self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
-            if start is not None:
-                load_parameters(start, self.state)
+        self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
+        if start is not None:
+            load_parameters(start, self.state)
         if existing:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
@@ -193,6 +197,8 @@ class _Run:
         self.metrics: MetricsWriter | None = None
         if mesh.rank == 0:
             log = config.log
+            if (self.path / TIMELINE).exists():
+                cut_rows(self.path / TIMELINE, self.resumed_step)
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
@@ -251,7 +257,8 @@ class _Run:
         start = time.perf_counter()
         number = self.progress.step + 1
         lr = learning_rate(number, self.config.optim, self.config.train.steps)
-        result = self.step(self.batches.batch(number), lr)
+        with self._recorded(number):
+            result = self.step(self.batches.batch(number), lr)
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
@@ -266,6 +273,19 @@ class _Run:
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
                 f"lower optim.lr (now {self.config.optim.lr}) or raise optim.warmup_steps, and start in another run directory"
             )
+
+    @contextlib.contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """Around a step, of which a timeline is written if it is due."""
+        every = self.config.log.timeline_every
+        if not every or step % every:
+            yield
+            return
+        self.timeline.begin()
+        yield
+        events = gather_events(self.timeline.end(), self.mesh.size)
+        if events is not None:
+            append_timeline(self.path / TIMELINE, step, events)
 
     def _row(self, result: StepResult, lr: float, step_seconds: float) -> StepRow:
         least, most, entropy = expert_load(result.counts_LE)

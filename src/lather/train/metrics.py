@@ -60,7 +60,7 @@ class StepRow:
     expert_load_entropy: float
     """Entropy of the load, mean over blocks, as a share of the even load's."""
     refreshes_done: int
-    """Eigenbases refreshed in this step."""
+    """Eigenbases refreshed in this step, on all ranks together."""
     refreshes_skipped: int
     """Eigenbases left alone by the criterion or for want of tokens."""
     skipped: bool
@@ -99,12 +99,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, resume_step: int | None, *, tensorboard: bool = False, wandb_project: str = "") -> None:
         self.path = run_dir / "metrics.jsonl"
-        kept = [] if resume_step is None else [row for row in read_rows(self.path) if row["step"] <= resume_step]
-        aside = self.path.with_name(".tmp-metrics.jsonl")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        sync(aside)
-        aside.rename(self.path)
-        sync(run_dir)
+        cut_rows(self.path, resume_step)
         self.file = self.path.open("a")
         self.sinks: list[_TensorBoard | _Wandb] = []
         if tensorboard:
@@ -139,7 +134,7 @@ def _scalars(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a last line that a killed process left unfinished is passed over.
+    """The rows of a file such as `metrics.jsonl`; a last line that a killed process left unfinished is passed over.
 
     Raises RunError naming file and line for any other line that is not a row.
     """
@@ -159,6 +154,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number}: not a row of metrics: restore the file, or start again in another run directory"
                 ) from None
     return rows
+
+
+def cut_rows(path: Path, resume_step: int | None) -> None:
+    """Leave the rows of steps up to `resume_step` (none for a fresh run) in a file of rows."""
+    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+    aside = path.with_name(f".tmp-{path.name}")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    sync(aside)
+    aside.rename(path)
+    sync(path.parent)
 
 
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

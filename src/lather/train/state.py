@@ -1,12 +1,14 @@
 """The state of a training run, as a rank has it and as the whole model's.
 
 On a mesh a rank has some layers, of these some experts, and of each parameter some rows. A checkpoint knows nothing of that: it has whole
-tensors under the names of the whole model. `gather` puts them together on rank 0, one at a time; `load` takes a rank's rows out of them.
+tensors under the names of the whole model. `Gathering` puts them together on rank 0 and `load_*` takes a rank's rows out of them, one piece
+at a time: no rank ever has more in memory than its own state and one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lather.models.safetensors_folder import TensorToWrite
 from lather.parallel.local import LocalParameters, ShardInfo
 
 if TYPE_CHECKING:
     from lather.train.engine import Engine
 
-Tensors = dict[str, Tensor]
+Index = tuple[int | slice, ...]
+Read = Callable[[str, Index], Tensor]
+"""Gives `whole[index]` of a tensor of the whole model, by name."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,9 @@ class Rows:
     """Another rank has the same rows and saves them."""
 
     @property
-    def are_all(self) -> bool:
-        return tuple(self.value.shape) == self.shape
-
-    def of(self, whole: Tensor) -> Tensor:
-        """These rows of another tensor of the whole model."""
-        return whole if self.are_all else whole[self.offset : self.offset + len(self.value)]
+    def index(self) -> Index:
+        """Of these rows in the whole tensor."""
+        return () if tuple(self.value.shape) == self.shape else (slice(self.offset, self.offset + len(self.value)),)
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,25 @@ class TrainingState:
         owned = [_Owned(entry.info, entry.parameter) for entry in parameters]
         return cls(owned, _buffers(engine.part, is_copy=engine.mesh.data_rank > 0), optimizer, engine.mesh.size)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which reads and writes for all."""
+        return self.num_ranks == 1 or dist.get_rank() == 0
+
+    def names(self) -> set[str]:
+        """Of parameters and buffers of all ranks; every rank calls it."""
+        own = {rows.name for rows in self.weights()}
+        everybody = [own]
+        if self.num_ranks > 1:
+            everybody = [set() for _ in range(self.num_ranks)]
+            dist.all_gather_object(everybody, own)
+        return set().union(*everybody)
+
     def weights(self) -> Iterator[Rows]:
         """Parameters by name, tied ones once, and buffers that are part of the state."""
         for owned in self._owned:
             yield _rows(owned.info, owned.info.name, owned.parameter.detach())
         yield from self._buffers
-
-    def parameters(self) -> Iterator[Rows]:
-        return (rows for rows in self.weights() if not any(rows is buffer for buffer in self._buffers))
 
     def optimizer_state(self) -> Iterator[Rows]:
         """By `<parameter name>/<key>`, every entry a tensor."""
@@ -88,19 +101,17 @@ class TrainingState:
             for key, value in state.get(owned.parameter, {}).items():
                 yield _rows(owned.info, f"{owned.info.name}/{key}", torch.as_tensor(value))
 
-    def gather(self) -> tuple[Tensors, Tensors] | None:
-        """Whole weights and whole optimizer state on CPU, on rank 0; None elsewhere. Every rank of the mesh calls it."""
-        weights, state = (_whole(list(rows), self.num_ranks) for rows in (self.weights(), self.optimizer_state()))
-        return None if weights is None or state is None else (weights, state)
-
     @torch.no_grad()
-    def load_weights(self, whole: Mapping[str, Tensor]) -> None:
+    def load_weights(self, names: Iterable[str], read: Read) -> None:
+        """Those of `names` that are here."""
+        wanted = set(names)
         for rows in self.weights():
-            if rows.name in whole:
-                rows.value.copy_(rows.of(whole[rows.name]))
+            if rows.name in wanted:
+                rows.value.copy_(read(rows.name, rows.index))
 
-    def load_optimizer_state(self, whole: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """From entries by parameter name and key; parameters that have none start afresh."""
+    def load_optimizer_state(self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], read: Read) -> None:
+        """`shapes` of whole entries by parameter name and key, `read` by `<parameter name>/<key>`; parameters without start afresh, and so
+        do those without rows here."""
         assert self.optimizer is not None
         state_dict = self.optimizer.state_dict()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -108,8 +119,12 @@ class TrainingState:
         infos = {owned.parameter: owned.info for owned in self._owned}
         state: dict[int, dict[str, Any]] = {}
         for index, p in zip(ids, params, strict=True):
-            if entries := whole.get(infos[p].name):
-                state[index] = {key: _own_rows(infos[p], x, x.device if key == "step" else p.device) for key, x in entries.items()}
+            info = infos[p]
+            if info.is_empty:  # nor has it the factors of matrices
+                continue
+            for key, shape in shapes.get(info.name, {}).items():
+                value = read(f"{info.name}/{key}", _own_index(info, shape))
+                state.setdefault(index, {})[key] = value if key == "step" else value.to(p.device)
         state_dict["state"] = state
         self.optimizer.load_state_dict(state_dict)
 
@@ -127,30 +142,83 @@ def _rows(info: ShardInfo, name: str, value: Tensor) -> Rows:
     return Rows(name, value, shape, info.offset if divided else 0, is_copy)
 
 
-def _own_rows(info: ShardInfo, whole: Tensor, device: torch.device) -> Tensor:
-    divided = info.length != info.shape[0] and whole.dim() > 0 and len(whole) == info.shape[0]
-    return (whole[info.offset : info.offset + info.length] if divided else whole).to(device, copy=True)
+def _own_index(info: ShardInfo, shape: tuple[int, ...]) -> Index:
+    divided = info.length != info.shape[0] and len(shape) > 0 and shape[0] == info.shape[0]
+    return (slice(info.offset, info.offset + info.length),) if divided else ()
 
 
-def _whole(rows: list[Rows], num_ranks: int) -> Tensors | None:
-    """Rank by rank and tensor by tensor to rank 0, on CPU."""
-    if num_ranks == 1:
-        return {own.name: own.value.contiguous() for own in rows}
-    own = [each for each in rows if not each.is_copy]
-    outlines: list[Any] = [None] * num_ranks
-    dist.all_gather_object(outlines, [(each.name, each.shape, each.offset, tuple(each.value.shape), each.value.dtype) for each in own])
-    if dist.get_rank() > 0:
-        for each in own:
-            dist.send(each.value.cpu().contiguous(), 0)
-        return None
-    whole: Tensors = {}
-    for rank, outline in enumerate(outlines):
-        for number, (name, shape, offset, own_shape, dtype) in enumerate(outline):
-            part = own[number].value.cpu() if rank == 0 else torch.empty(own_shape, dtype=dtype)
-            if rank > 0:
-                dist.recv(part, rank)
-            if own_shape == shape:
-                whole[name] = part.contiguous()
-                continue
-            whole.setdefault(name, torch.empty(shape, dtype=dtype))[offset : offset + len(part)] = part
-    return whole
+@dataclass(frozen=True)
+class _Piece:
+    """Rows that a rank has of a tensor in one of the files."""
+
+    file: int
+    name: str
+    rank: int
+    offset: int
+    own_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Gathering:
+    """Whole tensors for files on rank 0, from what all ranks have of them. Every rank makes one.
+
+    Rank 0 then takes `pieces` file by file, tensor by tensor, in the order of `tensors`, and `finish`es, whatever happened; all others
+    `send`.
+    """
+
+    def __init__(self, files: Sequence[Iterable[Rows]], num_ranks: int) -> None:
+        """`files`: this rank's rows for each file."""
+        self.rank = dist.get_rank() if num_ranks > 1 else 0
+        self._own: dict[tuple[int, str], Tensor] = {}
+        outline = []
+        for file, some in enumerate(files):
+            for rows in some:
+                if not rows.is_copy:
+                    self._own[file, rows.name] = rows.value
+                    own_shape, dtype = tuple(rows.value.shape), rows.value.dtype
+                    outline.append(_Piece(file, rows.name, self.rank, rows.offset, own_shape, rows.shape, dtype))
+        outlines = [outline]
+        if num_ranks > 1:
+            outlines = [[] for _ in range(num_ranks)]
+            dist.all_gather_object(outlines, outline)
+        pieces = (piece for own in outlines for piece in own)
+        self._pieces = sorted(pieces, key=lambda piece: (piece.file, -piece.dtype.itemsize, piece.name, piece.offset))
+        self._check()
+        self._arriving = deque(piece for piece in self._pieces if piece.rank > 0)
+
+    def _check(self) -> None:
+        """Every row of every tensor is there, once."""
+        found: defaultdict[tuple[int, str], int] = defaultdict(int)
+        for piece in self._pieces:
+            assert piece.own_shape == piece.shape or found[piece.file, piece.name] == piece.offset, piece
+            found[piece.file, piece.name] += piece.own_shape[0] if piece.own_shape else 1
+        for piece in self._pieces:
+            assert found[piece.file, piece.name] == (piece.shape[0] if piece.shape else 1), piece
+
+    def tensors(self, file: int) -> list[TensorToWrite]:
+        """What the file will hold, the widest dtypes first."""
+        whole = {piece.name: TensorToWrite(piece.name, piece.dtype, piece.shape) for piece in self._pieces if piece.file == file}
+        return list(whole.values())
+
+    def pieces(self, file: int, name: str) -> Iterator[Tensor]:
+        """The tensor's rows, in order."""
+        for piece in self._pieces:
+            if (piece.file, piece.name) == (file, name):
+                yield self._own[file, name] if piece.rank == 0 else self._receive(piece)
+
+    def send(self) -> None:
+        for piece in self._pieces:
+            if piece.rank == self.rank:
+                dist.send(self._own[piece.file, piece.name].cpu().contiguous(), 0)
+
+    def finish(self) -> None:
+        """Take what was not asked for, so that nobody waits for ever."""
+        while self._arriving:
+            self._receive(self._arriving[0])
+
+    def _receive(self, piece: _Piece) -> Tensor:
+        assert self._arriving.popleft() is piece
+        rows = torch.empty(piece.own_shape, dtype=piece.dtype)
+        dist.recv(rows, piece.rank)
+        return rows

@@ -8,19 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.errors import ConfigError
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups
 from lather.parallel.gradients import clip_, grad_norm
+from lather.parallel.local import LocalParameters
 from lather.shapes import Int
 from lather.train.config import OptimConfig
 from lather.train.engine import Engine
 
 
 def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything; parameters without elements are left out."""
-    named = [(name, p) for name, p in named if p.numel()]
+    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything."""
+    named = list(named)
     if config.name == "adamw":
         return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
     groups = parameter_groups(named)
@@ -74,7 +76,12 @@ class TrainStep:
     """Runs optimizer steps on a mesh of ranks, each of which calls it with the same batch."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
+        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip.
+
+        Raises ValueError if the optimizer needs whole matrices and has rows of them.
+        """
+        if isinstance(optimizer, MatrixOptimizer):
+            _check_whole(engine.parameters)
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
@@ -93,7 +100,7 @@ class TrainStep:
             self.engine.balance(batch.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
-        done, skipped = (after - earlier for after, earlier in zip(self._refreshes(), before, strict=True))
+        done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes(), before, strict=True)])
         return StepResult(
             loss=batch.loss,
             balance_loss=batch.balance_loss,
@@ -112,7 +119,25 @@ class TrainStep:
         counters = self.optimizer.counters
         return counters["refreshes_done"], counters["refreshes_skipped"]
 
+    def _on_all_ranks(self, counts: list[int]) -> list[int]:
+        """Sums."""
+        if self.engine.mesh.size == 1 or not isinstance(self.optimizer, MatrixOptimizer):
+            return counts
+        total = torch.tensor(counts, device=self.engine.mesh.device)
+        dist.all_reduce(total)
+        return [int(count) for count in total.tolist()]
+
     def _now(self) -> float:
         if self.engine.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.engine.mesh.device)
         return time.perf_counter()
+
+
+def _check_whole(parameters: LocalParameters) -> None:
+    """Statistics of some rows are not those of the matrix. Experts are sharded one by one."""
+    for info in parameters.infos():
+        if not info.is_expert and info.length != info.shape[0]:
+            raise ValueError(
+                f"{info.name!r} is sharded, {info.length} of its {info.shape[0]} rows are here, but the optimizer needs whole matrices: "
+                "make the mesh with Mesh.build(..., replicate_dense=True)"
+            )

@@ -6,6 +6,7 @@ end of its run. Every run starts at a multiple of `alignment`, which tiled and q
 Letters: T tokens, K slots (experts per token), E experts, G rows.
 
 Trade-off: G is the largest number of rows that T, K and E allow, not what this routing needs, so that the host never waits for the device.
+Where experts are on several ranks, the host has waited for numbers of rows anyway, and gives that of the pairs with an expert here.
 With `alignment` 1 and an expert for every pair there is no padding. The order is (token, slot) within each expert, always: no atomics.
 """
 
@@ -37,23 +38,24 @@ class Route:
     """Where each expert's run ends, its padding included: the `offs` of `torch.nn.functional.grouped_mm`. int32."""
 
 
-def plan_route(experts_TK: Int[Tensor, "t k"], num_experts: int, alignment: int = 1) -> Route:
+def plan_route(experts_TK: Int[Tensor, "t k"], num_experts: int, alignment: int = 1, num_pairs: int | None = None) -> Route:
     """Rows grouped by expert, in (token, slot) order within each.
 
     `experts_TK` holds ids from 0 to `num_experts` - 1, or -1 for a pair that has no row here (its expert is on another rank).
-    G is T * K for `alignment` 1, else T * K + E * (alignment - 1) rounded up to a multiple of `alignment`; rows past the last run are
-    padding.
+    `num_pairs`: how many pairs have one, if the host knows (None: T * K may); with fewer experts here than there are, far fewer do.
+    G is `num_pairs` for `alignment` 1 (but 1 for none of some), else `num_pairs` + E * (alignment - 1) rounded up to a multiple of
+    `alignment`; rows past the last run are padding.
     Errors: see `validate`.
     """
-    validate(experts_TK, num_experts, alignment)
+    validate(experts_TK, num_experts, alignment, num_pairs)
     if use_triton(experts_TK):
         from lather.kernels.route import triton
 
-        return Route(*triton.plan_route(experts_TK, num_experts, alignment))
-    return Route(*reference.plan_route(experts_TK, num_experts, alignment))
+        return Route(*triton.plan_route(experts_TK, num_experts, alignment, num_pairs))
+    return Route(*reference.plan_route(experts_TK, num_experts, alignment, num_pairs))
 
 
-def validate(experts_TK: Tensor, num_experts: int, alignment: int) -> None:
+def validate(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> None:
     """ValueError or TypeError for a wrong shape, dtype, number or alignment, and for ids out of range on the CPU; see `check_range`."""
     if experts_TK.dtype != torch.int64:
         raise TypeError(f"experts_TK is {experts_TK.dtype}: has to be torch.int64")
@@ -63,7 +65,9 @@ def validate(experts_TK: Tensor, num_experts: int, alignment: int) -> None:
         raise ValueError(f"num_experts={num_experts}: has to be at least 1")
     if alignment < 1:
         raise ValueError(f"alignment={alignment}: has to be at least 1 (1: no padding)")
-    rows = reference.num_rows(experts_TK.numel(), num_experts, alignment)
+    if num_pairs is not None and not 0 <= num_pairs <= experts_TK.numel():
+        raise ValueError(f"num_pairs={num_pairs}: has to be from 0 to the {experts_TK.numel()} pairs that there are")
+    rows = reference.rows_for(experts_TK, num_experts, alignment, num_pairs)
     if rows >= 2**31:
         raise ValueError(
             f"{rows} rows: grouped products count them in int32, so there have to be fewer than 2**31; use smaller micro-batches"

@@ -11,15 +11,21 @@ from torch import Tensor
 
 
 def num_rows(num_pairs: int, num_experts: int, alignment: int) -> int:
-    """G: as many rows as any decision of the router can need, so that the host need not know the decision."""
+    """G: as many rows as any decision of the router can need that gives so many pairs an expert, so that the host need not know it."""
     if alignment == 1:
         return num_pairs
     return -(-(num_pairs + num_experts * (alignment - 1)) // alignment) * alignment
 
 
-def plan_route(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rows_for(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None) -> int:
+    """G, where `num_pairs` of the pairs have a row (None: it is not known). One for none of some: what reads rows finds one to look at."""
+    all_pairs = experts_TK.numel()
+    return num_rows(all_pairs if num_pairs is None else max(num_pairs, min(1, all_pairs)), num_experts, alignment)
+
+
+def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> tuple[Tensor, ...]:
     t, k = experts_TK.shape
-    g, device = num_rows(t * k, num_experts, alignment), experts_TK.device
+    g, device = rows_for(experts_TK, num_experts, alignment, num_pairs), experts_TK.device
     expert_N = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()  # pairs without a row form one more run, past the last
     pair_N = expert_N.argsort(stable=True)
     sorted_N = expert_N[pair_N]
@@ -32,7 +38,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[Te
     row[pair_N] = row_N
     token = torch.full((g + 1,), -1, dtype=torch.int64, device=device)  # the last entry takes the tokens of pairs without a row
     token[torch.where(row_N < 0, g, row_N)] = pair_N // max(k, 1)
-    return token[:g], row.view(t, k), count[:num_experts], padded[:num_experts].cumsum(0).to(torch.int32)
+    return token[:g].clone(), row.view(t, k), count[:num_experts], padded[:num_experts].cumsum(0).to(torch.int32)
 
 
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:

@@ -20,18 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.kernels.route.reference import num_rows
+from lather.kernels.route.reference import rows_for
 
 BLOCK_N = 128
 BLOCK_E = 64
 BLOCK_P = 1024
 
 
-def plan_route(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> tuple[Tensor, ...]:
     experts_TK = experts_TK.contiguous()
+    token_G = experts_TK.new_full((rows_for(experts_TK, num_experts, alignment, num_pairs),), -1)
     num_pairs, num_slots = experts_TK.numel(), experts_TK.shape[1]
     num_blocks = triton.cdiv(num_pairs, BLOCK_N)
-    token_G = experts_TK.new_full((num_rows(num_pairs, num_experts, alignment),), -1)
     row_TK = torch.empty_like(experts_TK)
     count_E = experts_TK.new_zeros(num_experts)
     start_E, end_E = torch.empty_like(count_E, dtype=torch.int32), torch.empty_like(count_E, dtype=torch.int32)

@@ -1,0 +1,258 @@
+"""The contestants of `lather bench pipeline`: the same model and table by our executor, and by torch's own runtime.
+
+    ours        `lather.pipeline.Executor`: layers in the lean block ("saved"), early frees
+    attention   the same, and the attention segment's activations are computed again in backward
+    experts     as ours, and gate/up of experts and dense layers are computed again (memory="recompute")
+    held        (a) our executor without lean block or early frees: feed-forward and linear layers in plain autograd ("reference"), and what
+                could go at once stays until its chunk's backward
+    torch       (b) `ScheduleDualPipeV` with stock `PipelineStage`s, static shapes given, outputs not collected; a stage is the model's
+                own blocks in plain autograd as in (a), and its exchange the differentiable one
+
+All have the same parameters and micro-batches, attention, norms (ours, which keep less than plain ones) and loss (`linear_cross_entropy`:
+with plain cross entropy the baselines would keep logits, too). FSDP takes no part: a rank has all parameters of its stages whole.
+
+Letters: B sequences of a micro-batch, S positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.attention import SequenceLayout
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.moe import Exchange
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.parallel.expert import exchange_over
+from lather.parallel.mesh import Mesh
+from lather.pipeline.executor import Activation, Executor, Recorder
+from lather.pipeline.part import Part, Share, Stage, fresh_part
+from lather.pipeline.partition import partition
+from lather.pipeline.schedule import Action, dualpipev
+from lather.pipeline.segments import MicroBatch, Segments
+from lather.pipeline.tape import Frees
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What our engine does for memory."""
+
+    memory: str = "saved"
+    early_frees: bool = True
+    recompute: tuple[str, ...] = ()
+
+
+OURS = {
+    "ours": Levers(),
+    "attention": Levers(recompute=("attention",)),
+    "experts": Levers("recompute"),
+    "held": Levers("reference", early_frees=False),
+}
+CONTESTANTS = (*OURS, "torch")
+SEED = 0
+Watch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run."""
+
+    model: DeepseekV2Config
+    batch: int
+    """Sequences of a micro-batch."""
+    length: int
+    num_micro_batches: int
+    dtype: torch.dtype = torch.float32
+
+    def batch_of(self, data_rank: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels of a data rank's step."""
+        generator = torch.Generator().manual_seed(1000 + data_rank)
+        rows = self.num_micro_batches * self.batch
+        tokens_BS = torch.randint(self.model.vocab_size, (rows, self.length + 1), generator=generator)
+        return tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
+
+    @property
+    def labels(self) -> int:
+        return self.num_micro_batches * self.batch * self.length
+
+
+def make_contestant(name: str, case: Case, mesh: Mesh) -> OurRuntime | TorchRuntime:
+    """With gradients of zero, so that whatever a step makes is neither a parameter nor a gradient."""
+    contestant = TorchRuntime(case, mesh) if name == "torch" else OurRuntime(case, mesh, OURS[name])
+    clear_gradients(contestant.part)
+    return contestant
+
+
+def clear_gradients(part: Part) -> None:
+    for p in part.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
+
+
+def _nothing() -> None:
+    """Nobody watches."""
+
+
+def make_part(case: Case, mesh: Mesh, memory: str) -> Part:
+    stages = dualpipev(mesh.pp, 2 * mesh.pp)
+    layers = partition([1.0] * case.model.num_hidden_layers, stages.num_stages).stages
+    share = Share(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device).to(case.dtype)
+    part.set_memory(memory)
+    return part
+
+
+class OurRuntime:
+    """`ours` and `held`."""
+
+    def __init__(self, case: Case, mesh: Mesh, levers: Levers, record: Recorder | None = None) -> None:
+        self.case = case
+        self.part = make_part(case, mesh, levers.memory)
+        queue = WeightGradients()
+        defer_weight_gradients(self.part, queue)
+        segments = Segments(
+            exchange_over(mesh.ep_group, case.model.n_routed_experts),
+            weight_gradients=queue,
+            frees=Frees(enabled=levers.early_frees),
+            recompute=levers.recompute,
+        )
+        activation = Activation((case.batch, case.length, case.model.hidden_size), case.dtype, mesh.device)
+        self.executor = Executor(
+            self.part.stages,
+            dualpipev(mesh.pp, case.num_micro_batches),
+            segments,
+            activation,
+            group=mesh.pp_group if mesh.pp > 1 else None,
+            record=record,
+        )
+        self.layout = SequenceLayout(case.batch, case.length, mesh.device)
+
+    def step(self, tokens_BS: Tensor, labels_BS: Tensor, watch: Watch = _nothing) -> float:
+        size = self.case.batch
+        batches = [
+            MicroBatch(tokens, labels, self.layout, float(self.case.labels))
+            for tokens, labels in zip(tokens_BS.split(size), labels_BS.split(size), strict=True)
+        ]
+        recorder = self.executor.record
+        if watch is not _nothing:
+            self.executor.record = _Watcher(watch)
+        try:
+            output = self.executor.run(batches)
+        finally:
+            self.executor.record = recorder
+        return float(sum(float(loss) for loss in output.losses))
+
+
+class _Watcher:
+    """A recorder that has somebody look after each action."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        yield
+        self.watch()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class TorchRuntime:
+    """`torch`."""
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        self.case, self.mesh = case, mesh
+        self.part = make_part(case, mesh, "reference")
+        self.layout = SequenceLayout(case.batch, case.length, mesh.device)
+        self.watch: Watch = _nothing
+        self.schedule: Any = None
+
+    def _make(self) -> Any:
+        """In the first step: torch's stages make buffers for it."""
+        case, mesh, part = self.case, self.mesh, self.part
+        exchange = exchange_over(mesh.ep_group, case.model.n_routed_experts)
+        meta = torch.device("meta")
+        tokens = torch.empty(case.batch, case.length, dtype=torch.int64, device=meta)
+        x_BSD = torch.empty(case.batch, case.length, case.model.hidden_size, dtype=case.dtype, device=meta, requires_grad=True)
+        num_stages = len(part.share.layers_of_stage)
+        stages: list[Any] = [
+            _WatchedStage(
+                self,
+                StageModule(stage, self.layout, exchange),
+                stage.index,
+                num_stages,
+                mesh.device,
+                input_args=(x_BSD if stage.index else tokens,),
+                output_args=(x_BSD,),
+                group=mesh.pp_group,
+            )
+            for stage in part.stages
+        ]
+        return ScheduleDualPipeV(stages, case.num_micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        assert self.part.lm_head is not None
+        return linear_cross_entropy(x_BSD, self.part.lm_head.weight, labels_BS, normalizer=float(self.case.labels))
+
+    def step(self, tokens_BS: Tensor, labels_BS: Tensor, watch: Watch = _nothing) -> float:
+        self.watch = watch
+        if self.schedule is None:
+            self.schedule = self._make()
+        losses: list[Tensor] = []
+        has_ends = self.mesh.pp_rank == 0
+        args = (tokens_BS,) if has_ends else ()
+        self.schedule.step(*args, target=labels_BS if has_ends else None, losses=losses, return_outputs=False)
+        return float(sum(float(loss.detach()) for loss in losses))
+
+
+Contestant = OurRuntime | TorchRuntime
+
+
+class StageModule(nn.Module):
+    """A stage as a module of torch's runtime: `Decoder.forward`'s loop over its own layers."""
+
+    def __init__(self, stage: Stage, layout: SequenceLayout, exchange: Exchange) -> None:
+        super().__init__()
+        self.embed_tokens, self.norm, self.lm_head = stage.embed_tokens, stage.norm, stage.lm_head
+        self.blocks = nn.ModuleList(stage.blocks)
+        self.layout, self.exchange = layout, exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        for block in self.blocks:
+            x, _ = block(x, self.layout, self.exchange)
+        return x if self.norm is None else self.norm(x)
+
+
+class _WatchedStage(PipelineStage):
+    """Torch's stage; somebody looks after each of its chunks."""
+
+    def __init__(self, runtime: TorchRuntime, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.watch()
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.runtime.watch()
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.watch()
+        output = super().backward_one_chunk(*args, **kwargs)
+        self.runtime.watch()
+        return output
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().backward_weight_one_chunk(*args, **kwargs)
+        self.runtime.watch()
+        return output

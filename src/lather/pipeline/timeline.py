@@ -1,0 +1,114 @@
+"""When a rank did what in a step: start and end of every action, on one clock for all ranks, for the picture and for `replay`.
+
+Actions begin once their input is there, so that waiting for another rank is no part of them. An overlapped pair may have to wait for its
+second input on the way; it is then two events, before and after.
+
+On CUDA the times are those of the compute stream: events, read when the step is over, and nothing waits for the device in between.
+Communication on other streams takes no time of it. Every action is also a range for a profiler (NVTX), whether times are taken or not.
+
+Clocks start at a barrier. They differ by the time in which ranks leave it, fractions of a millisecond on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lather.pipeline.replay import Event
+from lather.pipeline.schedule import Action
+
+Moment = float | torch.cuda.Event
+
+
+class TimelineRecorder:
+    """One rank's; given to `Executor` as `record`. Between `begin` and `end` it takes the times of actions."""
+
+    def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
+        """`num_ranks` of the default process group, which need not be there for one."""
+        self.device, self.rank, self.num_ranks = device, rank, num_ranks
+        self._recording = False
+        self._origin: Moment = 0.0
+        self._pieces: list[tuple[Action, Moment, Moment]] = []
+        self._current: tuple[Action, Moment] | None = None
+
+    def begin(self) -> None:
+        """Start the clock, on all ranks at once: every rank calls it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.num_ranks > 1:
+            dist.all_reduce(torch.zeros(()))
+        self._pieces, self._current = [], None
+        self._origin, self._recording = self._now(), True
+
+    def end(self) -> list[Event]:
+        """What was done since `begin`, in order; times in seconds. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        pieces, self._pieces, self._recording = self._pieces, [], False
+        return [Event(self.rank, action, self._seconds(start), self._seconds(end)) for action, start, end in pieces]
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Around an action."""
+        with torch.cuda.nvtx.range(str(action)) if self.device.type == "cuda" else nullcontext():
+            if not self._recording:
+                yield
+                return
+            self._current = (action, self._now())
+            yield
+            self._close_piece()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for another rank, inside an action."""
+        if not self._recording or self._current is None:
+            yield
+            return
+        action, _ = self._current
+        self._close_piece()
+        yield
+        self._current = (action, self._now())
+
+    def _close_piece(self) -> None:
+        assert self._current is not None
+        self._pieces.append((*self._current, self._now()))
+        self._current = None
+
+    def _now(self) -> Moment:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, moment: Moment) -> float:
+        if isinstance(moment, torch.cuda.Event):
+            assert isinstance(self._origin, torch.cuda.Event)
+            return float(self._origin.elapsed_time(moment)) / 1000
+        assert isinstance(self._origin, float)
+        return moment - self._origin
+
+
+def gather_events(events: list[Event], num_ranks: int) -> list[Event] | None:
+    """Those of all ranks, rank by rank, on rank 0; None elsewhere. Every rank calls it."""
+    if num_ranks == 1:
+        return events
+    everybody: list[list[Event]] | None = [[] for _ in range(num_ranks)] if dist.get_rank() == 0 else None
+    dist.gather_object(events, everybody)
+    return None if everybody is None else [event for own in everybody for event in own]
+
+
+def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
+    """Add a step to a `timeline.jsonl`, which `lather.pipeline.picture.read_timeline` reads: a line per event, times in seconds."""
+    rows = [
+        {"step": step, "rank": event.rank, "action": str(event.action), "start": round(event.start, 9), "end": round(event.end, 9)}
+        for event in events
+    ]
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

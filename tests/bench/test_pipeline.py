@@ -1,0 +1,129 @@
+"""`lather bench pipeline` on two ranks and small sizes: all of its path, what the counts must show on any machine, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lather.bench import pipeline
+from lather.bench.check import CheckError
+from lather.bench.pipeline import Plan, bytes_rows, time_rows
+from lather.bench.pipeline_bubble import inner_durations, longest_chain
+from lather.bench.pipeline_measure import BytesJob, TimeJob
+from lather.bench.pipeline_ranks import Case
+from lather.bench.pipeline_report import summary
+from lather.cli import main
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.pipeline.replay import Durations, dualpipev_bubble, replay
+from lather.pipeline.schedule import Kind, dualpipev
+
+MODEL = DeepseekV2Config(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=60,
+    moe_intermediate_size=24,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    kv_lora_rank=12,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=3,
+)
+CASE = Case(MODEL, batch=1, length=17, num_micro_batches=4)
+PLAN = Plan(
+    bytes=(
+        BytesJob(2, 1, CASE, ("torch", "held", "attention", "ours")),
+        BytesJob(2, 1, replace(CASE, num_micro_batches=9), ("torch", "ours"), tracked=False),
+    ),
+    time=TimeJob(2, 1, CASE, ("torch", "ours")),
+    bubble_ranks=(2, 4),
+    table=(4, 16),
+)
+
+
+def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline.run(pipeline.PipelineBenchmark(rounds=5, out=tmp_path), PLAN) == 0
+    rows = [json.loads(line) for line in (tmp_path / "pipeline-cpu.jsonl").read_text().splitlines()]
+    assert [row["benchmark"] for row in rows] == ["bytes"] * 6 + ["time"] * 2 + ["bubble"] * 2 + ["table"]
+    assert all("commit" in row and "hardware" in row for row in rows)
+    peak = {(row["config"]["contestant"], row["config"]["micro_batches"]): row for row in rows if row["benchmark"] == "bytes"}
+    size = {key: row["peak_bytes"] for key, row in peak.items()}
+    assert size["ours", 4] < 0.7 * size["held", 4]
+    assert size["ours", 4] < 0.7 * size["torch", 4]
+    assert size["attention", 4] < size["ours", 4]
+    assert size["ours", 9] < 1.02 * size["ours", 4]
+    assert size["torch", 9] > 1.02 * size["torch", 4]
+    for row in peak.values():
+        assert max(row["check"].values()) < 1e-4 or row["check"]["counts_differ_by"] < 0.01
+        for rank in row["by_rank"]:
+            assert rank["tracker"] in (None, rank["saved"])
+            assert rank["tape"] is None or abs(rank["tape"] - rank["saved"]) < 0.01 * rank["saved"]
+            assert rank["after"] < 0.05 * rank["saved"] or row["config"]["contestant"] == "torch"
+    assert all(len(row["round_ms"]) == 5 for row in rows if row["benchmark"] == "time")
+    assert (tmp_path / "pipeline-cpu.png").read_bytes().startswith(b"\x89PNG")
+    out = " ".join(capsys.readouterr().out.split())
+    for line in summary(rows):
+        assert " ".join(line.split()) in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline-cpu.jsonl", "pipeline-cpu.png"]
+
+
+def ranks(**changes: Any) -> list[dict[str, Any]]:
+    """What one rank might have found."""
+    counts = {"saved": 100, "tracker": 100, "tape": 100, "with_temporaries": 120, "after": 0, "worst_difference": 0.0, "origins": {}}
+    check = {"error_of_loss": 0.0, "error_of_gradients": 0.0}
+    found = {"counts": {**counts, **{k: v for k, v in changes.items() if k in counts}}, "ms": [1.0]}
+    return [{"ours": {**found, "check": {**check, **{k: v for k, v in changes.items() if k in check}}}}]
+
+
+@pytest.mark.parametrize("key", ["error_of_loss", "error_of_gradients"])
+def test_wrong_results_are_not_reported(key: str) -> None:
+    bytes_job, time_job = BytesJob(2, 1, CASE, ("ours",)), TimeJob(2, 1, CASE, ("ours",))
+    assert len(list(bytes_rows(bytes_job, ranks()))) == 1
+    for wrong in (2e-4, float("nan")):
+        with pytest.raises(CheckError, match="ours: differs from torch's runtime"):
+            list(bytes_rows(bytes_job, ranks(**{key: wrong})))
+        with pytest.raises(CheckError, match="ours: differs from torch's runtime"):
+            list(time_rows(replace(time_job, contestants=("ours",)), ranks(**{key: wrong})))
+
+
+def test_counts_that_do_not_agree_are_not_reported() -> None:
+    with pytest.raises(CheckError, match=r"differ by 1\.1%"):
+        list(bytes_rows(BytesJob(2, 1, CASE, ("ours",)), ranks(worst_difference=0.011)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_bubble_is_the_longest_chain_and_for_equal_times_the_formula(num_ranks: int) -> None:
+    for forward, back, weight, both in ((1.0, 1.0, 1.0, 3.0), (1.0, 1.3, 0.8, 2.9), (1.0, 0.9, 0.9, 2.8)):
+        durations = Durations({Kind.FORWARD: forward, Kind.BACKWARD_INPUT: back, Kind.BACKWARD_WEIGHT: weight, Kind.OVERLAP: both})
+        timeline = replay(dualpipev(num_ranks, 4 * num_ranks), durations)
+        assert timeline.idle()[num_ranks - 1] == pytest.approx(longest_chain(num_ranks, durations))
+        if forward == back == weight:
+            assert longest_chain(num_ranks, durations) == pytest.approx(dualpipev_bubble(num_ranks, durations))
+
+
+def test_durations_are_the_inner_stages_in_milliseconds() -> None:
+    given = Durations(
+        {Kind.FORWARD: 0.001, Kind.BACKWARD_INPUT: 0.001, Kind.BACKWARD_WEIGHT: 0.001}, {(Kind.FORWARD, 0): 0.005, (Kind.FORWARD, 2): 0.003}
+    )
+    steps = [replay(dualpipev(2, 4), given).events] * 2
+    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(2.0)  # half of 1 and 3
+    assert inner_durations(steps).kinds[Kind.BACKWARD_WEIGHT] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--rounds", "4"], "--rounds = 4 is not valid: it must be at least 5"), (["--parts", "all"], "--parts")],
+    ids=["rounds", "parts"],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pipeline", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

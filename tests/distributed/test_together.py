@@ -1,0 +1,66 @@
+"""An error of one rank is everybody's, whatever its class."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from lather.errors import CheckpointError
+from lather.parallel.together import together
+
+
+class LocalError(Exception):
+    """Cannot be made again from what `pickle` keeps of it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+ERRORS: dict[str, dict[int, Exception]] = {
+    "none": {},
+    "first": {0: CheckpointError("a file is damaged")},
+    "last": {2: OSError(errno.ENOSPC, "No space left on device", "/somewhere")},
+    "two": {1: ValueError("one"), 2: KeyError("two")},
+    "strange": {1: LocalError("a", "b")},
+}
+
+
+def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    found = {}
+    for name, errors in ERRORS.items():
+        found[name] = "nothing"
+        try:
+            with together(world_size):
+                time.sleep(0.2 * (rank == 1))
+                (folder / f"{name}{rank}").touch()
+                if rank in errors:
+                    raise errors[rank]
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        assert len(list(folder.glob(f"{name}?"))) == world_size  # nobody leaves before all have come
+        dist.barrier()
+    return found
+
+
+def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
+    found = run_ranks(outcomes, 3, tmp_path)
+    for each in found:
+        assert each["none"] == "nothing"
+        assert each["first"] == "CheckpointError: a file is damaged"
+        assert each["last"] == "OSError: [Errno 28] No space left on device: '/somewhere'"
+    assert [each["two"] for each in found] == ["ValueError: one", "ValueError: one", "KeyError: 'two'"]
+    assert found[1]["strange"] == "LocalError: ab"
+    assert "LocalError: ab" in found[0]["strange"]
+    assert found[0]["strange"] == found[2]["strange"]
+
+
+def test_one_rank_is_by_itself() -> None:
+    with pytest.raises(LocalError), together(1):
+        raise LocalError("a", "b")
+    with together(1):
+        pass

@@ -1,0 +1,317 @@
+"""Walks over the table: what is alive at which moment, what is left after a step (nothing), and what an error leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import VOCABULARY, Case, Pair, make_pair
+from ranks import run_ranks
+from torch import Tensor
+
+from lather.memory.live_bytes import PeakBytes
+from lather.pipeline import executor as executor_module
+from lather.pipeline.executor import Executor
+from lather.pipeline.schedule import Action, Kind
+from lather.pipeline.segments import MicroBatch
+from lather.pipeline.tape import Cut
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def executor_of(pair: Pair) -> Executor:
+    return pair.engine._executor
+
+
+def micro_batches(pair: Pair) -> list[MicroBatch]:
+    tokens, number = pair.tokens(), pair.engine.schedule.num_micro_batches
+    return pair.engine._micro_batches(tokens[:, :-1], tokens[:, 1:], 10.0, [1 / number] * number)
+
+
+# --- one process ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_and_shape_of_micro_batches_are_checked_first() -> None:
+    pair = make_pair(Case(layers=2))
+    batches = micro_batches(pair)
+    with pytest.raises(ValueError, match=r"got 2 micro-batches: this schedule is for 3"):
+        executor_of(pair).run(batches[:2])
+    short = replace(batches[2], tokens_BS=batches[2].tokens_BS[:, :-1], labels_BS=batches[2].labels_BS[:, :-1])
+    with pytest.raises(ValueError, match=r"tokens of micro-batch 2 have shape \(1, 5\): every micro-batch must have \(1, 6\)"):
+        executor_of(pair).run([*batches[:2], short])
+    assert all(p.grad is None for p in pair.engine.part.parameters())
+    executor_of(pair).run(batches)
+
+
+def gradients(pair: Pair) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in pair.engine.parameters.named() if p.grad is not None}
+
+
+class FaultError(RuntimeError):
+    """One that no code raises by itself."""
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 13, 22])
+def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`at`: after which segment's backward; some of them leave weight gradients in the queue."""
+    fresh, pair = make_pair(Case(layers=3)), make_pair(Case(layers=3))
+    expected = fresh.engine.gradients(fresh.tokens())
+    calls = 0
+    original = Cut.backward
+
+    def backward(self: Cut, grads: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = original(self, grads)
+        if calls == at:
+            raise FaultError
+        return found
+
+    monkeypatch.setattr(Cut, "backward", backward)
+    with pytest.raises(FaultError):
+        pair.engine.gradients(pair.tokens())
+    queue = pair.engine._segments.weight_gradients
+    assert len(queue) == 0
+    assert not queue.deferring
+    assert all(p.grad is None for p in pair.engine.part.parameters())
+    assert executor_of(pair).walk is None
+    found = pair.engine.gradients(pair.tokens())
+    assert found.loss == expected.loss
+    assert gradients(pair).keys() == gradients(fresh).keys()
+    assert all(torch.equal(grad, gradients(fresh)[name]) for name, grad in gradients(pair).items())
+
+
+def test_a_label_out_of_range_is_an_error_and_the_next_step_works() -> None:
+    pair, fresh = make_pair(Case(layers=3)), make_pair(Case(layers=3))
+    wrong = pair.tokens()
+    wrong[1, -1] = VOCABULARY
+    with pytest.raises(ValueError, match=str(VOCABULARY)):
+        pair.engine.gradients(wrong)
+    assert pair.engine.gradients(pair.tokens()).loss == fresh.engine.gradients(fresh.tokens()).loss
+    assert all(torch.equal(grad, gradients(fresh)[name]) for name, grad in gradients(pair).items())
+
+
+def test_ranks_that_are_out_of_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(Case(layers=2))
+    executor_of(pair)._has_peers = True
+    with monkeypatch.context() as patch:
+        patch.setattr(Cut, "backward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.engine.gradients(pair.tokens())
+    with pytest.raises(RuntimeError, match=r"half-way, .*restart all ranks"):
+        pair.engine.gradients(pair.tokens())
+
+
+def test_validation_keeps_nothing_and_leaves_nothing() -> None:
+    pair = make_pair(Case(layers=3))
+    pair.engine.validation_loss(pair.tokens())
+    with PeakBytes() as alive:
+        pair.engine.validation_loss(pair.tokens())
+        gc.collect()
+        assert alive.now == 0
+
+
+# --- four ranks -----------------------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "2 x 2 data": Case(pp=2),
+    "2 x 2 experts, held": Case(pp=2, ep=2, layers=4, frees=False),
+    "4": Case(pp=4, layers=9),
+}
+
+
+class AliveBytes(PeakBytes):
+    """Without the peak, for which all storages would be asked after every operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._enter([args, kwargs], self._from_before)
+        out = func(*args, **(kwargs or {}))
+        self._enter(out, self._alive)
+        return out
+
+
+class TrackedWork:
+    """A send, and whether it was waited for."""
+
+    def __init__(self, work: dist.Work, x: Tensor) -> None:
+        self.work: dist.Work | None = work
+        self.storage, self.waited = weakref.ref(x.untyped_storage()), False
+
+    def wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.work, self.waited = None, True  # gloo's has a reference to what it sent
+
+    def bytes_left(self) -> int:
+        storage = self.storage()
+        return 0 if storage is None else storage.nbytes()
+
+
+class Watch:
+    """A recorder that looks at the walk after every action. `problems` stays empty."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.problems: list[str] = []
+        self.peak_tapes = self.most_sends = self.put_off = 0
+        self.received: dict[tuple[Kind, int, int], Any] = {}
+        self.done: set[tuple[Kind, int, int]] = set()
+        self.sends: list[TrackedWork] = []
+
+    def new_step(self) -> None:
+        self.received, self.done, self.sends = {}, set(), []
+
+    def count_tapes(self) -> None:
+        assert self.executor.walk is not None
+        self.peak_tapes = max(self.peak_tapes, len(self.executor.walk.tapes))
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        yield
+        walk = self.executor.walk
+        assert walk is not None
+        self.most_sends = max(self.most_sends, len(walk.sends))
+        for chunk in action.chunks:
+            if chunk.micro_batch is not None:
+                self.done.add((chunk.kind, chunk.stage, chunk.micro_batch))
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            assert action.micro_batch is not None
+            key = (action.stage, action.micro_batch)
+            arriving: Any = (walk.inputs if action.kind is Kind.RECV_F else walk.gradients)[key]
+            self.received[(action.kind, *key)] = weakref.ref(arriving.buffer.untyped_storage())
+        if action.kind is Kind.BACKWARD_INPUT:
+            assert action.micro_batch is not None
+            self.put_off += len(walk.waiting[action.stage, action.micro_batch])
+        queue = walk.segments.weight_gradients
+        if len(queue) or queue.deferring:
+            self.problems.append(f"{action} left something in the queue")
+        self.look_at_receives(str(action))
+
+    def look_at_receives(self, when: str) -> None:
+        """An input lives until its chunk's backward, a gradient until the backward and what that put off are done."""
+        for (kind, *key), storage in self.received.items():
+            stage, micro_batch = key
+            backward = any((one, stage, micro_batch) in self.done for one in BACKWARDS)
+            put_off = (Kind.BACKWARD_INPUT, stage, micro_batch) in self.done
+            weights = (Kind.BACKWARD_WEIGHT, stage, micro_batch) in self.done
+            over = backward and (weights or not put_off) if kind is Kind.RECV_B else backward
+            if over and storage() is not None:
+                self.problems.append(f"after {when} the buffer of {stage}{kind}{micro_batch} is alive")
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def watch(pair: Pair) -> Watch:
+    """Puts a watch into the engine's executor."""
+    executor = executor_of(pair)
+    watched = Watch(executor)
+    executor.record = watched
+    forward = executor.segments.forward
+
+    def counting_forward(*args: Any) -> Any:
+        watched.count_tapes()
+        return forward(*args)
+
+    executor.segments.forward = counting_forward  # type: ignore[method-assign]
+    return watched
+
+
+def walk_through(case: Case) -> dict[str, Any]:
+    """What was seen in three steps."""
+    pair = make_pair(case)
+    executor = executor_of(pair)
+    watched = watch(pair)
+    start = executor_module._Walk._start
+
+    def tracked_start(self: Any, operation: Any, x: Tensor, peer: int) -> Any:
+        work = start(self, operation, x, peer)
+        if operation is not dist.isend:
+            return work
+        watched.sends.append(TrackedWork(work, x))
+        return watched.sends[-1]
+
+    executor_module._Walk._start = tracked_start  # type: ignore[method-assign]
+    alive_after = []
+    tokens = pair.tokens()
+    try:
+        with AliveBytes() as alive:
+            for _ in range(3):
+                watched.new_step()
+                pair.engine.gradients(tokens)
+                pair.engine.clear_gradients()
+                gc.collect()
+                alive_after.append((alive.now, sum(issubclass(type(x), Tensor) for x in gc.get_objects())))
+    finally:
+        executor_module._Walk._start = start  # type: ignore[method-assign]
+    row = executor.schedule.ranks[executor.rank]
+    return {
+        "problems": watched.problems,
+        "tapes": (watched.peak_tapes, executor.schedule.peak_live_chunks(executor.rank), 2 * case.pp + 1),
+        "most sends": watched.most_sends,
+        "put off": (watched.put_off > 0, any(action.kind is Kind.BACKWARD_INPUT for action in row)),
+        "received": len(watched.received),
+        "receives": sum(action.kind in (Kind.RECV_F, Kind.RECV_B) for action in row),
+        "sends": (len(watched.sends), sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in row)),
+        "waited": all(send.waited for send in watched.sends),
+        "sent bytes left": sum(send.bytes_left() for send in watched.sends),
+        "alive": alive_after,
+        "walk": executor.walk is None,
+    }
+
+
+def walks(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    return {name: walk_through(case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(walks, 4, timeout=200)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tapes_alive_are_those_of_the_table_and_at_most_2p_plus_1(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in seen:
+        tapes, of_table, limit = rank[name]["tapes"]
+        assert tapes == of_table <= limit
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_receive_buffer_outlives_its_reader_and_no_weight_gradient_its_queue(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in seen:
+        assert rank[name]["problems"] == []
+        assert rank[name]["received"] == rank[name]["receives"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradients_are_put_off_wherever_the_table_says_so(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    assert any(rank[name]["put off"][1] for rank in seen)
+    for rank in seen:
+        found, of_table = rank[name]["put off"]
+        assert found == of_table
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_send_is_waited_for_and_what_was_sent_is_given_back(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in seen:
+        sent, of_table = rank[name]["sends"]
+        assert sent == of_table > 0
+        assert rank[name]["waited"]
+        assert rank[name]["sent bytes left"] == 0
+        assert rank[name]["most sends"] <= executor_module.MOST_SENDS_UNDER_WAY
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_leaves_nothing_behind(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    """The first one sets things up."""
+    for rank in seen:
+        _, second, third = rank[name]["alive"]
+        assert second == third
+        assert rank[name]["walk"]

@@ -1,0 +1,182 @@
+"""What a MoE block keeps between forward and backward, to the byte: every storage that is alive is counted, whoever holds it.
+
+    attention and norms     measured on plain autograd: D normed rows among it
+    experts                 2F for each pair of token and expert; under expert parallelism the R received rows (D), too
+    shared experts          2F'
+    and                     scores (T, E), the router's weights, indices: `metadata`
+
+Letters: T tokens, D hidden size, E experts, K experts per token, F and F' intermediate sizes, R received rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from lather.memory.live_bytes import PeakBytes
+from lather.models.attention import SequenceLayout
+from lather.models.decoder import Block
+from lather.models.moe import MoE
+from lather.parallel.expert import ExpertExchange
+from lather.pipeline import overlap
+from lather.pipeline.part import Share, Stage, empty_part, fill
+from lather.pipeline.segments import RECOMPUTABLE, ChunkTape, MicroBatch, Segments
+from lather.pipeline.tape import Frees
+from models.tiny import build_model, random_normal, tiny_family_config, tiny_family_model
+
+B, S, D, E, K, F, F_SHARED = 3, 7, 24, 6, 2, 11, 22
+T = B * S
+SIZES = {"n_routed_experts": E, "first_k_dense_replace": 0, "num_hidden_layers": 1}
+NUMBER = 8
+"""Bytes of an element: fp64, in which no row is padded, and so are most indices."""
+SLACK = 32 * E * NUMBER
+"""For numbers per expert, and losses; less than T * F elements, so that no further tensor per token passes."""
+
+
+def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
+    """Of attention and norms in plain autograd, with the normed rows and without the input."""
+    with PeakBytes() as alive:
+        normed_BSD = block.post_attention_layernorm(x_BSD + block.self_attn(block.input_layernorm(x_BSD), layout))
+        return alive.now if normed_BSD.requires_grad else 0
+
+
+@dataclass
+class Kept:
+    """Bytes of one block, without its input and output."""
+
+    total: int
+    attention: int
+    after_backward: int
+    pairs: int = T * K
+    received: int = 0
+
+    def beyond(self, elements: int) -> int:
+        """What is left besides attention and these elements."""
+        return self.total - self.attention - elements * NUMBER
+
+
+def kept_by(block: Block, segments: Segments, seed: int = 0) -> Kept:
+    layout = SequenceLayout(B, S, torch.device("cpu"))
+    x_BSD, grad_BSD = random_normal(B, S, D, seed=seed), random_normal(B, S, D, seed=seed + 1)
+    attention_bytes(block, x_BSD, layout)  # makes the rotary tables, which all blocks share
+    attention = attention_bytes(block, x_BSD, layout)
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    tape = ChunkTape(MicroBatch(tokens, tokens, layout, balance_weight=0.1))
+    for p in block.parameters():
+        p.grad = torch.zeros_like(p)
+    with PeakBytes() as alive:
+        out_BSD = overlap.run(segments.forward(Stage(1, (block,)), x_BSD, tape, []))
+        total = alive.now - out_BSD.nbytes
+        grad_x_BSD = overlap.run(segments.backward(tape, grad_BSD))
+        assert grad_x_BSD is not None
+        after = alive.now - out_BSD.nbytes - grad_x_BSD.nbytes
+    return Kept(total, attention, after)
+
+
+def moe_block(memory: str = "saved") -> Block:
+    model = tiny_family_model("deepseek_v2", **SIZES).double()
+    model.set_memory(memory)
+    block = model.layers[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, MoE)
+    return block
+
+
+METADATA = (T * E + 3 * T * K + T * K) * NUMBER
+"""Scores; experts, weights and rows of each slot; the token of each pair."""
+
+
+def test_a_block_keeps_what_the_contract_says_and_nothing_else() -> None:
+    assert SLACK < T * F * NUMBER
+    kept = kept_by(moe_block(), Segments())
+    assert 0 <= kept.beyond(T * 2 * K * F + T * 2 * F_SHARED) - METADATA < SLACK
+    assert kept.after_backward == 0
+
+
+def test_recomputed_experts_keep_no_gate_and_up() -> None:
+    assert 0 <= kept_by(moe_block("recompute"), Segments()).beyond(0) - METADATA < SLACK
+    segments = Segments(recompute=("experts", "shared_experts"))
+    assert -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(0) - METADATA < SLACK
+
+
+def test_with_everything_recomputed_two_inputs_are_kept() -> None:
+    """The block's, which is not counted here, and the experts'."""
+    kept = kept_by(moe_block(), Segments(recompute=RECOMPUTABLE))
+    assert T * D * NUMBER <= kept.total < T * D * NUMBER + METADATA + SLACK
+    assert kept.after_backward == 0
+
+
+def test_without_early_frees_three_sums_more_are_kept() -> None:
+    """The experts', the shared experts' and both together: the count sees one tensor."""
+    early, late = (kept_by(moe_block(), Segments(frees=Frees(enabled=enabled))) for enabled in (True, False))
+    assert late.total - early.total == 3 * T * D * NUMBER
+    assert late.after_backward == 0
+
+
+# --- experts on two ranks -------------------------------------------------------------------------------------------------------------
+
+
+class Counting(ExpertExchange):
+    """Notes how many rows and pairs the last dispatch brought here."""
+
+    received = pairs = 0
+
+    def start_combine(self, partial_RD: Tensor, dispatched: object) -> object:  # type: ignore[override]
+        self.received = len(partial_RD)
+        self.pairs = int((dispatched.experts_RK >= 0).sum())  # type: ignore[attr-defined]
+        return super().start_combine(partial_RD, dispatched)  # type: ignore[arg-type]
+
+
+def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    plain = tiny_family_model("deepseek_v2", **SIZES).double()
+    share = Share((range(1),), expert_rank=rank, expert_ranks=2)
+    part = empty_part(build_model(tiny_family_config("deepseek_v2", **SIZES), None, torch.device("meta")), share, torch.device("cpu"))
+    part.double()
+    fill(part, plain.named_parameters())
+    results = {}
+    for name, options in (("saved", {}), ("recomputed", {"recompute": RECOMPUTABLE}), ("held", {"frees": Frees(enabled=False)})):
+        exchange = Counting(torch.distributed.group.WORLD, E)
+        kept = kept_by(part.block(0), Segments(exchange, **options), seed=10 * rank)  # type: ignore[arg-type]
+        kept.pairs, kept.received = exchange.pairs, exchange.received
+        results[name] = asdict(kept)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Kept]]:
+    return [{name: Kept(**kept) for name, kept in rank.items()} for rank in run_ranks(kept_on_two_ranks, 2)]
+
+
+def metadata_of(kept: Kept) -> int:
+    """Scores, experts and weights of each slot; weights and rows of each received slot; the token of each pair; the way back in int32."""
+    numbers = T * E + 2 * T * K + 2 * kept.received * K + kept.pairs
+    return numbers * NUMBER + T * K * 4
+
+
+def test_under_expert_parallelism_received_rows_are_kept_besides(two_ranks: list[dict[str, Kept]]) -> None:
+    assert sum(rank["saved"].pairs for rank in two_ranks) == 2 * T * K
+    for rank in two_ranks:
+        kept = rank["saved"]
+        assert kept.received < T * K
+        rows = kept.pairs * 2 * F + T * 2 * F_SHARED + kept.received * D
+        sent_rows = 4 * 2 * T
+        assert 0 <= kept.beyond(rows) - metadata_of(kept) < SLACK + sent_rows
+        assert kept.after_backward == 0
+
+
+def test_under_expert_parallelism_with_everything_recomputed(two_ranks: list[dict[str, Kept]]) -> None:
+    for rank in two_ranks:
+        kept = rank["recomputed"]
+        inputs = (T + kept.received) * D * NUMBER
+        assert inputs <= kept.total < inputs + metadata_of(kept) + 8 * kept.received * K + SLACK
+        assert kept.after_backward == 0
+
+
+def test_under_expert_parallelism_the_partial_sums_are_one_more(two_ranks: list[dict[str, Kept]]) -> None:
+    for rank in two_ranks:
+        assert rank["held"].total - rank["saved"].total == (3 * T + rank["held"].received) * D * NUMBER
+        assert rank["held"].after_backward == 0

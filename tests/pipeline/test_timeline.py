@@ -1,0 +1,79 @@
+"""The clock of one rank; several ranks and waiting for each other are in tests/distributed/test_training.py."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lather.pipeline.picture import read_timeline
+from lather.pipeline.replay import Event, Timeline, measured_durations
+from lather.pipeline.schedule import Action, Kind
+from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
+
+FORWARD = Action(0, Kind.FORWARD, 3)
+PAIR = Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 4), Action(1, Kind.BACKWARD, 1)))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock shows, to be set."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_actions_from_the_start_of_the_clock_and_what_was_waited_left_out(clock: list[float]) -> None:
+    recorder = TimelineRecorder(CPU, rank=2)
+    recorder.begin()
+    clock[0] += 1
+    with recorder.action(FORWARD):
+        clock[0] += 2
+    with recorder.action(PAIR):
+        clock[0] += 3
+        with recorder.waiting():
+            clock[0] += 10
+        clock[0] += 4
+    events = recorder.end()
+    assert events == [Event(2, FORWARD, 1.0, 3.0), Event(2, PAIR, 3.0, 6.0), Event(2, PAIR, 16.0, 20.0)]
+    assert measured_durations(events).kinds == {Kind.FORWARD: 2.0, Kind.OVERLAP: 7.0}
+    assert Timeline(tuple(events)).idle() == {2: 10.0}
+    assert gather_events(events, 1) == events
+
+
+def test_nothing_is_kept_of_other_steps(clock: list[float]) -> None:
+    recorder = TimelineRecorder(CPU)
+    for _ in range(2):
+        with recorder.action(PAIR), recorder.waiting():
+            clock[0] += 1
+    assert recorder.end() == []
+    recorder.begin()
+    with recorder.action(FORWARD):
+        clock[0] += 1
+    assert recorder.end() == [Event(0, FORWARD, 0.0, 1.0)]
+    with recorder.action(FORWARD):
+        clock[0] += 1
+    recorder.begin()
+    assert recorder.end() == []
+
+
+def test_a_step_that_fails_leaves_the_recorder_usable() -> None:
+    recorder = TimelineRecorder(CPU)
+    recorder.begin()
+    with pytest.raises(ZeroDivisionError), recorder.action(PAIR), recorder.waiting():
+        raise ZeroDivisionError
+    recorder.begin()
+    with recorder.action(FORWARD):
+        pass
+    assert [event.action for event in recorder.end()] == [FORWARD]
+
+
+def test_the_file_is_what_the_picture_reads(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    append_timeline(path, 2, [Event(0, FORWARD, 0.0, 1.0)])
+    append_timeline(path, 4, [Event(1, PAIR, 0.25, 0.5), Event(0, FORWARD, 0.125, 1.0)])
+    assert read_timeline(path) == (4, [Event(1, PAIR, 0.25, 0.5), Event(0, FORWARD, 0.125, 1.0)])
+    row = json.loads(path.read_text().splitlines()[1])
+    assert row == {"step": 4, "rank": 1, "action": "(0F4;1B1)OVERLAP_F_B", "start": 0.25, "end": 0.5}
