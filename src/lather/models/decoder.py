@@ -137,6 +137,9 @@ class RoutedModel(nn.Module):
         for module in self.modules():
             if isinstance(module, GatedMLP | Experts | Linear | Block):
                 module.memory = memory
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.keep_little()
 
     def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
         """Have linear layers, experts and routers give their weight gradients to `queue`; None: at once.

@@ -121,6 +121,13 @@ class MoE(nn.Module):
         self.gate = router
         self.experts = experts
         self.shared_experts = shared_experts
+        self.keep_little()
+
+    def keep_little(self) -> None:
+        """Of the shared experts nothing but their input is kept, which is kept anyway: they take every token once, and gate/up a sixth of
+        their products to make again."""
+        if self.shared_experts is not None and self.shared_experts.memory == "saved":
+            self.shared_experts.memory = "recompute"
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Routing]:
         """Weighted sum of each token's experts and of the shared ones, and the router's decision with its losses."""

@@ -9,6 +9,7 @@ is run for the sake of its graph, and the values are those of the forward pass, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -43,7 +44,7 @@ class Remaking:
 
         def pack(x: Tensor) -> Any:
             made = again.get(_place(x))
-            return pack_outside(x) if made is None else made
+            return pack_outside(x) if made is None else made.kept_once_more()
 
         def unpack(kept: Any) -> Tensor:
             x: Tensor = kept() if isinstance(kept, _Again) else unpack_outside(kept)
@@ -76,17 +77,21 @@ class Remaking:
 
 
 class _Group:
-    """Tensors that are made together, and given out once each."""
+    """Tensors that are made together, once, and go when each was taken as often as autograd would have kept it."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], device: str) -> None:
-        self._make, self._made = make, dict[int, Tensor]()
-        self._context = _same_autocast(device)
+        self._make, self._context = make, _same_autocast(device)
+        self.uses: Counter[int] = Counter()
+        self._made: dict[int, Tensor] = {}
+        self._left: Counter[int] = Counter()
 
     def take(self, number: int) -> Tensor:
         if number not in self._made:
             with torch.no_grad(), self._context():
-                self._made = dict(enumerate(self._make()))
-        return self._made.pop(number)
+                self._made = {each: x for each, x in enumerate(self._make()) if self.uses[each]}
+            self._left = Counter(self.uses)
+        self._left[number] -= 1
+        return self._made[number] if self._left[number] else self._made.pop(number)
 
 
 class _Again:
@@ -94,6 +99,10 @@ class _Again:
 
     def __init__(self, group: _Group, number: int) -> None:
         self._group, self._number = group, number
+
+    def kept_once_more(self) -> _Again:
+        self._group.uses[self._number] += 1
+        return self
 
     def __call__(self) -> Tensor:
         return self._group.take(self._number)

@@ -1,0 +1,138 @@
+"""What is made again in backward is what was there: the same gradients to the bit, less kept, and nothing hidden from hooks outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lather.memory.live_bytes import PeakBytes
+from lather.models.decoder import Block
+from lather.models.layers import Linear, RMSNorm
+from lather.models.remade import Remaking
+from models.tiny import layout_of, random_normal, tiny_family_model
+
+FAMILIES = ["deepseek_v2", "qwen3_moe", "gpt_oss"]
+
+
+def attention_of(family: str, **changes: Any) -> Block:
+    block = tiny_family_model(family, **changes).double().layers[0]
+    assert isinstance(block, Block)
+    return block
+
+
+def run(block: Block, x_BSD: Tensor, *, enabled: bool) -> Tensor:
+    remaking = Remaking(enabled=enabled)
+    with remaking.watch():
+        return block.self_attn(remaking.norm(block.input_layernorm, x_BSD), layout_of(x_BSD), remaking)
+
+
+def gradients(block: Block, y_BSD: Tensor, x_BSD: Tensor) -> list[Tensor]:
+    used = [*block.self_attn.parameters(), *block.input_layernorm.parameters()]
+    for p in (*used, x_BSD):
+        p.grad = None
+    (y_BSD.double() * random_normal(*y_BSD.shape, seed=3)).sum().backward()
+    return [p.grad for p in (*used, x_BSD) if p.grad is not None]
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 9}], ids=["plain", "q latent"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp64", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, changes: dict[str, Any]) -> None:
+    block = attention_of(family, **(changes if family == "deepseek_v2" else {}))
+    if autocast:
+        block.float()
+    x_BSD = random_normal(2, 7, 24).to(next(block.parameters()).dtype).requires_grad_()
+    results = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y_BSD = run(block, x_BSD, enabled=enabled)
+        results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])  # backward outside autocast, as everybody does it
+    assert len(results[0]) == len(results[1]) >= 6
+    for again, kept in zip(*results, strict=True):
+        assert again.equal(kept)
+        assert kept.abs().max() > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_less_is_kept(family: str) -> None:
+    """Latent attention: keys, values and the norms' outputs; with norms on heads: queries and keys; everywhere o_proj's input."""
+    block = attention_of(family)
+    x_BSD = random_normal(2, 70, 24).requires_grad_()
+    kept = []
+    run(block, x_BSD, enabled=False)
+    for enabled in (True, False):
+        with PeakBytes() as alive:
+            y_BSD = run(block, x_BSD, enabled=enabled)
+            kept.append(alive.now)
+        del y_BSD
+    token = 2 * 70 * 8
+    heads = {"deepseek_v2": 2 * 3 * 16 + 3 * 7, "qwen3_moe": (6 + 2) * 10, "gpt_oss": 0}[family]
+    assert kept[1] - kept[0] >= token * (heads + 24)
+
+
+class Product(nn.Module):
+    """A norm whose output two products keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = RMSNorm(6, 1e-6), Linear(6, 5), Linear(6, 4)
+
+    def forward(self, x_TI: Tensor, *, enabled: bool = True) -> Tensor:
+        remaking = Remaking(enabled=enabled)
+        with remaking.watch():
+            normed_TI = remaking.norm(self.norm, x_TI)
+            y: Tensor = self.first(normed_TI).sum() * self.second(normed_TI).sin().sum()
+        return y
+
+
+def test_hooks_outside_see_the_rest() -> None:
+    """All that is kept without it, but for the norm's output; and what they unpack is what is used."""
+    module, x_TI = Product(), torch.randn(3, 6, requires_grad=True)
+    seen: dict[bool, list[Tensor]] = {True: [], False: []}
+    for enabled, tensors in seen.items():
+
+        def pack(x: Tensor, tensors: list[Tensor] = tensors) -> Tensor:
+            tensors.append(x)
+            return x.clone()
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            loss = module(x_TI, enabled=enabled)
+        loss.backward()
+    normed_TI = module.norm(x_TI)
+    assert any(x.equal(normed_TI) for x in seen[False] if x.shape == normed_TI.shape)
+    assert not any(x.equal(normed_TI) for x in seen[True] if x.shape == normed_TI.shape)
+    assert len(seen[True]) == len(seen[False]) - 2 + 1  # the products' two; and its source
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_torchs_checkpointing(reentrant: bool) -> None:
+    module, x_TI = Product().double(), random_normal(3, 6).requires_grad_()
+    results = []
+    for call in (lambda: module(x_TI), lambda: checkpoint(module, x_TI, use_reentrant=reentrant)):
+        module.zero_grad()
+        x_TI.grad = None
+        call().backward()
+        results.append([x_TI.grad, *(p.grad for p in module.parameters())])
+    for plain, again in zip(*results, strict=True):
+        assert plain.equal(again)
+
+
+def test_backward_twice_makes_them_twice() -> None:
+    module, x_TI = Product(), torch.randn(3, 6, requires_grad=True)
+    loss = module(x_TI)
+    loss.backward(retain_graph=True)
+    first = x_TI.grad.clone()  # type: ignore[union-attr]
+    loss.backward()
+    assert x_TI.grad.equal(2 * first)  # type: ignore[union-attr]
+
+
+def test_nothing_is_registered_without_autograd() -> None:
+    module = Product()
+    with torch.no_grad(), PeakBytes() as alive:
+        module(torch.randn(3, 6))
+        assert alive.now == 0
