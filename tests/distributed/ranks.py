@@ -1,4 +1,7 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no child outlives the call."""
+"""Runs a function in several processes that are each other's ranks, for tests; no child outlives the call.
+
+Annotations are not checked in ranks, which would take most of their time: the same functions are called with the check in one process.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,6 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
 
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection) -> None:
     try:
-        import jaxtyping
-
-        jaxtyping.install_import_hook("lather", "typechecker.checked")
         import torch
         import torch.distributed as dist
 
