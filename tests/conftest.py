@@ -11,6 +11,9 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors then; Triton reads it when it is imported, by whomever
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

@@ -121,19 +121,25 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
     return errors
 
 
-TRAINED_BY_TWO = [(Case(pp=2), "adamw"), (Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]
-TRAINED_BY_FOUR = [
-    (Case(pp=2, ep=2, recompute=ALL), "adamw"),
-    (Case(pp=2), "adamw"),
-    (Case(replicas=2), "adamw"),
-    (Case(pp=2, ep=2, replicate_dense=True), "soap"),
-    (Case(ep=2, replicate_dense=True), "soap"),
-]
+TRAINED = {
+    "two": (2, [(Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]),
+    "four": (4, [(Case(pp=2, ep=2, recompute=ALL), "adamw"), (Case(pp=2, ep=2, replicate_dense=True), "soap")]),
+}
+TRAINED_IN_THE_GRID = {
+    "two more": (2, [(Case(pp=2), "adamw"), (Case(schedule="sequential"), "adamw")]),
+    "four more": (4, [(Case(pp=2), "adamw"), (Case(replicas=2), "adamw"), (Case(ep=2, replicate_dense=True), "soap")]),
+}
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TRAINED_BY_TWO), (4, TRAINED_BY_FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        *(pytest.param(*case, id=name) for name, case in TRAINED.items()),
+        *(pytest.param(*case, id=name, marks=[pytest.mark.grid, pytest.mark.timeout(1200)]) for name, case in TRAINED_IN_THE_GRID.items()),
+    ],
+)
 def test_after_twenty_steps_every_parameter_is_that_of_one_process(world_size: int, cases: list[tuple[Case, str]]) -> None:
-    for rank, errors in enumerate(run_ranks(parameter_errors, world_size, cases, timeout=200)):
+    for rank, errors in enumerate(run_ranks(parameter_errors, world_size, cases, timeout=220)):
         for (case, name), (value, norm) in zip(cases, errors, strict=True):
             assert value < 1e-10, (rank, name, case.name(), value)
             assert norm < 1e-10, (rank, name, case.name(), norm)

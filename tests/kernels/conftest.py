@@ -1,13 +1,9 @@
-"""Without a CUDA device the Triton kernels run in Triton's interpreter, on CPU tensors; and memory that nobody wrote to holds NaN."""
+"""Memory that nobody wrote to holds NaN."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before lather.kernels.*.triton is imported
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES, GatedMLP
 from lather.models.moe import MoE
+from lather.models.remade import Remaking
 from lather.models.routing import Router
 from models.tiny import error, gradients, largest_error, layout_of, random_normal
 
@@ -69,7 +70,7 @@ CASES = {
 
 
 class NoAttention(nn.Module):
-    def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(self, x: Tensor, layout: SequenceLayout, remaking: Remaking) -> Tensor:
         return torch.zeros_like(x)
 
 

@@ -2,7 +2,7 @@
 
 What is cheap to make and large to keep: a norm's output (from its input), the keys and values of latent attention (from the latent), the
 rotated and normed heads (from the projections). It is less than activation checkpointing: only what is registered is made again, nothing
-is run for the sake of its graph, and the values are those of the forward pass, by the same operations.
+is run for the sake of its graph. The values are those of the forward pass, by the same operations (with compiled parts: within rounding).
 
 `Remaking` stands on `torch.autograd.graph.saved_tensors_hooks`. Hooks that were in force outside see everything else, as without it.
 """

@@ -120,7 +120,7 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[Unit]]:
     Raises TypeError for parameters of different dtypes, or narrower than fp32, if they are sharded.
     """
     if is_shared(mesh.dense_mesh):
-        _check_dtypes(part)
+        check_dtypes(part)
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
     in_blocks = {p for members in blocks for block in members for p in block.parameters()}
@@ -163,7 +163,7 @@ def is_shared(mesh: DeviceMesh | None) -> bool:
     return mesh is not None and mesh.size() > 1
 
 
-def _check_dtypes(part: nn.Module) -> None:
+def check_dtypes(part: nn.Module) -> None:
     dtypes = {p.dtype for p in part.parameters()}
     if len(dtypes) > 1:
         raise TypeError(f"parameters have dtypes {sorted(map(str, dtypes))}: what is gathered together must have one; convert the model")
