@@ -124,8 +124,8 @@ class MoE(nn.Module):
         self.keep_little()
 
     def keep_little(self) -> None:
-        """Of the shared experts nothing but their input is kept, which is kept anyway: they take every token once, and gate/up a sixth of
-        their products to make again."""
+        """Of the shared experts nothing but their input is kept, which is kept anyway: gate/up is made again in backward, two more products
+        to their nine."""
         if self.shared_experts is not None and self.shared_experts.memory == "saved":
             self.shared_experts.memory = "recompute"
 
