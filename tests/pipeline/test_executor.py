@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -224,6 +225,18 @@ def watch(pair: Pair) -> Watch:
     return watched
 
 
+def settled(alive: AliveBytes, expected: tuple[int, int], patience: float) -> tuple[int, int]:
+    """Bytes and tensors that are alive, as soon as they are no more than expected, or after `patience` seconds: gloo's threads let go of
+    what was reduced some time after the wait for it."""
+    deadline = time.monotonic() + patience
+    while True:
+        gc.collect()
+        found = (alive.now, sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
+        if all(a <= b for a, b in zip(found, expected, strict=True)) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
 def walk_through(case: Case) -> dict[str, Any]:
     """What was seen in three steps."""
     pair = make_pair(case)
@@ -239,16 +252,18 @@ def walk_through(case: Case) -> dict[str, Any]:
         return watched.sends[-1]
 
     executor_module._Walk._start = tracked_start  # type: ignore[method-assign]
-    alive_after = []
+    after_second = after_third = (0, 0)
     tokens = pair.tokens()
     try:
         with AliveBytes() as alive:
-            for _ in range(3):
+            for step in (1, 2, 3):
                 watched.new_step()
                 pair.engine.gradients(tokens)
                 pair.engine.clear_gradients()
-                gc.collect()
-                alive_after.append((alive.now, sum(issubclass(type(x), Tensor) for x in gc.get_objects())))
+                if step == 2:
+                    after_second = settled(alive, (0, 0), patience=0.3)
+                elif step == 3:
+                    after_third = settled(alive, after_second, patience=20)
     finally:
         executor_module._Walk._start = start  # type: ignore[method-assign]
     row = executor.schedule.ranks[executor.rank]
@@ -262,7 +277,7 @@ def walk_through(case: Case) -> dict[str, Any]:
         "sends": (len(watched.sends), sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in row)),
         "waited": all(send.waited for send in watched.sends),
         "sent bytes left": sum(send.bytes_left() for send in watched.sends),
-        "alive": alive_after,
+        "alive": (after_second, after_third),
         "walk": executor.walk is None,
     }
 
@@ -312,6 +327,7 @@ def test_every_send_is_waited_for_and_what_was_sent_is_given_back(name: str, see
 def test_a_step_leaves_nothing_behind(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
     """The first one sets things up."""
     for rank in seen:
-        _, second, third = rank[name]["alive"]
-        assert second == third
+        second, third = rank[name]["alive"]
+        assert third[0] <= second[0]
+        assert third[1] <= second[1]
         assert rank[name]["walk"]
