@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.attention import SequenceLayout, attend
+from lather.models.attention import attend
+from lather.models.layout import SequenceLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

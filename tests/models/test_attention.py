@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, SequenceLayout, attend, check_boundaries, flexible_attention
+from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, attend, flexible_attention
+from lather.models.layout import SequenceLayout, check_boundaries
 from lather.models.rotary import Rotary
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
 

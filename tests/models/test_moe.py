@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES, GatedMLP
+from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
 from lather.models.remade import Remaking
 from lather.models.routing import Router

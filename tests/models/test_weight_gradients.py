@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.memory.live_bytes import PeakBytes
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
+from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.layout import SequenceLayout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

@@ -119,6 +119,33 @@ def test_validation_keeps_nothing_and_leaves_nothing() -> None:
         assert alive.now == 0
 
 
+def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(Case(layers=2, num_micro_batches=6))
+    pair.engine.end_of_text = 0
+    tokens = pair.tokens()
+    tokens[:, 3] = 0
+    batches: list[MicroBatch] = []
+    prepare, forward = pair.engine._micro_batches, pair.engine._segments.forward
+    alive = [0]
+
+    def prepared(*args: Any) -> list[MicroBatch]:
+        batches[:] = prepare(*args)
+        return batches
+
+    def counting_forward(*args: Any) -> Any:
+        alive.append(sum(bool(batch.layout._made) for batch in batches))
+        return forward(*args)
+
+    monkeypatch.setattr(pair.engine, "_micro_batches", prepared)
+    monkeypatch.setattr(pair.engine._segments, "forward", counting_forward)
+    pair.engine.gradients(tokens)
+    assert len({id(batch.layout) for batch in batches}) == 6
+    assert 1 <= max(alive) <= pair.engine.schedule.peak_live_chunks(0)
+    assert not any(batch.layout._made for batch in batches)
+    pair.engine.validation_loss(tokens)
+    assert not any(batch.layout._made for batch in batches)
+
+
 # --- four ranks -----------------------------------------------------------------------------------------------------------------------
 
 CASES = {

@@ -18,8 +18,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Block
+from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
 from lather.models.remade import Remaking
 from lather.parallel.expert import ExpertExchange

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lather.memory.live_bytes import PeakBytes
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
+from lather.models.layout import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.part import Part, Share, Stage, empty_part, fill, fresh_part, whole_part
 from lather.pipeline.partition import partition

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Block, Decoder
 from lather.models.layers import Linear
+from lather.models.layout import SequenceLayout
 from lather.models.moe import Dispatched, LocalExchange
 from lather.models.weight_gradients import WeightGradients
 from lather.pipeline import overlap

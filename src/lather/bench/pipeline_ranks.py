@@ -27,8 +27,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.attention import SequenceLayout
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.layout import SequenceLayout
 from lather.models.moe import Exchange
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.expert import exchange_over

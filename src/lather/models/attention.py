@@ -8,152 +8,30 @@ logit per head that has no value.
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's query and key (MLA: non-rotary width),
 R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs.
 
-What is seen from where is made once per forward pass in a `SequenceLayout` that all layers share. Plain causal attention needs no mask.
-Windows and documents take one boolean (S + 1, S + 1) mask per distinct window on CPU, and flex attention's block mask, without (S, S)
-elements, on CUDA.
+What is seen from where is a `lather.models.layout.SequenceLayout`'s to say: plain causal attention needs no mask, windows and documents
+take a boolean mask on CPU and flex attention's block mask on CUDA.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from lather.models.layers import Linear, RMSNorm, project
+from lather.models.layout import SequenceLayout, for_device
 from lather.models.remade import NEVER, Make, Remaking
 from lather.models.rotary import Rotary, rotate_halves, rotate_pairs
-from lather.shapes import Bool, Float, Int
+from lather.shapes import Float
 
 LATENT_EPS = 1e-6
 """The latents' norms have this eps in the published models, whatever `rms_norm_eps` is."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
-
-
-class SequenceLayout:
-    """Where the tokens of a (B, S) batch stand: positions and documents, and the masks and rotary tables that follow from them.
-
-    `cu_seqlens` packs several documents into the batch as in flash-attention's varlen functions: the boundaries of the documents among the
-    B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token sees its own document
-    only, and positions restart with each. The ends of the rows are boundaries anyway. Reading `cu_seqlens` waits for the device.
-
-    Raises TypeError if `cu_seqlens` is not of integers and ValueError if it is not such boundaries.
-    """
-
-    def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
-        self.batch, self.length, self.device = batch, length, device
-        self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
-        """(B, S); (1, S) without documents inside the rows."""
-        self.documents: Int[Tensor, "b s"] | None = None
-        """Number of each token's document; None if each row is one."""
-        self._made: dict[Any, Any] = {}
-        if cu_seqlens is not None:
-            self._pack(cu_seqlens)
-
-    def _pack(self, cu_seqlens: Tensor) -> None:
-        check_boundaries(cu_seqlens, self.batch * self.length)
-        rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1))
-        starts = torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1].to(self.device)
-        if len(starts) > self.batch:
-            token_T = torch.arange(self.batch * self.length, device=self.device)
-            document_T = torch.searchsorted(starts, token_T, right=True) - 1
-            self.positions = (token_T - starts[document_T]).view(self.batch, self.length)
-            self.documents = document_T.view(self.batch, self.length)
-
-    def rotary_tables(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
-        """Cosines and sines for this rotary embedding, in fp32 or wider."""
-        wide = torch.promote_types(dtype, torch.float32)
-
-        def make() -> tuple[Tensor, Tensor]:
-            cos_BSP, sin_BSP = rotary.tables(self.positions)
-            return cos_BSP.to(wide), sin_BSP.to(wide)
-
-        tables: tuple[Tensor, Tensor] = self._once(("rotary", rotary, wide), make)
-        return tables
-
-    def is_plain(self, window: int | None) -> bool:
-        """Whether a token sees all earlier ones of its row."""
-        return self.documents is None and self._effective(window) is None
-
-    def mask(self, window: int | None) -> Bool[Tensor, "b 1 t t"]:
-        """Which query (row) sees which key, as (B or 1, 1, 1 + S, 1 + S): row and column 0 are for a sink, which every query sees."""
-        window = self._effective(window)
-
-        def make() -> Tensor:
-            position_S = torch.arange(self.length, device=self.device)
-            batch_B = torch.arange(1 if self.documents is None else self.batch, device=self.device)
-            seen_BSS = self._sees(window)(batch_B[:, None, None], 0, position_S[:, None], position_S)
-            mask_BTT = F.pad(seen_BSS.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
-            mask_BTT[..., 0] = True
-            return mask_BTT.unsqueeze(1)
-
-        made: Tensor = self._once(("mask", window), make)
-        return made
-
-    def block_mask(self, window: int | None) -> BlockMask:
-        """The same for flex attention, without a sink."""
-        window = self._effective(window)
-
-        def make() -> BlockMask:
-            create = _for_device(create_block_mask, self.device)
-            batch = None if self.documents is None else self.batch
-            blocks: BlockMask = create(self._sees(window), batch, None, self.length, self.length, device=self.device)
-            return blocks
-
-        made: BlockMask = self._once(("blocks", window), make)
-        return made
-
-    def _sees(self, window: int | None) -> Callable[..., Tensor]:
-        """Flex attention's rule for (batch, head, query, key). It counts the arguments, which a checked annotation would hide: lambdas."""
-        rules: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
-        if window is not None:
-            rules.append(lambda batch, head, query, key: key > query - window)
-        documents = self.documents
-        if documents is not None:
-            rules.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
-        return and_masks(*rules)
-
-    def _effective(self, window: int | None) -> int | None:
-        return None if window is None or window >= self.length else window
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-
-def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise unless these are boundaries of documents that fill this many tokens."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the documents")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more boundaries, 0 to {num_tokens}")
-    bounds = cu_seqlens.cpu()
-    if bounds[0] != 0 or bounds[-1] != num_tokens:
-        raise ValueError(
-            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * length = {num_tokens}, "
-            "so that every token is in a document"
-        )
-    falls = (bounds.diff() < 0).nonzero()
-    if len(falls):
-        at = int(falls[0])
-        raise ValueError(f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries must ascend")
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def _for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Flex attention makes (S, S) tensors unless it is compiled, which serves on CUDA alone: elsewhere it has no backward."""
-    return _compiled(function) if device.type == "cuda" else function
 
 
 def attend(
@@ -221,7 +99,7 @@ def flexible_attention(
     sinks_H: Float[Tensor, " h"] | None,
 ) -> Float[Tensor, "b h s u"]:
     """By flex attention, compiled on CUDA. A sink only takes its share of the softmax: out * exp(lse) / (exp(lse) + exp(sink))."""
-    attention = _for_device(flex_attention, q_BHSN.device)
+    attention = for_device(flex_attention, q_BHSN.device)
     grouped = q_BHSN.shape[1] != k_BGSN.shape[1]
     y_BHSU: Tensor
     y_BHSU, aux = attention(

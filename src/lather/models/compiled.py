@@ -28,6 +28,8 @@ def compile_parts(module: nn.Module, **options: Any) -> int:
     inside = {id(layer) for attention in attentions for layer in attention.modules()}
     norms = [layer for layer in module.modules() if isinstance(layer, RMSNorm) and id(layer) not in inside]
     for attention in attentions:
+        if isinstance(attention, MultiHeadLatentAttention):  # backward makes these again by themselves
+            attention.keys_and_values = torch.compile(attention.keys_and_values, fullgraph=True, dynamic=None, **options)  # type: ignore[method-assign]
         attention.heads = torch.compile(attention.heads, fullgraph=True, dynamic=None, **options)  # type: ignore[assignment, method-assign]
     for norm in norms:
         norm.compile(fullgraph=True, dynamic=None, **options)

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.attention import SequenceLayout
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
+from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.remade import Remaking
 from lather.models.routing import LoadBalance, Router, Routing

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.attention import SequenceLayout
 from lather.models.decoder import Attended, Block
+from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import Routing
 from lather.models.weight_gradients import WeightGradients
@@ -130,6 +130,8 @@ class Segments:
                 routings.append(RoutingSummary(kept.routing.count_E, kept.routing.balance_loss))
             if torch.is_grad_enabled():
                 tape.blocks.append(kept)
+        if not torch.is_grad_enabled():
+            tape.micro_batch.layout.forget()
         assert x_BSD is not None
         if stage.lm_head is None:
             return x_BSD
@@ -153,6 +155,7 @@ class Segments:
             self._back(tape.embed, [grad_BSD], defer=defer)
             tape.embed = grad_BSD = None
         tape.held.clear()
+        tape.micro_batch.layout.forget()
         return grad_BSD
 
     def _forward_block(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Steps[tuple[Tensor, BlockTape]]:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.models.attention import SequenceLayout
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
+from lather.models.layout import SequenceLayout
 from lather.models.routing import counting_step
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.expert import exchange_over
@@ -91,7 +91,11 @@ class Engine:
 
     def gradients(self, tokens_BS: Int[Tensor, "b s"]) -> BatchResult:
         """Forward and backward of the global batch, one token more per sequence than is trained on; leaves the gradients of the whole step
-        in `parameters`."""
+        in `parameters`.
+
+        Raises ValueError, before anything travels, if the batch is not the global batch that the engine is for.
+        """
+        self._check_shape(tokens_BS, self.micro_batch_size * self.mesh.data_size * self.schedule.num_micro_batches)
         inputs_BS, labels_BS = self._own_sequences(tokens_BS[:, :-1]), self._own_sequences(tokens_BS[:, 1:])
         num_labels = int(token_count(labels_BS, self.mesh.data_group))
         counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
@@ -109,7 +113,11 @@ class Engine:
 
     @torch.no_grad()
     def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:
-        """Mean cross entropy in nats per token over all sequences."""
+        """Mean cross entropy in nats per token over all sequences, of which there may be any number.
+
+        Raises ValueError, before anything travels, if their length is not one more than the engine is for.
+        """
+        self._check_shape(tokens_BS, max(1, len(tokens_BS)))
         missing = -len(tokens_BS) % (self.mesh.data_size * self.micro_batch_size)
         inputs_BS = torch.cat((tokens_BS[:, :-1], tokens_BS[:1, :-1].expand(missing, -1)))
         labels_BS = torch.cat((tokens_BS[:, 1:], tokens_BS[:1, 1:].new_full((), IGNORE_INDEX).expand(missing, tokens_BS.shape[1] - 1)))
@@ -123,6 +131,14 @@ class Engine:
 
     def clear_gradients(self) -> None:
         self.parameters.clear_gradients()
+
+    def _check_shape(self, tokens_BS: Tensor, num_sequences: int) -> None:
+        expected = (num_sequences, self._activation.shape[1] + 1)
+        if tuple(tokens_BS.shape) != expected:
+            raise ValueError(
+                f"tokens have shape {tuple(tokens_BS.shape)}, not {expected}: give every rank all sequences of the batch, "
+                "each with one token more than train.sequence_length"
+            )
 
     def _own_sequences(self, x_BS: Tensor) -> Tensor:
         each = len(x_BS) // self.mesh.data_size
