@@ -37,8 +37,9 @@ lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## the memory benchmark, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
+bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
 	$(BIN)/lather bench memory
+	OMP_NUM_THREADS=1 $(BIN)/lather bench pipeline
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/lather bench optimizer $(ARGS)
 

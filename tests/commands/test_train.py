@@ -134,7 +134,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         (["--nproc", "3", "--parallel.ep", "3"], {}, ["parallel.ep", "3", "4 routed experts"]),
         (["--nproc", "4", "--parallel.pp", "4"], {}, ["parallel.pp", "4", "at most 1"]),
         (["--nproc", "3"], {}, ["train.batch_size = 4", "a multiple of 6"]),
-        (["--nproc", "2"], TORCHRUN, ["--nproc 2", "8 tasks", "leave out --nproc"]),
+        (["--nproc", "2"], {**TORCHRUN, "LOCAL_RANK": "0"}, ["--nproc 2", "8 tasks", "leave out --nproc"]),
         (["--nproc", "0"], {}, ["--nproc", "'0'"]),
     ],
 )

@@ -23,13 +23,17 @@ from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.engine import Engine
 from lather.train.loop import train
+from lather.train.state import Gathering
 
 PLACES: dict[str, tuple[type, str]] = {
     "forward": (Segments, "_attend"),
     "exchange": (ExpertExchange, "start_combine"),
     "backward": (Cut, "backward"),
     "raise": (Segments, "_attend"),
+    "shape": (Engine, "gradients"),
+    "save": (Gathering, "send"),
 }
+"""The function in which it happens."""
 
 
 class Silent:
@@ -63,7 +67,7 @@ def config_of(folder: Path, place: str) -> Config:
             "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
             "optim": {"name": "adamw", "warmup_steps": 0},
             "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},
-            "parallel": {"ep": 2} if place == "exchange" else {"pp": 2},
+            "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
             "checkpoint": {"every": 1},
             "log": {"sample_tokens": 0},
         }
@@ -71,7 +75,7 @@ def config_of(folder: Path, place: str) -> Config:
 
 
 def work(folder: str, place: str, world: World) -> int:
-    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function."""
+    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function, or has a cut batch."""
     config = config_of(Path(folder), place)
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     if world.rank == 1:
@@ -91,21 +95,30 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
     def counting(self: Engine, tokens: torch.Tensor) -> Any:
         nonlocal steps
         steps += 1
+        if place == "shape" and steps == number:
+            (folder / "failed").write_text(str(time.time()))
+            tokens = tokens[:, :-1]
         return gradients(self, tokens)
+
+    def fail() -> None:
+        (folder / "failed").write_text(str(time.time()))
+        if place in ("raise", "save"):
+            raise ArithmeticError("rank one has lost count")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += steps == number
+        if place == "save" and calls == 1:  # it is called once, and the first rank waits for what it sends
+            fail()
         result = original(*args, **kwargs)
         if calls == 2:
-            (folder / "failed").write_text(str(time.time()))
-            if place == "raise":
-                raise ArithmeticError("rank one has lost count")
-            os.kill(os.getpid(), signal.SIGKILL)
+            fail()
         return result
 
     Engine.gradients = counting  # type: ignore[method-assign, assignment]
-    setattr(owner, name, failing)
+    if place != "shape":
+        setattr(owner, name, failing)
 
 
 if __name__ == "__main__":

@@ -149,18 +149,23 @@ def test_after_twenty_steps_every_parameter_is_that_of_one_process(world_size: i
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Of batches that do not fit, by every rank alike and before anything travels: the next step still works."""
+    """Of batches that do not fit, by every rank alike and before anything travels: the next step still works. Validation takes any number
+    of sequences."""
     pair = make_pair(Case(pp=2))
     found = []
-    for tokens in (pair.tokens()[:, :-1], pair.tokens()[:-1]):
-        with pytest.raises(ValueError, match="micro-batch") as error:
-            pair.engine.gradients(tokens)
+    tokens, engine = pair.tokens(), pair.engine
+    for method, wrong in ((engine.gradients, tokens[:, :-1]), (engine.gradients, tokens[:-1]), (engine.validation_loss, tokens[:2, :-1])):
+        with pytest.raises(ValueError, match="have shape") as error:
+            method(wrong)
         found.append(str(error.value))
-    pair.engine.gradients(pair.tokens())
+    engine.gradients(tokens)
+    engine.validation_loss(tokens[:2])
     return found
 
 
 def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
-    for short, few in run_ranks(refusals, 2):
-        assert short == "tokens of micro-batch 0 have shape (1, 5): every micro-batch must have (1, 6)"
-        assert few == "got 4 micro-batches: this schedule is for 5"
+    remedy = "give every rank all sequences of the batch, each with one token more than train.sequence_length"
+    for short, few, validation in run_ranks(refusals, 2):
+        assert short == f"tokens have shape (5, 6), not (5, 7): {remedy}"
+        assert few == f"tokens have shape (4, 7), not (5, 7): {remedy}"
+        assert validation == f"tokens have shape (2, 6), not (2, 7): {remedy}"

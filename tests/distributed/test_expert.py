@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import FOUR, PAIRS, TWO, Case, expected_dispatch, expected_sum, expected_weights_gradient, from_tables, random_case
+from exchange_modes import MISTAKES, GivesBackTooEarly, buffers, half_the_bytes, is_found_out
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from models.tiny import error, random_normal, random_tokens, tiny_model
 
 F_EXPERT = 3
 
-
+WIDTHS = ("mixed", "fp32", "bf16")
 RECOMPUTED = ("mixed", "a rank without tokens", "everything to rank 1")
 
 
@@ -215,6 +216,27 @@ def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
     return all(arrived) and all(same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True))
 
 
+def plans_first(me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGroup) -> dict[str, bool]:
+    """Two plans under way at a time, and the numbers of rows in a group of their own."""
+    cases, groups, original = [TWO["mixed"], replace(TWO["K = 1"], d=3)], [], dist.all_to_all_single
+
+    def note(*args: Any, group: dist.ProcessGroup, **options: Any) -> Any:
+        groups.append(group)
+        return original(*args, group=group, **options)
+
+    exchange = ExpertExchange(group, 8, sizes_group=sizes_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", note)
+        plans = [exchange.start_plan(case.routing(me)) for case in cases]
+        ways = [plan.wait() for plan in reversed(plans)][::-1]
+        pending = [exchange.start_dispatch(case.x(me), case.routing(me), way) for case, way in zip(cases, ways, strict=True)]
+        rows = [item.wait().x_RD for item in pending]
+    return {
+        "rows": all(same(x_RD, expected_dispatch(case, me)[0]) for x_RD, case in zip(rows, cases, strict=True)),
+        "groups": groups == [sizes_group] * 2 + [group] * 4,
+    }
+
+
 def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
     """Every rank makes the mistake; none has sent anything, or what runs afterwards would not fit."""
     case = TWO["mixed"]
@@ -260,7 +282,9 @@ def alone(me: int, group: dist.ProcessGroup) -> bool:
 
 def two_ranks(me: int, world_size: int) -> dict[str, Any]:
     world, groups = dist.group.WORLD, [dist.new_group([rank]) for rank in range(world_size)]
+    sizes_group = dist.new_group([0, 1])
     assert world is not None
+    assert sizes_group is not None
     exchanges = {e: ExpertExchange(world, e) for e in range(2, 40, 2)}
     wide = {name: case for name, case in TWO.items() if case.dtype == torch.float64}
     result = {
@@ -270,8 +294,14 @@ def two_ranks(me: int, world_size: int) -> dict[str, Any]:
         "layer": {name: expert_layer(case, me, exchanges[case.e], "saved") for name, case in wide.items()},
         "recompute": {name: expert_layer(TWO[name], me, exchanges[8], "recompute") for name in RECOMPUTED},
         "decoder": {memory: decoder(me, world_size, exchanges[8], memory) for memory in ("saved", "reference")},
+        "mistakes": [[is_found_out(TWO[name], me, GivesBackTooEarly(mistake, world, 8)) for mistake in ("", *MISTAKES)] for name in WIDTHS],
+        "buffers": [buffers(TWO[name], me, world) for name in WIDTHS],
+        "autocast": half_the_bytes(
+            [model.float().layers[-1] for model in (sliced_decoder(me, 2, "saved"), whole_decoder("saved"))], me, world
+        ),
         "refusals": refusals(me, exchanges[8]),
         "several": several_at_once(me, (exchanges[8], exchanges[8])),
+        "plans": plans_first(me, world, sizes_group),
         "alone": alone(me, groups[me]),
     }
     spread = exchange_over(world, 4)
@@ -348,8 +378,40 @@ def test_a_decoder_with_sliced_experts_is_the_whole(two: list[dict[str, Any]], m
     assert max((value, name) for result in errors for name, value in result.items()) < (1e-12, "")
 
 
+def test_poison_finds_a_buffer_that_is_given_back_too_early(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["mistakes"] == [[False] + [True] * len(MISTAKES)] * len(WIDTHS)
+
+
+def test_buffers_are_poisoned_or_held_as_the_engine_is_told(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["buffers"] == [{"poisoned": True, "held": True}] * len(WIDTHS)
+
+
+def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        found = result["autocast"]
+        assert len(found["wide"]) == len(found["narrow"]) == 4  # rows, partial sums and the gradients of either
+        assert [dtype for dtype, _ in found["wide"] + found["full"]] == [torch.float32] * 8
+        assert found["narrow"] == [(torch.bfloat16, size // 2) for _, size in found["wide"]]
+        assert found["kept"] == 0
+
+
+def test_under_autocast_what_travelled_is_what_the_experts_round_anyway(two: list[dict[str, Any]]) -> None:
+    """The sum of a token whose experts are all on one rank has the same bits; others are two bf16 numbers instead of one."""
+    for result in two:
+        found = result["autocast"]
+        assert found["alone"] > 0
+        assert found["same bits"]
+        assert found["dtypes"] == {torch.float32}
+        assert len(found["errors"]) > 8
+        assert 0 < max(found["errors"][:2]) < 2**-8
+        assert max(found["errors"]) < 2**-6
+
+
 def test_several_may_be_under_way(two: list[dict[str, Any]]) -> None:
     assert all(result["several"] for result in two)
+    assert all(all(result["plans"].values()) for result in two)
 
 
 def test_a_group_of_one_is_the_local_exchange(two: list[dict[str, Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from ranks import run_ranks
 
 from lather.errors import ConfigError
 from lather.parallel.mesh import Mesh
-from lather.train.config import ParallelConfig
+from lather.train.config import ParallelConfig, check_parallel
+from lather.train.config_file import load_config
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 2, 1, False), (1, 2, 1, False), (1, 1, 2, False), (1, 2, 2, False), (4, 1, 1, False), (1, 4, 1, True), (2, 1, 2, True)]
@@ -40,9 +43,12 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
         mesh = Mesh.build(ParallelConfig(pp=pp, ep=ep, replicas=replicas), CPU, replicate_dense=replicate_dense)
         assert mesh.rank == rank
         assert mesh.size == world_size
-        groups: Groups = {name: gathered(getattr(mesh, f"{name}_group"), rank) for name in ("pp", "dp", "ep", "data")}
+        groups: Groups = {name: gathered(getattr(mesh, f"{name}_group"), rank) for name in ("pp", "ep", "data", "control")}
         for name in ("dense", "expert"):
             device_mesh = getattr(mesh, f"{name}_mesh")
+            if device_mesh is None:
+                groups[name], groups[f"{name}_ranks"] = [], []
+                continue
             groups[name] = [gathered(device_mesh.get_group(dim), rank) for dim in range(device_mesh.ndim)]
             groups[f"{name}_ranks"] = device_mesh.mesh.flatten().tolist()
         results.append(groups)
@@ -82,14 +88,14 @@ def expected_groups(rank: int, pp: int, ep: int, replicas: int, replicate_dense:
         dense = [where(pp_, shard, ep_), where(pp_, replica)]
         expert = [where(pp_, shard, ep_), where(pp_, ep_, replica)]
     if replicate_dense:
-        dense = [data, [rank]]
+        dense = []
     return {
         "pp": where(dp_, ep_),
-        "dp": along_dp,
         "ep": where(pp_, dp_),
+        "control": [0, 1, 2, 3],
         "data": data,
         "dense": dense,
-        "dense_ranks": data,
+        "dense_ranks": [] if replicate_dense else data,
         "expert": expert,
         "expert_ranks": along_dp,
     }
@@ -116,11 +122,16 @@ def test_one_process_needs_no_group() -> None:
     mesh = Mesh.build(ParallelConfig(), CPU)
     assert not dist.is_initialized()
     assert (mesh.size, mesh.pp_rank, mesh.dp_rank, mesh.ep_rank, mesh.data_rank) == (1, 0, 0, 0, 0)
-    assert {mesh.pp_group, mesh.dp_group, mesh.ep_group, mesh.data_group, mesh.dense_mesh, mesh.expert_mesh} == {None}
+    assert {mesh.pp_group, mesh.ep_group, mesh.data_group, mesh.control_group, mesh.dense_mesh, mesh.expert_mesh} == {None}
     with pytest.raises(AttributeError):
         mesh.rank = 1  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"parallel\.pp"):
         Mesh.build(ParallelConfig(pp=2), CPU)
+
+
+def test_the_quickstart_runs_on_four_ranks() -> None:
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+    check_parallel(replace(config, parallel=ParallelConfig(pp=2, ep=2)), 4)
 
 
 def test_description() -> None:

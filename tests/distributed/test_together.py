@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 from lather.errors import CheckpointError
+from lather.parallel.mesh import Mesh
 from lather.parallel.together import together
+from lather.train.config import ParallelConfig
 
 
 class LocalError(Exception):
@@ -23,6 +27,7 @@ class LocalError(Exception):
 
 ERRORS: dict[str, dict[int, Exception]] = {
     "none": {},
+    "slow": {},
     "first": {0: CheckpointError("a file is damaged")},
     "last": {2: OSError(errno.ENOSPC, "No space left on device", "/somewhere")},
     "two": {1: ValueError("one"), 2: KeyError("two")},
@@ -32,11 +37,13 @@ ERRORS: dict[str, dict[int, Exception]] = {
 
 def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     found = {}
+    group = control_group(rank, world_size, folder, seconds=2)
     for name, errors in ERRORS.items():
         found[name] = "nothing"
         try:
-            with together(world_size):
+            with together(group):
                 time.sleep(0.2 * (rank == 1))
+                time.sleep(4 * (name == "slow" and rank == 0))  # longer than ranks wait for each other elsewhere
                 (folder / f"{name}{rank}").touch()
                 if rank in errors:
                     raise errors[rank]
@@ -47,10 +54,18 @@ def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     return found
 
 
+def control_group(rank: int, world_size: int, folder: Path, seconds: float) -> dist.ProcessGroup | None:
+    """Of a mesh in whose steps ranks wait for each other for so long."""
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout)
+    return Mesh.build(ParallelConfig(ep=world_size), torch.device("cpu")).control_group
+
+
 def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
     found = run_ranks(outcomes, 3, tmp_path)
     for each in found:
-        assert each["none"] == "nothing"
+        assert each["none"] == each["slow"] == "nothing"
         assert each["first"] == "CheckpointError: a file is damaged"
         assert each["last"] == "OSError: [Errno 28] No space left on device: '/somewhere'"
     assert [each["two"] for each in found] == ["ValueError: one", "ValueError: one", "KeyError: 'two'"]
@@ -60,7 +75,7 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_by_itself() -> None:
-    with pytest.raises(LocalError), together(1):
+    with pytest.raises(LocalError), together(None):
         raise LocalError("a", "b")
-    with together(1):
+    with together(None):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lather.memory.live_bytes import PeakBytes
-from lather.models.decoder import Block
+from lather.models.decoder import Attended, Block
 from lather.models.layers import Linear, RMSNorm
 from lather.models.remade import Remaking
 from models.tiny import layout_of, random_normal, tiny_family_model
@@ -107,6 +108,60 @@ def test_hooks_outside_see_the_rest() -> None:
     assert any(x.equal(normed_TI) for x in seen[False] if x.shape == normed_TI.shape)
     assert not any(x.equal(normed_TI) for x in seen[True] if x.shape == normed_TI.shape)
     assert len(seen[True]) == len(seen[False]) - 2 + 1  # the products' two; and its source
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_keeps_no_normed_rows(family: str) -> None:
+    """Of its two norms; the router, the experts and the shared experts read those of the second. Bits: those of a block that keeps all."""
+    block = attention_of(family, first_k_dense_replace=0) if family == "deepseek_v2" else attention_of(family)
+    x_BSD = random_normal(2, 7, 24).requires_grad_()
+    layout, results, kept = layout_of(x_BSD), [], []
+    block(x_BSD, layout)  # makes the rotary tables
+    for not_kept in (True, False):
+        with pytest.MonkeyPatch.context() as patch, PeakBytes() as alive:
+            if not not_kept:
+                patch.setattr(Attended, "not_kept", lambda _: nullcontext())
+            y_BSD, routing = block(x_BSD, layout)
+            loss = (y_BSD * random_normal(2, 7, 24, seed=3)).sum() + routing.balance_loss
+            kept.append(alive.now)
+        block.zero_grad()
+        x_BSD.grad = None
+        loss.backward()
+        results.append([x_BSD.grad, *(p.grad for p in block.parameters())])
+    assert kept[1] - kept[0] == 2 * 7 * 24 * 8
+    for again, plain in zip(*results, strict=True):
+        assert again.equal(plain)
+
+
+def test_several_graphs_have_it_made_once() -> None:
+    """By the first that runs backward; it goes with the last."""
+    norm, layers = RMSNorm(6, 1e-6), [Linear(6, size) for size in (5, 4, 3)]
+    x_TI = torch.randn(3, 6, requires_grad=True)
+    remaking, calls = Remaking(), []
+    norm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    with remaking.watch():
+        normed_TI = remaking.norm(norm, x_TI)
+        losses = [layers[0](normed_TI).sum()]
+        again = remaking.again(normed_TI)
+        assert remaking.again(x_TI) is None
+    assert again is not None
+    leaf_TI = normed_TI.detach().requires_grad_()
+    for layer in layers[1:]:
+        with again.instead_of(normed_TI):
+            losses.append(layer(leaf_TI).sum())
+    expected = torch.stack([normed_TI.sum(0)] * 5)
+    normed_TI.untyped_storage().resize_(0)
+    with PeakBytes() as alive:
+        for number, loss in enumerate(losses):
+            for layer in layers:
+                layer.weight.grad = None
+            loss.backward()
+            assert layers[number].weight.grad.equal(expected[: len(layers[number].weight)])  # type: ignore[union-attr]
+            assert calls == [True, False]
+            for layer in layers:
+                layer.weight.grad = layer.bias.grad = None
+        leaf_TI.grad = x_TI.grad = norm.weight.grad = None
+        assert alive.now == 0
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -168,6 +168,7 @@ def changed(old: str, new: str, count: int = 1) -> str:
         ("0UNSHARD", "0UNSHARD 0UNSHARD", "unsharded already"),
         ("0UNSHARD ", "", "not unsharded"),
         (" 0RESHARD", "", "still unsharded"),
+        ("0REDUCE_GRAD 0RESHARD", "0RESHARD 0REDUCE_GRAD", "0REDUCE_GRAD comes where its parameters are not unsharded"),
         ("0REDUCE_GRAD ", "", "0 REDUCE_GRAD and should have 1"),
         ("0REDUCE_GRAD", "0REDUCE_GRAD1", "has a micro-batch"),
         ("1F0", "2F0", "comes before"),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.decoder import Block, Decoder
+from lather.models.decoder import Attended, Block, Decoder
 from lather.models.layers import Linear
 from lather.models.layout import SequenceLayout
 from lather.models.moe import Dispatched, LocalExchange
+from lather.models.routing import Routing
 from lather.models.weight_gradients import WeightGradients
 from lather.pipeline import overlap
 from lather.pipeline.part import whole_part
@@ -174,7 +175,7 @@ def test_autocast_is_on_inside_segments_and_off_wherever_a_chunk_stops(recompute
         result, number = run_outside_autocast(generator)
         stops += number
         loss = result if loss is None else loss
-    assert stops == 2 * 2 * len(model.routers())
+    assert stops == 2 * 3 * len(model.routers())
     assert inside
     assert all(inside)
     assert loss is not None
@@ -201,7 +202,7 @@ def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
 class CopyingExchange(LocalExchange):
     """One rank, but what comes out is never what went in, as if it had travelled."""
 
-    def dispatch(self, x_TD: Tensor, routing: Any) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD.clone(), routing.experts_TK.clone(), routing.weights_TK.clone())
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
@@ -216,12 +217,12 @@ class TooEarly(Segments):
 
     what = ""
 
-    def _forward_block(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Steps[tuple[Tensor, BlockTape]]:
-        out_BSD, kept = yield from super()._forward_block(block, x_BSD, tape)
+    def _forward_block(
+        self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
+    ) -> Steps[tuple[Tensor, BlockTape]]:
+        out_BSD, kept = yield from super()._forward_block(block, x_BSD, tape, routings)
         if self.what == "block input":
             self.frees.release(x_BSD, out_BSD, held=[])
-        elif self.what == "normed rows":
-            self._release_input(kept.shared or kept.experts, out_BSD)
         elif self.what == "received rows":
             self._release_input(kept.experts, out_BSD)
         elif self.what == "router's weights":
@@ -235,18 +236,23 @@ class TooEarly(Segments):
 
     def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> Any:
         cut, attended = super()._attend(block, x_BSD, layout)
-        if self.what == "residual":
-            self.frees.release(attended.residual_BSD, held=[])
+        if self.what in ("residual", "normed rows"):
+            self.frees.release(attended.residual_BSD if self.what == "residual" else attended.normed_TD, held=[])
         return cut, attended
+
+    def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
+        super()._was_read(attended, tape, *(() if self.what == "input of what is run again" else cuts))
 
 
 class GateUpTooEarly(Segments):
     """Frees gate/up, which only the experts' graph has."""
 
-    def _forward_block(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Steps[tuple[Tensor, BlockTape]]:
+    def _forward_block(
+        self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
+    ) -> Steps[tuple[Tensor, BlockTape]]:
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
-            out_BSD, kept = yield from super()._forward_block(block, x_BSD, tape)
+            out_BSD, kept = yield from super()._forward_block(block, x_BSD, tape, routings)
         for x in saved:
             if x.is_floating_point() and x.dim() == 2 and x.shape[-1] == 22 and not isinstance(x, nn.Parameter):
                 self.frees.release(x, out_BSD, held=[])
@@ -261,12 +267,13 @@ def is_found_out(segments: Segments) -> bool:
 
 
 def wrong(what: str) -> Segments:
-    segments = TooEarly(CopyingExchange(), frees=Frees(poison=True))
+    recompute = ("shared_experts",) if what == "input of what is run again" else ()
+    segments = TooEarly(CopyingExchange(), frees=Frees(poison=True), recompute=recompute)
     segments.what = what
     return segments
 
 
-WRONG = ("block input", "normed rows", "received rows", "router's weights", "block output", "residual")
+WRONG = ("block input", "normed rows", "received rows", "router's weights", "block output", "residual", "input of what is run again")
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -291,11 +298,13 @@ def test_poison_finds_a_combined_sum_released_before_it_is_added(monkeypatch: py
 def test_what_is_released_rightly_is_not_found_fault_with(exchange: LocalExchange) -> None:
     assert not is_found_out(Segments(exchange, frees=Frees(poison=True)))
     assert not is_found_out(Segments(exchange, frees=Frees(poison=True), recompute=RECOMPUTABLE))
+    for name in RECOMPUTABLE:
+        assert not is_found_out(Segments(exchange, frees=Frees(poison=True), recompute=[name]))
     assert not is_found_out(wrong("nothing"))
 
 
-def test_the_experts_sums_are_given_back_once_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By storage: with an exchange that copies, two per MoE block and the shared experts'; without, they are one."""
+def test_sums_and_normed_rows_are_given_back_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By storage: of sums, with an exchange that copies, two per MoE block, the shared experts' and the total; without, two are one."""
     released: list[Tensor] = []
     original = Frees.release
 
@@ -308,7 +317,7 @@ def test_the_experts_sums_are_given_back_once_they_are_added(monkeypatch: pytest
     monkeypatch.setattr(Frees, "release", release)
     model = model_of("deepseek_v2", first_k_dense_replace=0)
     (stage,) = whole_part(model).stages
-    for exchange, per_block in ((CopyingExchange(), 4), (LocalExchange(), 3)):
+    for exchange, per_block in ((CopyingExchange(), 1 + 4), (LocalExchange(), 1 + 3)):
         overlap.run(Segments(exchange).forward(stage, None, ChunkTape(micro_batch()), []))
         assert len(released) == per_block * len(model.layers)
         assert all(x.shape == (BATCH * LENGTH, 24) for x in released)

@@ -223,6 +223,34 @@ def test_poison_is_all_of_the_storage_and_keeps_it() -> None:
         assert x.isnan().all()
 
 
+@pytest.mark.parametrize(("dtype", "floating"), [(torch.int32, torch.float32), (torch.int64, torch.float64)])
+def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(dtype: torch.dtype, floating: torch.dtype) -> None:
+    x = torch.arange(6, dtype=dtype)
+    Frees(poison=True).give_back(x[1:3])
+    assert (x > 2**30).all()
+    assert x.view(floating).isnan().all()
+    with pytest.raises(IndexError):
+        torch.ones(100)[x]
+
+
+def test_a_buffer_of_nobody_else_is_given_back_as_told() -> None:
+    for frees, size in ((Frees(), 0), (Frees(poison=True), 12), (Frees(enabled=False), 12)):
+        x = torch.ones(3)
+        frees.give_back(x)
+        frees.give_back(torch.empty(0))
+        assert x.untyped_storage().nbytes() == size
+        assert not size or bool(x.isnan().all()) == frees.poison
+
+
+@pytest.mark.parametrize(("recompute", "number"), [(None, 0), (contextlib.nullcontext, 1)], ids=["kept", "recomputed"])
+def test_only_a_second_run_reads_the_inputs_themselves(recompute: None, number: int) -> None:
+    x = torch.ones(3)
+    cut, (y,) = Cut.run(activations, [x], recompute=recompute)
+    assert [kept.untyped_storage() is x.untyped_storage() for kept in cut.kept_inputs] == [True] * number
+    cut.backward([y])
+    assert cut.kept_inputs == []
+
+
 def test_without_early_frees_the_chunk_holds_what_would_be_given_back() -> None:
     held: list[Tensor] = []
     x = torch.ones(3)

@@ -19,8 +19,9 @@ from lather.optim import SOAP
 from lather.parallel.mesh import Mesh
 from lather.pipeline.part import whole_part
 from lather.pipeline.schedule import sequential
-from lather.train.config import LoopConfig, MoEConfig, OptimConfig
-from lather.train.engine import IGNORE_INDEX, Engine
+from lather.train.config import Config, LoopConfig, MoEConfig, OptimConfig
+from lather.train.engine import IGNORE_INDEX, Engine, build_engine
+from lather.train.loop import build_model
 from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
 
 MakeModel = Callable[..., Decoder]
@@ -236,6 +237,16 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model:
         assert {t.dtype for t in tensors} == {torch.float32}
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["bf16"][0] != losses["fp32"][0]
+
+
+def test_fp64_is_the_whole_models(make_config: Callable[..., Config]) -> None:
+    config = make_config(train={"precision": "fp64"})
+    engine = build_engine(config, Mesh.single(CPU))
+    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters.named()), config.train.max_grad_norm)
+    batch = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
+    assert not step(batch, 1e-2).skipped
+    assert {p.dtype for p in engine.part.parameters()} == {torch.float64}
+    assert {p.dtype for p in build_model(config, CPU).parameters()} == {torch.float64}
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------------------------------

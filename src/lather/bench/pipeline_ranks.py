@@ -117,10 +117,11 @@ class OurRuntime:
         self.part = make_part(case, mesh, levers.memory)
         queue = WeightGradients()
         defer_weight_gradients(self.part, queue)
+        frees = Frees(enabled=levers.early_frees)
         segments = Segments(
-            exchange_over(mesh.ep_group, case.model.n_routed_experts),
+            exchange_over(mesh.ep_group, case.model.n_routed_experts, give_back=frees.give_back),
             weight_gradients=queue,
-            frees=Frees(enabled=levers.early_frees),
+            frees=frees,
             recompute=levers.recompute,
         )
         activation = Activation((case.batch, case.length, case.model.hidden_size), case.dtype, mesh.device)

@@ -1,6 +1,7 @@
-"""`lather profile CONFIG`: what each layer of a model keeps between forward and backward.
+"""`lather profile CONFIG`: what each layer of a model keeps between forward and backward, and on a mesh what each pipeline rank does.
 
-The micro-batch is random tokens: no data is read. With `data.packed_attention` each sequence is four documents of a quarter of its length.
+The micro-batch is random tokens: no data is read, and no rank is started. With `data.packed_attention` each sequence is four documents of
+a quarter of its length.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ import lather
 from lather.commands.parsing import parse_arguments
 from lather.console import wide_console
 from lather.errors import ConfigError, UserError
-from lather.memory import report
+from lather.memory import ranks, report
+from lather.memory.chunks import ChunkMeter, Levers, layer_places
 from lather.memory.distinct import Cut, keep_two_of_each, materialize
 from lather.memory.profile import SavedTensors, profile_saved_tensors
+from lather.memory.ranks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
-from lather.train.config import Config
+from lather.models.layout import SequenceLayout
+from lather.pipeline.schedule import dualpipev, sequential
+from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
+from lather.train.config import Config, check_parallel
 from lather.train.config_file import load_config
-from lather.train.engine import document_boundaries
+from lather.train.engine import divide_layers, document_boundaries
 from lather.train.loop import build_model
 from lather.train.step import pick_device
 
@@ -37,17 +43,21 @@ DOCUMENTS = 4
 MOST_PARAMETERS = 300_000_000
 """Up to this many, `--layers auto` runs the whole model."""
 
+CONFIGURED = "as configured"
+"""Levers of a profile without `--compare`."""
+
 BASELINE = "reference"
 """The memory mode that the others are compared with."""
 
 
 @dataclass(frozen=True)
 class ProfileArguments:
-    """List the tensors that a forward pass of one micro-batch keeps for backward, per layer and segment."""
+    """List the tensors that a forward pass of one micro-batch keeps for backward, per layer and segment; with several pipeline or expert
+    ranks also what each rank keeps at most."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     compare: bool = False
-    """Run all memory modes and show their totals side by side."""
+    """Run all memory modes and show their totals side by side; on a mesh also recomputation and early frees."""
     layers: Literal["auto", "all", "distinct"] = "auto"
     """all: run every layer. distinct: run two of each kind and count the others like the second. auto: all up to 300 M parameters."""
     out: Path | None = None
@@ -69,6 +79,7 @@ def profile_command(arguments: list[str]) -> int:
         if path.is_dir():
             raise UserError(f"{path}: cannot be written (a folder): name a file, {path / 'profile'} for example")
 
+    check_parallel(parsed.config, parsed.config.parallel.pp * data_ranks(parsed.config))
     modes = MEMORY_MODES if parsed.compare else (parsed.config.moe.memory,)
     model, cut = build(parsed.config, parsed.layers)
     profiles: dict[str, SavedTensors] = {}
@@ -76,8 +87,9 @@ def profile_command(arguments: list[str]) -> int:
         model.set_memory(mode)
         profile = profile_micro_batch(model, parsed.config)
         profiles[mode] = cut.restore(profile) if cut else profile
-    write(parsed, Path(file or "").stem, profiles, cut)
-    show(parsed, profiles, cut, wide_console(150))
+    by_rank = profile_ranks(model, cut, parsed.config, compare=parsed.compare) if is_mesh(parsed.config) else {}
+    write(parsed, Path(file or "").stem, profiles, cut, by_rank)
+    show(parsed, profiles, cut, by_rank, wide_console(150))
     return 0
 
 
@@ -99,26 +111,71 @@ def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
 
     With `data.packed_attention` attention stays within documents, of which a sequence has `DOCUMENTS` of about the same length.
     """
-    train, device = config.train, next(model.parameters()).device
-    shape = (train.micro_batch_size, train.sequence_length + 1)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(config.seed)).to(device)
-    length = math.ceil(train.sequence_length / DOCUMENTS)
-    is_last_BS = (torch.arange(1, train.sequence_length + 1) % length == 0).long().expand(train.micro_batch_size, -1)
-    boundaries = document_boundaries(is_last_BS, end_of_text=1) if config.data.packed_attention else None
+    tokens, boundaries = _random_batch(config, next(model.parameters()).device)
 
     def losses() -> list[Tensor]:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=train.precision == "bf16"):
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=config.train.precision == "bf16"):
             output: DecoderOutput = model(tokens[:, :-1], tokens[:, 1:], cu_seqlens=boundaries)
         assert output.loss is not None
         return [output.loss, output.balance_loss(), *([output.z_loss()] if config.moe.z_loss_coefficient else [])]
 
-    return profile_saved_tensors(model, losses, num_tokens=train.micro_batch_size * train.sequence_length)
+    return profile_saved_tensors(model, losses, num_tokens=tokens[:, 1:].numel())
 
 
-def write(parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: Cut | None) -> None:
+def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Tokens (B, S + 1), and the documents' boundaries."""
+    size, length = micro_batch_size(config), config.train.sequence_length
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
+    is_last_BS = (torch.arange(1, length + 1) % math.ceil(length / DOCUMENTS) == 0).long().expand(size, -1)
+    return tokens, document_boundaries(is_last_BS, end_of_text=1) if config.data.packed_attention else None
+
+
+def data_ranks(config: Config) -> int:
+    """Of the smallest mesh: dp is what `parallel.replicas` needs."""
+    return config.parallel.ep * config.parallel.replicas
+
+
+def micro_batch_size(config: Config) -> int:
+    return config.train.batch_size // (data_ranks(config) * config.num_micro_batches(data_ranks(config)))
+
+
+def is_mesh(config: Config) -> bool:
+    return config.parallel.pp * config.parallel.ep > 1
+
+
+def profile_ranks(model: Decoder, cut: Cut | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
+    """What every pipeline rank keeps, by name of the levers."""
+    number = config.num_micro_batches(data_ranks(config))
+    schedule = dualpipev(config.parallel.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
+    layers = divide_layers(config, schedule.num_stages).stages
+    tokens, boundaries = _random_batch(config, next(model.parameters()).device)
+    layout = SequenceLayout(len(tokens), config.train.sequence_length, tokens.device, boundaries)
+    micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], layout)
+    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    meter = ChunkMeter(model, layer_places(model, cut), micro_batch, config.parallel.ep, autocast)
+    return {name: rank_bytes(schedule, meter.measure(levers), layers) for name, levers in _levers(config, compare=compare).items()}
+
+
+def _levers(config: Config, *, compare: bool) -> dict[str, Levers]:
+    own = Levers(config.moe.memory, config.train.recompute)
+    if not compare:
+        return {CONFIGURED: own}
+    return {
+        **{mode: Levers(mode, config.train.recompute) for mode in MEMORY_MODES},
+        f"{own.memory}, attention recomputed": dataclasses.replace(own, recompute=("attention",)),
+        f"{own.memory}, everything recomputed": dataclasses.replace(own, recompute=RECOMPUTABLE),
+        f"{own.memory}, no early frees": dataclasses.replace(own, early_frees=False),
+    }
+
+
+def write(
+    parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: Cut | None, by_rank: dict[str, list[RankBytes]]
+) -> None:
     """JSON and picture; `name` is the configuration's."""
     if parsed.json:
-        report.write_json(_document(parsed.config, profiles, cut), parsed.json)
+        document = _document(parsed.config, profiles, cut)
+        report.write_json({**document, "ranks": ranks.to_json(by_rank)} if by_rank else document, parsed.json)
     if parsed.out:
         title, batch = f"{name}: kept for backward", _batch(parsed.config)
         if parsed.compare:
@@ -131,10 +188,12 @@ def write(parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors]
 def _batch(config: Config) -> str:
     train = config.train
     documents = f", {DOCUMENTS} documents per sequence" if config.data.packed_attention else ""
-    return f"{train.micro_batch_size} x {train.sequence_length} tokens, {train.precision}{documents}"
+    return f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
 
 
-def show(parsed: ProfileArguments, profiles: dict[str, SavedTensors], cut: Cut | None, console: Console) -> None:
+def show(
+    parsed: ProfileArguments, profiles: dict[str, SavedTensors], cut: Cut | None, by_rank: dict[str, list[RankBytes]], console: Console
+) -> None:
     """Tables on `console`, and the names of the files."""
     if parsed.compare:
         report.print_comparison(profiles, BASELINE, console)
@@ -147,8 +206,23 @@ def show(parsed: ProfileArguments, profiles: dict[str, SavedTensors], cut: Cut |
         console.print(
             f"measured on {len(cut.kept)} of {cut.num_blocks} blocks, two of each kind; the others count like the second of their kind"
         )
+    if by_rank:
+        _show_ranks(parsed.config, by_rank, console)
     for path in filter(None, (parsed.json, parsed.out)):
         console.print(f"{path}", soft_wrap=True)
+
+
+def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Console) -> None:
+    if len(by_rank) > 1:
+        ranks.print_levers(by_rank, console)
+    else:
+        ranks.print_ranks(by_rank[CONFIGURED], console)
+    console.print(
+        f"{config.num_micro_batches(data_ranks(config))} micro-batches on {config.parallel.pp} pipeline x {config.parallel.ep} expert "
+        "ranks; expected from one chunk of each stage and the schedule, for an even load of the experts; without parameters, gradients, "
+        "optimizer state, and temporaries inside an action",
+        highlight=False,
+    )
 
 
 def _document(config: Config, profiles: dict[str, SavedTensors], cut: Cut | None) -> dict[str, Any]:
@@ -156,7 +230,7 @@ def _document(config: Config, profiles: dict[str, SavedTensors], cut: Cut | None
         "lather": lather.__version__,
         "torch": torch.__version__,
         "model": dataclasses.asdict(config.model),
-        "micro_batch_size": config.train.micro_batch_size,
+        "micro_batch_size": micro_batch_size(config),
         "sequence_length": config.train.sequence_length,
         "precision": config.train.precision,
         "documents_per_sequence": DOCUMENTS if config.data.packed_attention else 1,

@@ -6,13 +6,15 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 
 from lather.commands.parsing import parse_arguments
-from lather.errors import ConfigError
+from lather.errors import ConfigError, UserError
 from lather.parallel.launch import GroupOptions, join, launch, take_nproc
+from lather.parallel.lifeline import UNWIND_SECONDS
 from lather.parallel.mesh import Mesh
 from lather.parallel.world import World
 from lather.train.config import Config, check_parallel
@@ -30,6 +32,25 @@ NPROC_HELP = """\
 
 def train_command(arguments: list[str]) -> int:
     """Train, or resume, the run that a TOML file describes, in this process or in several."""
+    world = World.of_environment(os.environ)
+    try:
+        config, nproc = _read(arguments)
+        if world is not None and nproc is not None:
+            raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+        check_parallel(config, world.size if world else nproc or 1)
+        options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
+    except UserError:
+        if world is None or world.local_rank == 0:
+            raise
+        time.sleep(UNWIND_SECONDS)  # the first rank of each machine says it; torchrun would end it if another one were earlier
+        return 2
+    if world is not None:
+        return join(run_worker, (config,), world, options)
+    return launch(run_worker, (config,), nproc or 1, options)
+
+
+def _read(arguments: list[str]) -> tuple[Config, int | None]:
+    """The configuration that the command line gives, and `--nproc`."""
     arguments, nproc = take_nproc(arguments)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     asks_for_help = bool({"-h", "--help"} & set(arguments))
@@ -37,15 +58,7 @@ def train_command(arguments: list[str]) -> int:
         raise ConfigError("lather train needs a configuration first: lather train configs/quickstart.toml")
     if asks_for_help:
         print(NPROC_HELP)
-    config = parse_arguments(Config, "lather train CONFIG", arguments, default=load_config(Path(file)) if file else Config())
-    world = World.of_environment(os.environ)
-    if world is not None and nproc is not None:
-        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
-    check_parallel(config, world.size if world else nproc or 1)
-    options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
-    if world is not None:
-        return join(run_worker, (config,), world, options)
-    return launch(run_worker, (config,), nproc or 1, options)
+    return parse_arguments(Config, "lather train CONFIG", arguments, default=load_config(Path(file)) if file else Config()), nproc
 
 
 def run_worker(config: Config, world: World) -> int:

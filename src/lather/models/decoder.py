@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
 from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
-from lather.models.remade import Remaking
+from lather.models.remade import Again, Remaking
 from lather.models.routing import LoadBalance, Router, Routing
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.shapes import Float, Int
@@ -42,6 +43,12 @@ class Attended:
     normed_TD: Float[Tensor, "t d"]
     routing: Routing | None
     """None in a dense block."""
+    again: Again | None = None
+    """Makes `normed_TD` again, from the residual; None if it has to be kept."""
+
+    def not_kept(self) -> AbstractContextManager[None]:
+        """Around what reads `normed_TD`: it is made again in backward."""
+        return nullcontext() if self.again is None else self.again.instead_of(self.normed_TD)
 
 
 class Block(nn.Module):
@@ -59,9 +66,14 @@ class Block(nn.Module):
         remaking = Remaking(enabled=self.memory != "reference")
         with remaking.watch():
             residual_BSD = x_BSD + self.self_attn(remaking.norm(self.input_layernorm, x_BSD), layout, remaking)
-        normed_TD = self.post_attention_layernorm(residual_BSD).flatten(0, 1)
-        routing = self.mlp.gate(normed_TD, len(x_BSD)) if isinstance(self.mlp, MoE) else None
-        return Attended(residual_BSD, normed_TD, routing)
+            normed_TD = self._normed(residual_BSD)
+            remaking.add((normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD)
+            routing = self.mlp.gate(normed_TD, len(x_BSD)) if isinstance(self.mlp, MoE) else None
+            return Attended(residual_BSD, normed_TD, routing, remaking.again(normed_TD))
+
+    def _normed(self, residual_BSD: Tensor) -> Tensor:
+        normed_BSD: Tensor = self.post_attention_layernorm(residual_BSD)
+        return normed_BSD.flatten(0, 1)
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """None in a dense block."""
@@ -88,10 +100,11 @@ class Block(nn.Module):
         self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, exchange: Exchange = LOCAL_EXCHANGE
     ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
         attended = self.attend_and_route(x_BSD, layout)
-        dispatched = self.dispatch(attended, exchange)
-        partial_RD = self.run_experts(attended, dispatched)
-        combined_TD = self.combine(partial_RD, dispatched, exchange)
-        return self.aggregate(attended, combined_TD), attended.routing
+        with attended.not_kept():
+            dispatched = self.dispatch(attended, exchange)
+            partial_RD = self.run_experts(attended, dispatched)
+            combined_TD = self.combine(partial_RD, dispatched, exchange)
+            return self.aggregate(attended, combined_TD), attended.routing
 
 
 @dataclass

@@ -75,7 +75,11 @@ class Exchange(Protocol):
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """This rank's experts' weighted sums (R, D) to the whole sums of its own tokens (T, D)."""
 
-    def start_dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Dispatched]: ...
+    def start_plan(self, routing: Routing) -> Pending[Any]:
+        """What the ranks have to tell each other before rows can travel: how many there are."""
+
+    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
+        """`plan`: what `start_plan` gave for this routing; None: it is asked for here, and waited for."""
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]: ...
 
@@ -97,7 +101,10 @@ class LocalExchange:
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
         return partial_RD
 
-    def start_dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def start_plan(self, routing: Routing) -> Pending[None]:
+        return Arrived(None)
+
+    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: None = None) -> Pending[Dispatched]:
         return Arrived(self.dispatch(x_TD, routing))
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
@@ -124,8 +131,8 @@ class MoE(nn.Module):
         self.keep_little()
 
     def keep_little(self) -> None:
-        """Of the shared experts nothing but their input is kept, which is kept anyway: gate/up is made again in backward, two more products
-        to their nine."""
+        """Of the shared experts nothing but their input is kept, and a block makes that again from its residual: so is gate/up in backward,
+        two more products to their nine."""
         if self.shared_experts is not None and self.shared_experts.memory == "saved":
             self.shared_experts.memory = "recompute"
 

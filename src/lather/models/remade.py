@@ -29,7 +29,7 @@ class Remaking:
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._again: dict[Place, _Again] = {}
+        self._again: dict[Place, Again] = {}
         self._storages: list[torch.UntypedStorage] = []
         self._hooks: Hooks = (_as_it_is, _as_it_is)
 
@@ -47,7 +47,7 @@ class Remaking:
             return pack_outside(x) if made is None else made.kept_once_more()
 
         def unpack(kept: Any) -> Tensor:
-            x: Tensor = kept() if isinstance(kept, _Again) else unpack_outside(kept)
+            x: Tensor = kept() if isinstance(kept, Again) else unpack_outside(kept)
             return x
 
         try:
@@ -66,14 +66,22 @@ class Remaking:
             pack, unpack = self._hooks
             packed = [pack(x.detach()) for x in sources]
             group = _Group(lambda: make(*map(unpack, packed)), tensors[0].device.type)
-            self._again.update({_place(x): _Again(group, number) for number, x in enumerate(tensors)})
-            self._storages += [x.untyped_storage() for x in tensors]
+            for number, x in enumerate(tensors):
+                self._enter(x, Again(group, number))
+
+    def _enter(self, x: Tensor, again: Again) -> None:
+        self._again[_place(x)] = again
+        self._storages.append(x.untyped_storage())
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """`norm(x)`, which is made again from x."""
         y: Tensor = norm(x)
         self.add((y,), lambda x: (norm(x),), x)
         return y
+
+    def again(self, x: Tensor) -> Again | None:
+        """How x is made again, for other graphs that read it; None if it is not. To be called inside `watch`."""
+        return self._again.get(_place(x))
 
 
 class _Group:
@@ -94,13 +102,25 @@ class _Group:
         return self._made[number] if self._left[number] else self._made.pop(number)
 
 
-class _Again:
+class Again:
     """Stands for one of a group in autograd's graph."""
 
     def __init__(self, group: _Group, number: int) -> None:
         self._group, self._number = group, number
 
-    def kept_once_more(self) -> _Again:
+    @contextmanager
+    def instead_of(self, x: Tensor) -> Iterator[None]:
+        """Inside the block it is kept in the place of x, the tensor that it makes again, by whatever graph reads x or a detached x.
+
+        All graphs have to run backward before any of their forward passes is run again: x goes when each has had it.
+        """
+        remaking = Remaking()
+        with remaking.watch():
+            if torch.is_grad_enabled():
+                remaking._enter(x, self)
+            yield
+
+    def kept_once_more(self) -> Again:
         self._group.uses[self._number] += 1
         return self
 

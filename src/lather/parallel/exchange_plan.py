@@ -4,8 +4,8 @@ Rows to send are ordered by rank, then token; what a rank receives is then order
 number e % N on rank e // N. The router's decision travels beside the rows in one integer buffer: local numbers of the experts, and the
 weights' bits.
 
-Trade-off: splits are exact, so nothing is padded and no token dropped; for that the host has to know the numbers of rows and waits for the
-device once.
+Trade-off: splits are exact, so nothing is padded and no token dropped; for that the host has to know the numbers of rows, which travel
+first.
 
 Letters: T tokens of this rank, R rows that it receives, S rows that it sends, K experts per token, P ranks, N experts on a rank.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lather.models.routing import Routing
@@ -45,9 +44,29 @@ class Way:
         return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
 
 
-def plan_way(experts_TK: Int[Tensor, "t k"], num_local_experts: int, group: dist.ProcessGroup) -> Way:
-    """The way of tokens to the ranks of their experts. Collective; the host waits for the numbers of rows, and for nothing else."""
-    (t, k), p, device = experts_TK.shape, dist.get_world_size(group), experts_TK.device
+@dataclass(frozen=True)
+class Plan:
+    """What a rank knows of its own `Way`, before the ranks have told each other how many rows they send."""
+
+    sizes_P2: Int[Tensor, "p 2"]
+    """For each rank what it has to be told: the rows that go to it, and the pairs of these and its experts."""
+    row_TK: Int[Tensor, "t k"]
+    row_TP: Int[Tensor, "t p"]
+    """The row of each token to each rank; one past the last where it does not go."""
+
+    def way(self, own_P: tuple[int, ...], told_P2: list[list[int]]) -> Way:
+        """With the rows that go to each rank, and with what each rank has told this one."""
+        t, p = self.row_TP.shape
+        s = sum(own_P)
+        token_S = self.row_TK.new_empty(s + 1)  # the last entry takes the pairs of token and rank that are none
+        token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
+        token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
+        return Way(token_S[:s], self.row_TK, own_P, tuple(rows for rows, _ in told_P2), sum(pairs for _, pairs in told_P2))
+
+
+def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> Plan:
+    """Which row takes which token to which rank."""
+    (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
     rank_TK = experts_TK // num_local_experts
     slot_TK = torch.arange(k, device=device).expand(t, k)
     first_TP = slot_TK.new_full((t, p), k).scatter_reduce(1, rank_TK, slot_TK, "amin")
@@ -58,21 +77,8 @@ def plan_way(experts_TK: Int[Tensor, "t k"], num_local_experts: int, group: dist
 
     pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
     pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
-    sent_P, received_P, num_pairs = _exchange_sizes(goes_TP.sum(0), pairs_P, group)
-    s = sum(sent_P)
-    token_S = torch.empty(s + 1, dtype=torch.int32, device=device)  # the last entry takes the pairs of token and rank that are none
-    token_T1 = torch.arange(t, dtype=torch.int32, device=device).unsqueeze(1)
-    token_S.scatter_(0, torch.where(goes_TP, row_TP, s).flatten(), token_T1.expand(t, p).flatten())
-    return Way(token_S[:s], row_TK, sent_P, received_P, num_pairs)
-
-
-def _exchange_sizes(sent_P: Tensor, pairs_P: Tensor, group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Rows to and from each rank, and how many pairs come with the latter."""
-    sent_P2 = torch.stack([sent_P, pairs_P], dim=1)
-    received_P2 = torch.empty_like(sent_P2)
-    dist.all_to_all_single(received_P2, sent_P2, group=group)
-    sent, received, pairs = torch.stack([sent_P, *received_P2.unbind(1)]).tolist()
-    return tuple(sent), tuple(received), sum(pairs)
+    sent_P = goes_TP.sum(0)
+    return Plan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
 
 
 def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:

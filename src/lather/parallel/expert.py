@@ -4,25 +4,29 @@ Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all; a token g
 there, and comes back as one partial sum, as DeepSeek-V3 does between nodes (arXiv:2412.19437, section 3.2.2).
 
                          what is sent                     what it becomes
+    plan                 rows and pairs, (P, 2)           the numbers of rows of everything that follows, on the host
     dispatch             x_TD gathered to (S, D)          x_RD; experts and weights (R, K) in one integer buffer beside it
     combine              partial_RD as it is              (S, D), summed per token in fp32, slots in order: (T, D)
     combine backward     grad_TD gathered to (S, D)       grad_RD
     dispatch backward    grad_RD, grad_weights_RK         (S, D), summed per token: (T, D); (S, K), each slot from its rank: (T, K)
 
+Rows travel in the dtype that they are given in, both ways, and are added up in fp32 (fp64 for fp64), slots in order, rounded once.
+
 Between forward and backward there are indices only (`exchange_plan.Way`); every buffer is given back once its rows have arrived or been
 added up.
 
-Every phase is a collective operation, and dispatch two, one after the other. All ranks of the group have to launch the same phases in the
-same order, those without a token, too, or the others wait for ever; with the differentiable forms this holds for backward as well, so the
-loss has to depend on the result on each rank or on none.
+Every phase is a collective operation, dispatch and its backward two, one after the other. All ranks of the group have to launch the same
+phases in the same order, those without a token, too, or the others wait for ever; with the differentiable forms this holds for backward as
+well, so the loss has to depend on the result on each rank or on none.
 
 Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K experts per token, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,28 +39,50 @@ from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import Way, pack_routing, plan_way, unpack_routing
+from lather.parallel.exchange_plan import Plan, Way, pack_routing, plan_rows, unpack_routing
 from lather.shapes import Float
 
 Result = TypeVar("Result")
+GiveBack = Callable[[Tensor], None]
+"""Is told that nobody will read a buffer again."""
 
 
-def exchange_over(group: dist.ProcessGroup | None, num_experts: int) -> Exchange:
-    """The exchange between the ranks of an expert-parallel group; with one rank (or None) nothing travels."""
+def resize_away(buffer: Tensor) -> None:
+    """At once: gloo's threads drop their references some time after a wait."""
+    buffer.untyped_storage().resize_(0)
+
+
+def exchange_over(
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    *,
+    give_back: GiveBack = resize_away,
+    sizes_group: dist.ProcessGroup | None = None,
+) -> Exchange:
+    """The exchange between the ranks of an expert-parallel group; with one rank (or None) nothing travels. Options: `ExpertExchange`'s."""
     if group is None or dist.get_world_size(group) == 1:
         return LOCAL_EXCHANGE
-    return ExpertExchange(group, num_experts)
+    return ExpertExchange(group, num_experts, give_back=give_back, sizes_group=sizes_group)
 
 
 class ExpertExchange:
     """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
     Without state, so that any number of layers and micro-batches can be on their way. T may differ between ranks and be 0; D, K and dtypes
-    may not differ. Raises ValueError if the experts cannot be spread evenly.
+    may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator of their
+    own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        give_back: GiveBack = resize_away,
+        sizes_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group, self.num_experts, self.num_ranks = group, num_experts, dist.get_world_size(group)
+        self.sizes_group, self.give_back = group if sizes_group is None else sizes_group, give_back
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(
                 f"{num_experts} experts cannot be spread evenly over {self.num_ranks} ranks: take an expert-parallel size that divides them"
@@ -77,19 +103,23 @@ class ExpertExchange:
         return y_TD
 
     @torch.no_grad()
-    def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing) -> Pending[Dispatched]:
-        """The host waits here, once, for the numbers of rows.
+    def start_plan(self, routing: Routing) -> Pending[Way]:
+        """The host waits, in the result's `wait`, for the numbers of rows, and nowhere else.
 
-        Raises ValueError, before anything is sent, if `routing` has another number of tokens or experts out of range (on CUDA the latter
-        is asserted on the device).
+        Raises ValueError, before anything is sent, if experts are out of range (on CUDA this is asserted on the device).
         """
+        check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
+        return _Planned(plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks), self.sizes_group)
+
+    @torch.no_grad()
+    def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
+        """Raises ValueError, before anything is sent, if `routing` has another number of tokens, and as `start_plan`."""
         if not len(x_TD) == len(routing.experts_TK) == len(routing.weights_TK):
             raise ValueError(
                 f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for {len(routing.weights_TK)}: "
                 "give the routing of these tokens"
             )
-        check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
-        way = plan_way(routing.experts_TK, self.num_local_experts, self.group)
+        way = self.start_plan(routing).wait() if plan is None else plan
         travels = [
             self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True),
             self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True),
@@ -97,7 +127,9 @@ class ExpertExchange:
         dtype = routing.weights_TK.dtype
 
         def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
-            return Dispatched(x_RD, *unpack_routing(packed, dtype), way, way.num_pairs)
+            experts_RK, weights_RK = unpack_routing(packed, dtype)
+            self.give_back(packed)
+            return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
         return _Launched(travels, finish)
 
@@ -105,7 +137,7 @@ class ExpertExchange:
     def start_combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Pending[Tensor]:
         """Raises ValueError, before anything is sent, if there are not R partial sums."""
         way: Way = dispatched.way_back
-        return _Launched([self._launch_back(partial_RD, way)], _sum_per_token(way))
+        return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
 
     @torch.no_grad()
     def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], dispatched: Dispatched) -> Pending[Tensor]:
@@ -128,21 +160,49 @@ class ExpertExchange:
     def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
         _check_rows(grad_weights_RK, sum(way.received_P))
         travels = [self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)]
-        sum_per_token = _sum_per_token(way)
 
         def finish(grad_SD: Tensor, grad_weights_SK: Tensor) -> tuple[Tensor, Tensor]:
-            return sum_per_token(grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
+            grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
+            self.give_back(grad_weights_SK)
+            return grad_TD, grad_weights_TK
 
         return _Launched(travels, finish)
 
-    def _launch_back(self, rows_RD: Tensor, way: Way) -> _Travel:
+    def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
+        _used_here(way.row_TK)
+        sum_TD = combine_rows_sum(rows_SD, way.row_TK)
+        self.give_back(rows_SD)
+        return sum_TD
+
+    def _launch_back(self, rows_RD: Tensor, way: Way) -> Pending[Tensor]:
         _check_rows(rows_RD, sum(way.received_P))
         return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
 
-    def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> _Travel:
+    def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
         received = rows.new_empty(sum(received_P), rows.shape[1])
         work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
-        return _Travel(rows, received, work, own)
+        return _Travel(rows, received, work, self.give_back if own else None)
+
+
+class _Planned:
+    """Numbers of rows that are on their way to the host."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
+        self._plan = plan
+        self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
+        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
+        self._wait: Callable[[], object] = work.wait
+        if sizes_2P2.is_cuda:  # by a stream of its own: the compute stream may be given more before the host looks
+            with torch.cuda.stream(torch.cuda.Stream(sizes_2P2.device)):
+                work.wait()
+                _used_here(plan.sizes_P2, sizes_2P2)
+                self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
+                self._wait = torch.cuda.current_stream(sizes_2P2.device).record_event().synchronize
+
+    def wait(self) -> Way:
+        self._wait()
+        own_P2, told_P2 = self._sizes_2P2.tolist()
+        return self._plan.way(tuple(rows for rows, _ in own_P2), told_P2)
 
 
 @dataclass(frozen=True)
@@ -152,26 +212,26 @@ class _Travel:
     sent: Tensor
     received: Tensor
     work: dist.Work
-    own: bool
-    """The rows that were sent are nobody else's."""
+    give_back: GiveBack | None
+    """For the rows that were sent; None: they are somebody else's."""
 
     def wait(self) -> Tensor:
         self.work.wait()
         _used_here(self.sent, self.received)
-        if self.own:
-            _give_back(self.sent)
+        if self.give_back is not None:
+            self.give_back(self.sent)
         return self.received
 
 
 class _Launched(Generic[Result]):
     """All-to-alls that are under way, and what is made of the rows that they bring; to be waited for once."""
 
-    def __init__(self, travels: list[_Travel], finish: Callable[..., Result]) -> None:
+    def __init__(self, travels: Sequence[Pending[Tensor]], finish: Callable[..., Result]) -> None:
         self._travels, self._finish = travels, finish
 
     def wait(self) -> Result:
         assert self._travels, "this was waited for before"
-        travels, self._travels = self._travels, []
+        travels, self._travels = self._travels, ()
         return self._finish(*[travel.wait() for travel in travels])
 
 
@@ -214,16 +274,6 @@ def _kept(ctx: Any) -> Way:
     return Way(*ctx.saved_tensors, *ctx.splits)
 
 
-def _sum_per_token(way: Way) -> Callable[[Tensor], Tensor]:
-    def finish(rows_SD: Tensor) -> Tensor:
-        _used_here(way.row_TK)
-        sum_TD = combine_rows_sum(rows_SD, way.row_TK)
-        _give_back(rows_SD)
-        return sum_TD
-
-    return finish
-
-
 def _as_it_is(rows_RD: Tensor) -> Tensor:
     return rows_RD
 
@@ -238,8 +288,3 @@ def _used_here(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def _give_back(buffer: Tensor) -> None:
-    """At once: gloo's threads drop their references some time after a wait."""
-    buffer.untyped_storage().resize_(0)

@@ -1,10 +1,9 @@
-"""One token count, one gradient norm and one clip for all ranks: the same numbers as one process would have.
+"""One gradient norm and one clip for all ranks: the same numbers as one process would have.
 
-    token_count   labels that count, over all data ranks; a count of one rank's own is wrong where masks are uneven
     grad_norm     2-norm over every row of every parameter once: pipeline stages, shards and experts on different ranks, copies left out
     clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`
 
-Nothing here waits for the device; each of the first two is one all-reduce of one number.
+Nothing here waits for the device; the norm is one all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -17,25 +16,8 @@ from torch import Tensor
 
 from lather.parallel.local import LocalParameters
 from lather.parallel.mesh import Mesh
-from lather.shapes import Float, Int
+from lather.shapes import Float
 from lather.torch_private import foreach_mul_, foreach_norm
-
-
-def token_count(
-    labels: Int[Tensor, "*labels"],
-    data_group: dist.ProcessGroup | None,
-    *,
-    device: torch.device | None = None,
-    ignore_index: int = -100,
-) -> Int[Tensor, ""]:
-    """How many labels of all ranks of `data_group` are not `ignore_index`, as int64 on `device` (default: where the labels are).
-
-    `labels` are this rank's of the whole step. 0 is possible: divide by max(1, count). `device` must suit the group: NCCL needs CUDA.
-    """
-    count = (labels != ignore_index).sum().to(device if device is not None else labels.device)
-    if data_group is not None:
-        dist.all_reduce(count, group=data_group)
-    return count
 
 
 @torch.no_grad()

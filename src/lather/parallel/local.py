@@ -39,10 +39,6 @@ class ShardInfo:
     def is_empty(self) -> bool:
         return self.length == 0
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return (self.length, *self.shape[1:])
-
 
 @dataclass(frozen=True)
 class LocalParameter:
@@ -117,6 +113,8 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
         assert parameter.shape == (length, *source.shape[1:])
     elif is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh):
         raise ValueError(f"{name} is not sharded, or is gathered at the moment: call shard first, and reshard every unit")
+    elif not is_expert:
+        replica = mesh.data_rank
     if is_expert:
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)

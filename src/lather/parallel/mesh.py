@@ -7,11 +7,14 @@ sharded copy: shards are then gathered within a part, at the price of that many 
 
 Axes that cut the same ranks in another way (dp x ep as one, or dp in two) are further DeviceMeshes over them. Context and tensor
 parallel ranks would be two more axes between dp and ep; there are none yet.
+
+Inside a step ranks wait for each other for `parallel.timeout` at most. Where one works for all, they wait in `control_group`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from lather.train.config import ParallelConfig
+
+CONTROL_TIMEOUT = timedelta(days=1)
+"""Of a wait for work such as preparing a data set or writing a checkpoint. It does not find dead ranks: the launcher does, at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +43,16 @@ class Mesh:
     rank: int
     device: torch.device
     pp_group: dist.ProcessGroup | None = None
-    dp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
+    sizes_group: dist.ProcessGroup | None = None
+    """Those of `ep_group` once more, on CUDA: NCCL works off one group's operations one after another, and numbers that the host waits for
+    must not queue behind rows."""
     data_group: dist.ProcessGroup | None = None
     """Data ranks of one pipeline stage: dp x ep."""
+    control_group: dist.ProcessGroup | None = None
+    """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for objects, for errors, and for what one rank does for all."""
     dense_mesh: DeviceMesh | None = None
-    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard")."""
+    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard"). None: every rank has them whole."""
     expert_mesh: DeviceMesh | None = None
     """Over dp, for routed experts: one axis, or ("replicate", "shard")."""
 
@@ -79,8 +89,8 @@ class Mesh:
     def build(cls, config: ParallelConfig, device: torch.device, *, replicate_dense: bool = False) -> Mesh:
         """The mesh of all ranks of the default process group, which must be there unless this is the only process.
 
-        With `replicate_dense` every rank keeps whole dense parameters: `dense_mesh` is (data, 1). Collective: every rank calls it, with
-        the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
+        With `replicate_dense` every rank keeps whole dense parameters: `dense_mesh` is None. Collective: every rank calls it, with the
+        same arguments. Raises ConfigError if `config` does not fit the number of ranks.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         dp = config.data_ranks(world_size)
@@ -98,8 +108,6 @@ class Mesh:
         if replicas > 1:
             dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
-        if replicate_dense:
-            dense = mesh(("pp", *two), pp, dp * ep, 1)[two]
         return cls(
             pp=pp,
             dp=dp,
@@ -108,10 +116,11 @@ class Mesh:
             rank=dist.get_rank(),
             device=device,
             pp_group=grid.get_group("pp"),
-            dp_group=grid.get_group("dp"),
             ep_group=grid.get_group("ep"),
+            sizes_group=_second_group(ep, world_size) if ep > 1 and device.type == "cuda" else None,
             data_group=data.get_group("data"),
-            dense_mesh=dense,
+            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+            dense_mesh=None if replicate_dense else dense,
             expert_mesh=expert,
         )
 
@@ -120,3 +129,11 @@ class Mesh:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
+
+
+def _second_group(size: int, world_size: int) -> dist.ProcessGroup:
+    """Of this rank's `size` neighbours. Collective over all ranks."""
+    own: dist.ProcessGroup | None
+    own, _ = dist.new_subgroups_by_enumeration(torch.arange(world_size).view(-1, size).tolist())
+    assert own is not None
+    return own

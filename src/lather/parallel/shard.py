@@ -3,9 +3,10 @@
     dense parameters     over all data ranks: every (dp, ep) coordinate has sequences of its own
     routed experts       over dp: each ep rank has experts of its own, and the exchange brought it the tokens of all ep ranks
     replicas (HSDP)      a 2-D mesh (replicate, shard): sharded inside a replica, gradients added over the replicas
+    replicated           dense parameters, if the mesh says so: whole on every rank, as they are; gradients added over all data ranks
 
-The loss is a sum over tokens divided by the tokens of all ranks (`lather.parallel.gradients.token_count`). A gradient is therefore the
-plain sum over data ranks, of experts and of the rest alike, and FSDP2's division is off. Sums are in the parameters' dtype, fp32 at least.
+The loss is a sum over tokens divided by the tokens of all ranks. A gradient is therefore the plain sum over data ranks, of experts and of
+the rest alike, and FSDP2's division is off. Sums are in the parameters' dtype, fp32 at least.
 
 FSDP2 works by hooks around a module's call: gather before it, reduce in its backward pass. A pipeline calls a block's segments one by
 one, for one micro-batch and then another's, so the hooks would be at the wrong times. `fully_shard` is applied to holders, modules that
@@ -21,13 +22,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 
 from lather.models.experts import Experts
 from lather.parallel.mesh import Mesh
-from lather.torch_private import finish_gradient_reduction, prepare_sharding, start_gradient_reduction
+from lather.torch_private import finish_gradient_reduction, foreach_copy_, prepare_sharding, start_gradient_reduction
+
+LARGE = 2**18
+"""Elements from which on a gradient is summed where it is; smaller ones travel together, by way of one buffer."""
 
 
 class Holder(nn.Module):
@@ -36,6 +41,37 @@ class Holder(nn.Module):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.held = nn.ModuleList(modules)
+
+
+@dataclass
+class Replicated:
+    """Parameters that are whole on every rank of a group."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+    _launched: list[dist.Work] = field(default_factory=list, init=False)
+    _small: list[Tensor] = field(default_factory=list, init=False)
+    _together: Tensor | None = field(default=None, init=False)
+    """The small ones, one after another."""
+
+    def reduce_gradients(self) -> None:
+        """Launches the sum of all gradients over the group, in their own dtype."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        large = [grad for grad in gradients if grad.numel() >= LARGE and grad.is_contiguous()]
+        self._small = [grad for grad in gradients if grad.numel() < LARGE or not grad.is_contiguous()]
+        if self._small:
+            self._together = torch.cat([grad.flatten() for grad in self._small])
+            large.append(self._together)
+        self._launched = [dist.all_reduce(x, group=self.group, async_op=True) for x in large]
+
+    def wait_for_gradients(self) -> None:
+        """The current stream waits for the sums. Nothing happens if they were not launched."""
+        for work in self._launched:
+            work.wait()
+        if self._together is not None:
+            sums = self._together.split([grad.numel() for grad in self._small])
+            foreach_copy_(self._small, [x.view_as(grad) for x, grad in zip(sums, self._small, strict=True)])
+        self._launched, self._small, self._together = [], [], None
 
 
 @dataclass
@@ -49,10 +85,17 @@ class Unit:
     root: Holder | None = None
     """Around all sharded holders, which reduce one after another by way of one buffer; None: nothing is sharded."""
     users: int = 1
+    replicated: Replicated | None = None
+    """Those of its parameters that are whole on several ranks."""
     _holding: int = field(default=0, init=False)
     _reducing: int = field(default=0, init=False)
     _launched: bool = field(default=False, init=False)
     _gathering: list[UnshardHandle] = field(default_factory=list, init=False)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks take part in what it does."""
+        return self.root is not None or self.replicated is not None
 
     def unshard(self, *, async_op: bool = False) -> None:
         """Whole parameters on this rank, as at the last optimizer step. With `async_op` they are there after `wait`.
@@ -88,10 +131,10 @@ class Unit:
         After `wait_for_gradients` every sharded parameter has a gradient: a parameter without one here counts as zero, so that all ranks
         communicate alike and the optimizer sees the same parameters on every mesh. To be called while the parameters are gathered.
         """
+        assert self._holding > 0, "reduce_gradients needs gathered parameters: call it before reshard"
         self._reducing += 1
         if self._reducing < self.users:
             return
-        assert self._holding > 0, "reduce_gradients needs gathered parameters: call it before reshard"
         self._reducing = 0
         self.wait()
         for p in self.modules.parameters():
@@ -100,6 +143,8 @@ class Unit:
         if self.root is not None:
             start_gradient_reduction(self.root)
             self._launched = True
+        if self.replicated is not None:
+            self.replicated.reduce_gradients()
 
     def wait_for_gradients(self) -> None:
         """The current stream waits for `reduce_gradients`. Nothing happens if that was not launched."""
@@ -107,6 +152,8 @@ class Unit:
             assert self.root is not None
             finish_gradient_reduction(self.root)
             self._launched = False
+        if self.replicated is not None:
+            self.replicated.wait_for_gradients()
 
     def _sharded(self) -> list[FSDPModule]:
         return [] if self.root is None else [holder for holder in self.root.held if isinstance(holder, FSDPModule)]
@@ -116,10 +163,10 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[Unit]]:
     """For each of `part.stages` the units that its UNSHARD, RESHARD and REDUCE_GRAD act on: its blocks, and what all stages share.
 
     Shared is what is in no block: embedding, final norm and head, which are on one rank, with one weight if they are tied. The parameters
-    of `part` are replaced by DTensors, in place. To be called once, when they are on `mesh.device` with values and in their final dtype.
-    Raises TypeError for parameters of different dtypes, or narrower than fp32, if they are sharded.
+    of `part` that are sharded are replaced by DTensors, in place. To be called once, when they are on `mesh.device` with values and in
+    their final dtype. Raises TypeError for parameters of different dtypes, or narrower than fp32, if gradients are summed over ranks.
     """
-    if is_shared(mesh.dense_mesh):
+    if mesh.data_size > 1:
         check_dtypes(part)
     stages: list[nn.Module] = list(part.stages)  # type: ignore[arg-type]
     blocks = [list(stage.blocks) for stage in stages]  # type: ignore[arg-type]
@@ -136,7 +183,7 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[Unit]]:
 def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> Unit:
     """One holder for each module's experts, one for the rest of it, as far as there is anything to share."""
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(modules))
-    sharded = []
+    sharded, replicated = [], _replicated(modules, mesh)
     for module in modules:
         experts = [m for m in module.modules() if isinstance(m, Experts)]
         expert_params = {p for m in experts for p in m.parameters()}
@@ -151,11 +198,19 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> Unit:
                 holder.set_reshard_after_backward(False)
                 sharded.append(holder)
     if not sharded:
-        return Unit(nn.ModuleList(modules), users=users)
-    root = Holder(sharded)
-    fully_shard(root, mesh=mesh.dense_mesh, reshard_after_forward=False)
+        return Unit(nn.ModuleList(modules), None, users, replicated)
+    root = Holder(sharded)  # it has no parameters of its own: any mesh will do
+    fully_shard(root, mesh=mesh.expert_mesh if mesh.dense_mesh is None else mesh.dense_mesh, reshard_after_forward=False)
     prepare_sharding(root)
-    return Unit(nn.ModuleList(modules), root, users)
+    return Unit(nn.ModuleList(modules), root, users, replicated)
+
+
+def _replicated(modules: list[nn.Module], mesh: Mesh) -> Replicated | None:
+    if mesh.dense_mesh is not None or mesh.data_group is None or mesh.data_size == 1:
+        return None
+    experts = {p for module in modules for m in module.modules() if isinstance(m, Experts) for p in m.parameters()}
+    dense = [p for p in nn.ModuleList(modules).parameters() if p not in experts]
+    return Replicated(dense, mesh.data_group) if dense else None
 
 
 def is_shared(mesh: DeviceMesh | None) -> bool:

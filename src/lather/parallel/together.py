@@ -13,22 +13,25 @@ from lather.parallel.lifeline import COPY
 
 
 @contextlib.contextmanager
-def together(num_ranks: int) -> Iterator[None]:
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """No rank leaves the block before all have come to its end; what one raises inside, all raise there: a rank its own error, or else that
     of the lowest rank that has one.
 
-    For work of some ranks that others build upon, such as writing a file. With one rank it is nothing. Ranks that die are the launcher's.
+    For work of some ranks that others build upon, such as writing a file. `group` is the mesh's `control_group`, whose ranks may wait for
+    each other as long as that takes; None: one process, nothing to wait for. Ranks that die are the launcher's.
+
+    What is in the block must not wait for another rank: one that has failed is already at the end of it.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as own:
-        if num_ranks == 1:
+        if group is None:
             raise
         error = own
-    if num_ranks > 1:
-        errors: list[Exception | None] = [None] * num_ranks
-        dist.all_gather_object(errors, None if error is None else _portable(error))
+    if group is not None:
+        errors: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, None if error is None else _portable(error), group=group)
         for each in errors:
             if each is not None:
                 if error is not None:

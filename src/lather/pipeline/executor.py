@@ -87,8 +87,8 @@ class Executor:
         self.record = record or _NoRecord()
         self.walk: _Walk | None = None
         """The step that is under way, for whoever counts what is alive."""
-        sharded = any(unit.root is not None for units in self.units.values() for unit in units)
-        self._has_peers = group is not None or segments.exchange.num_ranks > 1 or sharded
+        shared = any(unit.has_peers for units in self.units.values() for unit in units)
+        self._has_peers = group is not None or segments.exchange.num_ranks > 1 or shared
         self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
@@ -234,17 +234,15 @@ class _Walk:
 
     def _travel(self, action: Action) -> None:
         key = _key(action)
-        neighbour = action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-        peer = self.schedule.rank_of(neighbour)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             x = self.outgoing.pop((action.kind, key)).contiguous()
-            self.sends.append((self._start(dist.isend, x, peer), x, self.tapes.get(key)))
+            self.sends.append((self._start(dist.isend, x, self.schedule.sends_to(action)), x, self.tapes.get(key)))
             while len(self.sends) > MOST_SENDS_UNDER_WAY or (x.is_cuda and self.sends and self.sends[0][0].is_completed()):
                 self._finish_oldest_send()
             return
         like = self.executor.activation
         buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, peer))
+        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.receives_from(action)))
         (self.inputs if action.kind == Kind.RECV_F else self.gradients)[key] = arriving
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:

@@ -139,9 +139,12 @@ def fill(part: Part, weights: Iterable[tuple[str, Tensor]]) -> None:
         del value  # before the next one is made
 
 
-def fresh_part(config: ModelConfig, share: Share, generator: torch.Generator, device: torch.device) -> Part:
-    """The part with the weights that one process would draw from this generator, which every rank gives the same seed."""
+def fresh_part(
+    config: ModelConfig, share: Share, generator: torch.Generator, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Part:
+    """The part with the weights that one process would draw from this generator, which every rank gives the same seed; the same in every
+    wider dtype."""
     meta = torch.device("meta")
-    part = empty_part(build_model(config, None, meta), share, device)
+    part = empty_part(build_model(config, None, meta), share, device, dtype)
     fill(part, build_model(config, None, meta).fresh_weights(config.initializer_range, generator))
     return part

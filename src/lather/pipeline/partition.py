@@ -55,10 +55,10 @@ class Partition:
         """The part of the uniform rule's largest rank that this partition saves: 0 for the uniform rule itself."""
         return 1 - self.largest / self.uniform_largest if self.uniform_largest else 0.0
 
-    def describe(self) -> str:
-        """One line: layers by stage, largest rank and what was gained."""
+    def describe(self, unit: str = "") -> str:
+        """One line: layers by stage, largest rank and what was gained. `unit` is that of the costs."""
         saved = f", {self.gain:.1%} less than the uniform rule's" if self.gain > 0 else ""
-        return f"layers by stage: {' '.join(map(str, self.layers))}; largest rank {self.largest:g}{saved}"
+        return f"layers by stage: {' '.join(map(str, self.layers))}; largest rank {self.largest:.4g}{unit and f' {unit}'}{saved}"
 
 
 def partition(

@@ -264,7 +264,7 @@ class _RankCheck:
         for need in self.needs[kind, stage]:
             if self.done[need] <= chunk.micro_batch:  # type: ignore[operator]  # only chunks of a micro-batch need something
                 self._refuse(chunk, f"comes before {need[1]}{need[0]}{chunk.micro_batch}")
-        if (kind in COMPUTE or kind is Kind.RESHARD) and stage not in self.gathered:
+        if (kind in COMPUTE or kind in (Kind.RESHARD, Kind.REDUCE_GRAD)) and stage not in self.gathered:
             self._refuse(chunk, "comes where its parameters are not unsharded")
         if kind is Kind.UNSHARD and stage in self.gathered:
             self._refuse(chunk, "comes where its parameters are unsharded already")

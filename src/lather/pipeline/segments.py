@@ -1,14 +1,16 @@
 """A micro-batch's way through a stage and back, segment by segment, as generators that stop wherever something travels.
 
-    forward of a block    attend and route | dispatch ...yield... | experts | combine ...yield... | aggregate
-    backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient ...yield... | attention's and router's
+    forward of a block    attend and route | plan ...yield... dispatch ...yield... | experts | combine ...yield... | aggregate
+    backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient ...yield... (twice) | attention's and router's
 
 At a `yield` an all-to-all has been launched, and whoever runs the generator may compute something else (`lather.pipeline.overlap`). What
-needs no communication is done before it: shared experts while tokens travel, the experts' weight gradients while the gradients do. The
-maths is `Block`'s, whose `forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
+needs no communication is done before it: shared experts while tokens travel; the experts' weight gradients, while the gradients do, between
+two stops, so that the other chunk's sums travel meanwhile, too. (Deferred, there are none and one stop less.) The maths is `Block`'s, whose
+`forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
 
-Kept per MoE block and token: what attention and the norms keep, the router's scores, the normed rows (D; under expert parallelism the
-received rows, too), gate/up of the experts, indices. The experts' outputs and combined sums go as soon as they are added.
+Kept per MoE block and token: what attention and the norms keep (the normed rows are made again from the residual), the router's scores,
+gate/up of the experts, indices; under expert parallelism the received rows (D each), too. The experts' outputs and combined sums go as soon
+as they are added. Under autocast rows and their gradients travel and are received in its dtype, to which the experts round them anyway.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts, K experts per token.
 """
@@ -28,10 +30,11 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.decoder import Attended, Block
 from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.remade import Again
 from lather.models.routing import Routing
 from lather.models.weight_gradients import WeightGradients
 from lather.pipeline.part import Stage
-from lather.pipeline.tape import Cut, Frees, Outputs
+from lather.pipeline.tape import Cut, Frees, Outputs, inside
 from lather.shapes import Float, Int
 
 RECOMPUTABLE = ("attention", "experts", "shared_experts")
@@ -73,11 +76,11 @@ class BlockTape:
 
     attend: Cut
     experts: Cut
-    shared: Cut | None
-    routing: Routing | None
-    """Detached; None in a dense block."""
-    dispatched: Dispatched | None
-    """The way back alone: the tensors are in the cuts."""
+    shared: Cut | None = None
+    losses: Outputs = ()
+    """The router's, detached."""
+    dispatched: Dispatched | None = None
+    """The way back alone: the tensors are in the cuts. None in a dense block."""
 
 
 @dataclass
@@ -125,9 +128,7 @@ class Segments:
             tape.embed, (x_BSD,) = Cut.run(partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ())
         for block in stage.blocks:
             assert x_BSD is not None
-            x_BSD, kept = yield from self._forward_block(block, x_BSD, tape)
-            if kept.routing is not None:
-                routings.append(RoutingSummary(kept.routing.count_E, kept.routing.balance_loss))
+            x_BSD, kept = yield from self._forward_block(block, x_BSD, tape, routings)
             if torch.is_grad_enabled():
                 tape.blocks.append(kept)
         if not torch.is_grad_enabled():
@@ -158,32 +159,40 @@ class Segments:
         tape.micro_batch.layout.forget()
         return grad_BSD
 
-    def _forward_block(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Steps[tuple[Tensor, BlockTape]]:
+    def _forward_block(
+        self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
+    ) -> Steps[tuple[Tensor, BlockTape]]:
         attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
-        normed_TD, routing = attended.normed_TD, attended.routing
+        residual_BSD, normed_TD, routing = attended.residual_BSD, attended.normed_TD, attended.routing
         if not isinstance(block.mlp, MoE) or routing is None:
-            experts, (sum_TD,) = self._run("experts", partial(_call, block.mlp), normed_TD)
-            return self._aggregate(attended.residual_BSD, sum_TD, None, tape), BlockTape(attend, experts, None, None, None)
+            experts, (sum_TD,) = self._run("experts", partial(_call, block.mlp), normed_TD, reads=attended)
+            self._was_read(attended, tape, experts)
+            return self._aggregate(residual_BSD, sum_TD, None, tape), BlockTape(attend, experts)
 
-        travelling = self.exchange.start_dispatch(normed_TD, routing)
-        shared, shared_TD = self._shared(block.mlp, normed_TD)
+        routings.append(RoutingSummary(routing.count_E, routing.balance_loss))
+        planning = self.exchange.start_plan(routing)
+        yield
+        travelling = self.exchange.start_dispatch(self._for_the_way(normed_TD), routing, planning.wait())
+        shared, shared_TD = self._shared(block.mlp, attended)
         yield
         dispatched = travelling.wait()
         run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
-        experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK)
+        experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended)
+        self._was_read(attended, tape, experts, shared)
         travelling_back = self.exchange.start_combine(partial_RD, dispatched)
-        dispatched = _way_back(dispatched)
+        kept = BlockTape(attend, experts, shared, _losses(routing), _way_back(dispatched))
+        del attended, normed_TD, routing, planning, dispatched, run_experts
         yield
         sum_TD = travelling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)
-        return self._aggregate(attended.residual_BSD, sum_TD, shared_TD, tape), BlockTape(attend, experts, shared, routing, dispatched)
+        return self._aggregate(residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape), kept
 
     def _backward_block(self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # a sum hands its gradient on to each of its terms
-        if kept.routing is None or kept.dispatched is None:
+        if kept.dispatched is None:
             gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
         else:
-            travelling = self.exchange.start_combine_backward(grad_TD, kept.dispatched)
+            travelling = self.exchange.start_combine_backward(self._for_the_way(grad_TD), kept.dispatched)
             grad_shared_TD = None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
             yield
             grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
@@ -192,12 +201,14 @@ class Segments:
             travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.dispatched)
             del grad_x_RD, grad_weights_RK
             if not defer:
-                WeightGradients.run(self.weight_gradients.take())
+                entries = self.weight_gradients.take()  # if this chunk is closed where it stops, they go with it
+                yield
+                WeightGradients.run(entries)
             yield
             grad_normed_TD, grad_weights_TK = travelling_back.wait()
-            if grad_shared_TD is not None:
-                grad_normed_TD = grad_normed_TD + grad_shared_TD
-            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *_loss_gradients(kept.routing, batch)]
+            if grad_shared_TD is not None:  # nobody else's, and no narrower than what travelled
+                grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
+            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *_loss_gradients(kept.losses, batch)]
         (grad_in_BSD,) = self._back(kept.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
@@ -205,9 +216,11 @@ class Segments:
     def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> tuple[Cut, Attended]:
         """Segment 1. Its differentiable outputs: residual, normed rows, and of an MoE block the router's weights and losses."""
         decision: list[Routing] = []
+        again: list[Again | None] = []
 
         def attend(x_BSD: Tensor) -> Outputs:
             attended = block.attend_and_route(x_BSD, layout)
+            again.append(attended.again)
             if attended.routing is None:
                 return attended.residual_BSD, attended.normed_TD
             decision[:] = decision or [attended.routing]
@@ -217,16 +230,31 @@ class Segments:
             return block.mlp.gate.recompute(decision[0]) if isinstance(block.mlp, MoE) else nullcontext()
 
         cut, (residual_BSD, normed_TD, *of_router) = self._run("attention", attend, x_BSD, again=same_decision)
+        attended = Attended(residual_BSD, normed_TD, None, again[0])
         if decision:
             weights_TK, balance_loss, *z_loss = of_router
-            decision[0] = replace(decision[0], weights_TK=weights_TK, balance_loss=balance_loss, z_loss=z_loss[0] if z_loss else None)
-        return cut, Attended(residual_BSD, normed_TD, decision[0] if decision else None)
+            routing = replace(decision[0], weights_TK=weights_TK, balance_loss=balance_loss, z_loss=z_loss[0] if z_loss else None)
+            decision[0] = replace(routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK))  # a second run makes them again
+            attended.routing = routing
+        return cut, attended
 
-    def _shared(self, moe: MoE, normed_TD: Tensor) -> tuple[Cut | None, Tensor | None]:
+    def _shared(self, moe: MoE, attended: Attended) -> tuple[Cut | None, Tensor | None]:
         if moe.shared_experts is None:
             return None, None
-        cut, (shared_TD,) = self._run("shared_experts", partial(_call, moe.shared_experts), normed_TD)
+        cut, (shared_TD,) = self._run("shared_experts", partial(_call, moe.shared_experts), attended.normed_TD, reads=attended)
         return cut, shared_TD
+
+    def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
+        """By these, and nobody else will read the normed rows: they are made again, or cuts keep them as what they are run again with."""
+        if attended.again is not None:
+            kept = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
+            self.frees.release(attended.normed_TD, *kept, held=tape.held)
+
+    def _for_the_way(self, x: Tensor) -> Tensor:
+        """Rows in the dtype that products round them to, if they travel: half the bytes on the way and after it."""
+        if self.autocast is None or self.exchange.num_ranks == 1 or x.dtype == torch.float64:
+            return x
+        return x.to(self.autocast)
 
     def _aggregate(self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape) -> Tensor:
         """Segment 5: sums, whose backward needs no graph."""
@@ -237,11 +265,19 @@ class Segments:
         return out_BSD
 
     def _run(
-        self, name: str, function: Callable[..., Outputs], *inputs: Tensor, again: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        name: str,
+        function: Callable[..., Outputs],
+        *inputs: Tensor,
+        again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reads: Attended | None = None,
     ) -> tuple[Cut, Outputs]:
+        """`again`: around a second run; `reads`: whose normed rows are among the inputs, if any are."""
         if self.autocast is not None:
             function = _in_precision(function, self.autocast)
-        return Cut.run(function, inputs, recompute=again if name in self.recompute else None)
+        if name in self.recompute:
+            return Cut.run(function, inputs, recompute=again)
+        return Cut.run(function if reads is None else inside(reads.not_kept, function), inputs)
 
     def _back(self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool) -> list[Tensor | None]:
         self.weight_gradients.deferring = defer
@@ -275,10 +311,10 @@ def _losses(routing: Routing) -> Outputs:
     return (routing.balance_loss,) if routing.z_loss is None else (routing.balance_loss, routing.z_loss)
 
 
-def _loss_gradients(routing: Routing, batch: MicroBatch) -> list[Tensor | None]:
+def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
     """Of `_losses`; None where a loss does not count."""
     weights = (batch.balance_weight, batch.z_weight)
-    return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(_losses(routing), weights, strict=False)]
+    return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(losses, weights, strict=False)]
 
 
 def _in_precision(function: Callable[..., Outputs], dtype: torch.dtype) -> Callable[..., Outputs]:

@@ -55,8 +55,13 @@ class Cut:
         else:
             with torch.no_grad():
                 outputs = function(*inputs)
-            cut._again = _inside(recompute, function)
+            cut._again = inside(recompute, function)
         return cut, tuple(x.detach() for x in outputs)
+
+    @property
+    def kept_inputs(self) -> list[Tensor]:
+        """Those that will be read again as they are, by a second run. (What the graph keeps is the graph's.)"""
+        return self._leaves if self._again is not None else []
 
     def _record(self, function: Callable[..., Outputs]) -> Outputs:
         outputs = function(*self._leaves)
@@ -82,7 +87,9 @@ class Cut:
         return [leaf.grad for leaf in leaves]
 
 
-def _inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+def inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """The function, inside a context that is made for each call."""
+
     def run(*inputs: Tensor) -> Outputs:
         with context():
             return function(*inputs)
@@ -97,7 +104,7 @@ class Frees:
     enabled: bool = True
     """False: what would be given back is held until its chunk's backward, as in an engine without early frees. For comparison."""
     poison: bool = False
-    """Debug mode: what would be given back becomes NaN instead, so that a later reader is found out."""
+    """Debug mode: what would be given back is filled by `poison_` instead, so that a later reader is found out."""
 
     def release(self, x: Tensor, *still_read: Tensor, held: list[Tensor]) -> None:
         """Nobody reads x any more, nor anything else in its storage but perhaps `still_read`: if one of these is in it, nothing happens.
@@ -108,7 +115,13 @@ class Frees:
             held.append(x)
             return
         storage = x.untyped_storage()
-        if not storage.nbytes() or any(storage is other.untyped_storage() for other in still_read):
+        if not any(storage is other.untyped_storage() for other in still_read):
+            self.give_back(x)
+
+    def give_back(self, x: Tensor) -> None:
+        """For a buffer that is nobody else's and no chunk's: an exchange's own. Not `enabled`: it goes with its last reference."""
+        storage = x.untyped_storage()
+        if not self.enabled or not storage.nbytes():
             return
         if self.poison:
             poison_(x)
@@ -117,6 +130,7 @@ class Frees:
 
 
 def poison_(x: Tensor) -> None:
-    """NaN in all of x's storage, whatever part of it x shows."""
+    """In all of x's storage, whatever part of it x shows: NaN, or integers out of every range, whose bits are a NaN, too."""
+    value = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max
     with torch.no_grad():
-        torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).fill_(torch.nan)
+        torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).fill_(value)

@@ -95,12 +95,12 @@ class TimelineRecorder:
         return moment - self._origin
 
 
-def gather_events(events: list[Event], num_ranks: int) -> list[Event] | None:
-    """Those of all ranks, rank by rank, on rank 0; None elsewhere. Every rank calls it."""
-    if num_ranks == 1:
+def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[Event] | None:
+    """Those of all ranks, rank by rank, on rank 0; None elsewhere. Every rank of `group` calls it; None: one process."""
+    if group is None:
         return events
-    everybody: list[list[Event]] | None = [[] for _ in range(num_ranks)] if dist.get_rank() == 0 else None
-    dist.gather_object(events, everybody)
+    everybody: list[list[Event]] | None = [[] for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
+    dist.gather_object(events, everybody, group=group)
     return None if everybody is None else [event for own in everybody for event in own]
 
 

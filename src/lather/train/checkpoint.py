@@ -50,20 +50,24 @@ def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, k
     Every rank calls it; rank 0 writes what all send it, piece by piece. On return the checkpoint is there for everybody.
     """
     target = folder / f"step-{progress.step:08d}"
-    with together(state.num_ranks):
+    with together(state.group):
         exists = target.exists()  # complete, and the step fixes its contents
     if exists:
         return target
-    gathering = Gathering((state.weights(), state.optimizer_state()), state.num_ranks)
-    with together(state.num_ranks):
-        if state.is_first:
-            optimizer = None if state.optimizer is None else type(state.optimizer).__name__
-            try:
-                _save(folder, target, progress, gathering, optimizer, keep_last)
-            finally:
-                gathering.finish()
-        else:
-            gathering.send()
+    gathering = Gathering((state.weights(), state.optimizer_state()), state.group)
+    error: Exception | None = None
+    if state.is_first:
+        optimizer = None if state.optimizer is None else type(state.optimizer).__name__
+        try:
+            _save(folder, target, progress, gathering, optimizer, keep_last)
+        except Exception as own:
+            error = own
+        gathering.finish()
+    else:
+        gathering.send()
+    with together(state.group):  # not around the sending, in which ranks wait for each other
+        if error is not None:
+            raise error
     return target
 
 
@@ -139,17 +143,19 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     """
     sealed, weights = _open_weights(path, state, state.names())
     if state.optimizer is not None and sealed["optimizer"] is not None:
-        with together(state.num_ranks):
+        with together(state.group):
             if sealed["optimizer"] != type(state.optimizer).__name__:
                 found, given = sealed["optimizer"], type(state.optimizer).__name__
                 raise CheckpointError(f"{path / FILES[1]}: holds state of {found}, not of {given}: {ANOTHER}")
             if state.is_first:
                 _check_file(path / FILES[1], sealed)
-        with together(state.num_ranks):
+        with together(state.group):
             entries = _open(path / FILES[1])
             shapes = _state_shapes(path / FILES[1], entries, weights)
-        state.load_optimizer_state(shapes, entries.read)
-    state.load_weights(weights.tensors, weights.read)
+        with together(state.group):
+            state.load_optimizer_state(shapes, entries.read)
+    with together(state.group):
+        state.load_weights(weights.tensors, weights.read)
     return Progress(sealed["step"], sealed["seconds"], sealed["skipped_in_a_row"])
 
 
@@ -160,18 +166,19 @@ def load_parameters(path: Path, state: TrainingState) -> None:
     """
     names = {name for name in state.names() if not name.endswith(BIAS)}
     _, weights = _open_weights(path, state, names, passed_over=BIAS)
-    state.load_weights(names, weights.read)
+    with together(state.group):
+        state.load_weights(names, weights.read)
 
 
 def _open_weights(
     path: Path, state: TrainingState, names: set[str], passed_over: str | None = None
 ) -> tuple[dict[str, Any], SafetensorsFolder]:
     """`state.json`, and the weights once they have been compared with those of all ranks, `names`."""
-    with together(state.num_ranks):
+    with together(state.group):
         sealed = _read_state(path)
         if state.is_first:
             _check_file(path / FILES[0], sealed)
-    with together(state.num_ranks):
+    with together(state.group):
         weights = _open(path / FILES[0])
         found = {name for name in weights.tensors if passed_over is None or not name.endswith(passed_over)}
         for name in sorted(names - found):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
@@ -20,7 +20,6 @@ from lather.models.layout import SequenceLayout
 from lather.models.routing import counting_step
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.expert import exchange_over
-from lather.parallel.gradients import token_count
 from lather.parallel.local import local_parameters
 from lather.parallel.mesh import Mesh
 from lather.parallel.shard import shard
@@ -75,8 +74,9 @@ class Engine:
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device)
+        frees = Frees() if frees is None else frees
         self._segments = Segments(
-            exchange_over(mesh.ep_group, part.num_experts),
+            exchange_over(mesh.ep_group, part.num_experts, give_back=frees.give_back, sizes_group=mesh.sizes_group),
             weight_gradients=queue,
             frees=frees,
             recompute=loop.recompute,
@@ -97,7 +97,7 @@ class Engine:
         """
         self._check_shape(tokens_BS, self.micro_batch_size * self.mesh.data_size * self.schedule.num_micro_batches)
         inputs_BS, labels_BS = self._own_sequences(tokens_BS[:, :-1]), self._own_sequences(tokens_BS[:, 1:])
-        num_labels = int(token_count(labels_BS, self.mesh.data_group))
+        num_labels = int((tokens_BS[:, 1:] != IGNORE_INDEX).sum())  # of all ranks: each has the whole batch
         counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
         shares = [count / max(1, num_labels) for count in counts]
         with counting_step(self.part.routers()):
@@ -146,10 +146,12 @@ class Engine:
 
     def _micro_batches(self, tokens_BS: Tensor, labels_BS: Tensor, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
         device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
-        for number, (x_BS, y_BS) in enumerate(zip(tokens_BS.split(size), labels_BS.split(size), strict=True)):
+        layouts = [self._layout_of(x_BS) for x_BS in tokens_BS.split(size)]
+        on_device = (_to_device(x_BS, device).split(size) for x_BS in (tokens_BS, labels_BS))
+        for number, (x_BS, y_BS, layout) in enumerate(zip(*on_device, layouts, strict=True)):
             share = 0.0 if shares is None else shares[number]
             weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
-            micro_batches.append(MicroBatch(x_BS.to(device), y_BS.to(device), self._layout_of(x_BS), normalizer, *weights))
+            micro_batches.append(MicroBatch(x_BS, y_BS, layout, normalizer, *weights))
         return micro_batches
 
     def _layout_of(self, tokens_BS: Tensor) -> SequenceLayout:
@@ -162,15 +164,17 @@ class Engine:
     def _summary(self, output: StepOutput, shares: Sequence[float], num_labels: int) -> BatchResult:
         """What all ranks found together, by one all-reduce."""
         layers, experts = self.part.moe_layers, self.part.num_experts
-        losses = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        counts_LE = torch.zeros(len(layers), experts, dtype=torch.float64, device=self.mesh.device)
-        for loss in output.losses:
-            losses[0] += loss
-        for (stage, micro_batch), routings in output.routings.items():
-            for layer, routing in zip(self._moe_layers_of(stage), routings, strict=True):
-                losses[1] += routing.balance_loss * (shares[micro_batch] / len(layers))
-                counts_LE[layers.index(layer)] += routing.count_E
-        found = torch.cat((losses, counts_LE.flatten()))
+        found = torch.zeros(2 + len(layers) * experts, dtype=torch.float64, device=self.mesh.device)
+        counts_LE = found[2:].view(len(layers), experts)
+        if output.losses:
+            found[0] = torch.stack(output.losses).double().sum()
+        share_M = torch.tensor(shares, dtype=torch.float64).to(self.mesh.device)
+        for stage in self.part.share.own_stages:
+            for number, layer in enumerate(self._moe_layers_of(stage)):
+                summaries = [output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))]
+                balance_M = torch.stack([summary.balance_loss for summary in summaries]).double()
+                found[1] += (balance_M * share_M).sum() / len(layers)
+                counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in summaries]).sum(0)
         if self.mesh.size > 1:
             dist.all_reduce(found)
         found = found.cpu()
@@ -187,27 +191,42 @@ class Engine:
         return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
 
 
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory, so that the host does not wait for a GPU that is still at work."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)
+
+
 def build_engine(config: Config, mesh: Mesh, *, end_of_text: int | None = None, record: Recorder | None = None) -> Engine:
     """This rank's engine with the fresh weights that the seed gives, the same on every mesh."""
     number = config.num_micro_batches(mesh.data_size)
     schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
     layers = divide_layers(config, schedule.num_stages).stages
     share = Share(layers, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    part = fresh_part(config.model, share, torch.Generator().manual_seed(config.seed), mesh.device)
+    part = fresh_part(config.model, share, torch.Generator().manual_seed(config.seed), mesh.device, weights_dtype(config))
     if config.train.compile:
         compile_parts(part)
     frees = Frees(poison=config.parallel.poison)
     return Engine(part, mesh, schedule, config.train, config.resolved_moe(), end_of_text=end_of_text, frees=frees, record=record)
 
 
+def weights_dtype(config: Config) -> torch.dtype:
+    """Of parameters and gradients; products may be narrower."""
+    return torch.float64 if config.train.precision == "fp64" else torch.float32
+
+
 def divide_layers(config: Config, num_stages: int) -> Partition:
-    """Costs are parameters, of which weights, gradients and optimizer state are multiples; of the experts one rank's share counts."""
+    """Costs are millions of parameters, of which weights, gradients and optimizer state are multiples; of the experts one rank's share
+    counts, of embedding and head their one weight if they are tied."""
     whole = build_model(config.model, None, torch.device("meta"))
-    costs = []
-    for block in whole.layers:
-        costs.append(sum(p.numel() / (config.parallel.ep if ".experts." in name else 1) for name, p in block.named_parameters()))
-    edges = (float(whole.embed_tokens.weight.numel()), float(whole.lm_head.weight.numel()))
-    return partition(costs, num_stages, rule=config.parallel.partition, edge_costs=edges)
+    seen: set[Tensor] = set()
+
+    def cost(module: nn.Module) -> float:
+        new = {name: p for name, p in module.named_parameters() if p not in seen}
+        seen.update(new.values())
+        return sum(p.numel() / (config.parallel.ep if ".experts." in name else 1) for name, p in new.items()) / 1e6
+
+    edges = (cost(whole.embed_tokens), cost(whole.norm) + cost(whole.lm_head))
+    return partition([cost(block) for block in whole.layers], num_stages, rule=config.parallel.partition, edge_costs=edges)
 
 
 def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:

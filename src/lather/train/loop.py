@@ -28,7 +28,7 @@ from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_e
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
-from lather.train.engine import build_engine, prepare_experts
+from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
 from lather.train.state import TrainingState
@@ -98,16 +98,16 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     is_first = mesh.rank == 0
     run_dir: RunDirectory | None = None
     try:
-        with together(mesh.size):
+        with together(mesh.control_group):
             if is_first:
                 run_dir = RunDirectory.open(config)
         try:
             start = _start(config)
-            with together(mesh.size):
+            with together(mesh.control_group):
                 dataset = _dataset(config, display, start) if is_first else None
-            with together(mesh.size):
+            with together(mesh.control_group):
                 dataset = dataset or prepare(config.data, config.model.vocab_size, display.note)
-            with together(mesh.size):
+            with together(mesh.control_group):
                 if run_dir is not None:
                     run_dir.adopt_dataset(dataset)
             run = _Run(config, dataset, mesh, display, start)
@@ -132,7 +132,7 @@ def _dataset(config: Config, display: Display, start: Path | None) -> Path:
 
 def build_model(config: Config, device: torch.device) -> Decoder:
     """The model with the fresh weights that the seed gives, and what the configuration says of its experts."""
-    model = build_family(config.model, torch.Generator().manual_seed(config.seed), device)
+    model = build_family(config.model, torch.Generator().manual_seed(config.seed), device).to(weights_dtype(config))
     prepare_experts(model, config.moe)
     return model
 
@@ -193,6 +193,8 @@ class _Run:
         display.note(
             f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, {len(shards):,} training windows"
         )
+        if mesh.pp > 1:
+            display.note(divide_layers(config, 2 * mesh.pp).describe("M parameters"))
         self.resumed_step = self.progress.step if existing else None
         self.metrics: MetricsWriter | None = None
         if mesh.rank == 0:
@@ -218,7 +220,8 @@ class _Run:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        return self._outcome(checkpoint)
+        with together(self.mesh.control_group):  # the first rank draws, and reads the model for the sample
+            return self._outcome(checkpoint)
 
     def _outcome(self, checkpoint: Path) -> Outcome:
         finished = self.progress.step == self.config.train.steps
@@ -283,7 +286,7 @@ class _Run:
             return
         self.timeline.begin()
         yield
-        events = gather_events(self.timeline.end(), self.mesh.size)
+        events = gather_events(self.timeline.end(), self.mesh.control_group)
         if events is not None:
             append_timeline(self.path / TIMELINE, step, events)
 

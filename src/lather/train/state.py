@@ -57,35 +57,42 @@ class _Owned:
 class TrainingState:
     """Weights, buffers and optimizer state of this rank; for saving and loading."""
 
-    def __init__(self, owned: Iterable[_Owned], buffers: Iterable[Rows], optimizer: torch.optim.Optimizer | None, num_ranks: int) -> None:
+    def __init__(
+        self,
+        owned: Iterable[_Owned],
+        buffers: Iterable[Rows],
+        optimizer: torch.optim.Optimizer | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`group`: all ranks, the mesh's `control_group`; None: one process."""
         self._owned, self._buffers = list(owned), list(buffers)
-        self.optimizer, self.num_ranks = optimizer, num_ranks
+        self.optimizer, self.group = optimizer, group
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
         """Of a whole model in one process."""
         owned = [_Owned(ShardInfo(name, False, tuple(p.shape), 0, len(p)), p) for name, p in model.named_parameters()]
-        return cls(owned, _buffers(model), optimizer, 1)
+        return cls(owned, _buffers(model), optimizer, None)
 
     @classmethod
     def of_engine(cls, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
         """Of this rank of a mesh; every rank makes one."""
         parameters: LocalParameters = engine.parameters
         owned = [_Owned(entry.info, entry.parameter) for entry in parameters]
-        return cls(owned, _buffers(engine.part, is_copy=engine.mesh.data_rank > 0), optimizer, engine.mesh.size)
+        return cls(owned, _buffers(engine.part, is_copy=engine.mesh.data_rank > 0), optimizer, engine.mesh.control_group)
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which reads and writes for all."""
-        return self.num_ranks == 1 or dist.get_rank() == 0
+        return self.group is None or dist.get_rank(self.group) == 0
 
     def names(self) -> set[str]:
         """Of parameters and buffers of all ranks; every rank calls it."""
         own = {rows.name for rows in self.weights()}
         everybody = [own]
-        if self.num_ranks > 1:
-            everybody = [set() for _ in range(self.num_ranks)]
-            dist.all_gather_object(everybody, own)
+        if self.group is not None:
+            everybody = [set() for _ in range(dist.get_world_size(self.group))]
+            dist.all_gather_object(everybody, own, group=self.group)
         return set().union(*everybody)
 
     def weights(self) -> Iterator[Rows]:
@@ -167,9 +174,10 @@ class Gathering:
     `send`.
     """
 
-    def __init__(self, files: Sequence[Iterable[Rows]], num_ranks: int) -> None:
-        """`files`: this rank's rows for each file."""
-        self.rank = dist.get_rank() if num_ranks > 1 else 0
+    def __init__(self, files: Sequence[Iterable[Rows]], group: dist.ProcessGroup | None) -> None:
+        """`files`: this rank's rows for each file; `group`: all ranks, None for one process."""
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
         self._own: dict[tuple[int, str], Tensor] = {}
         outline = []
         for file, some in enumerate(files):
@@ -179,9 +187,9 @@ class Gathering:
                     own_shape, dtype = tuple(rows.value.shape), rows.value.dtype
                     outline.append(_Piece(file, rows.name, self.rank, rows.offset, own_shape, rows.shape, dtype))
         outlines = [outline]
-        if num_ranks > 1:
-            outlines = [[] for _ in range(num_ranks)]
-            dist.all_gather_object(outlines, outline)
+        if group is not None:
+            outlines = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(outlines, outline, group=group)
         pieces = (piece for own in outlines for piece in own)
         self._pieces = sorted(pieces, key=lambda piece: (piece.file, -piece.dtype.itemsize, piece.name, piece.offset))
         self._check()
@@ -210,7 +218,7 @@ class Gathering:
     def send(self) -> None:
         for piece in self._pieces:
             if piece.rank == self.rank:
-                dist.send(self._own[piece.file, piece.name].cpu().contiguous(), 0)
+                dist.send(self._own[piece.file, piece.name].cpu().contiguous(), 0, group=self.group)
 
     def finish(self) -> None:
         """Take what was not asked for, so that nobody waits for ever."""
@@ -220,5 +228,5 @@ class Gathering:
     def _receive(self, piece: _Piece) -> Tensor:
         assert self._arriving.popleft() is piece
         rows = torch.empty(piece.own_shape, dtype=piece.dtype)
-        dist.recv(rows, piece.rank)
+        dist.recv(rows, piece.rank, group=self.group)
         return rows

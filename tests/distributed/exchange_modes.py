@@ -1,0 +1,154 @@
+"""What an exchange does with its buffers, told to poison or hold them, and with rows under autocast; runs in ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import Case, from_tables
+from torch import Tensor
+
+from lather.memory.live_bytes import PeakBytes
+from lather.models.decoder import Block
+from lather.models.layout import SequenceLayout
+from lather.models.moe import Dispatched
+from lather.parallel.exchange_plan import Way
+from lather.parallel.expert import ExpertExchange
+from lather.pipeline import overlap
+from lather.pipeline.part import Stage
+from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
+from lather.pipeline.tape import Frees
+from models.tiny import error, random_normal
+
+D_BLOCK = 24
+
+# --- what happens to buffers that nobody reads any more -------------------------------------------------------------------------------
+
+
+class GivesBackTooEarly(ExpertExchange):
+    """With one mistake: a buffer is given back while it has still to be read."""
+
+    def __init__(self, mistake: str, group: dist.ProcessGroup, num_experts: int) -> None:
+        super().__init__(group, num_experts, give_back=Frees(poison=True).give_back)
+        self.mistake = mistake
+
+    def _launch(self, rows: Tensor, *splits: Any, own: bool) -> Any:
+        if self.mistake == "what is sent" and own:
+            self.give_back(rows)
+        travel = super()._launch(rows, *splits, own=own)
+        is_routing = not rows.is_floating_point()
+        if self.mistake == ("routing that came" if is_routing else "rows that came"):
+            return replace(travel, give_back=lambda _: self.give_back(travel.received))
+        return travel
+
+    def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
+        if self.mistake == "rows to be added":
+            self.give_back(rows_SD)
+        return super()._sum_per_token(way, rows_SD)
+
+
+MISTAKES = ("what is sent", "routing that came", "rows that came", "rows to be added")
+
+
+def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
+    x, routing = case.x(me), case.routing(me)
+    dispatched = exchange.start_dispatch(x, routing).wait()
+    partial = from_tables(case, me, case.d, case.dtype, seed=3)
+    results = [
+        dispatched.x_RD,
+        dispatched.weights_RK,
+        exchange.start_combine(partial, dispatched).wait(),
+        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched).wait(),
+    ]
+    in_range = (dispatched.experts_RK >= -1) & (dispatched.experts_RK < exchange.num_local_experts)
+    return not (in_range.all() and all(result.isfinite().all() for result in results))
+
+
+def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
+    """Of a way there and back, in the two modes that keep them: the values that the buffers have in the end."""
+    found = {}
+    for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
+        exchange = ExpertExchange(group, case.e, give_back=frees.give_back)
+        there = exchange.start_dispatch(case.x(me), case.routing(me))
+        sent = [travel.sent for travel in there._travels]
+        packed = there._travels[0].received
+        back = exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), there.wait())
+        came = [travel.received for travel in back._travels]
+        back.wait()
+        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in (*sent, packed, *came)]
+        found[name] = all(gone) if name == "poisoned" else not any(gone)
+    return found
+
+
+# --- under autocast -------------------------------------------------------------------------------------------------------------------
+
+
+class Wide(Segments):
+    """Rows travel as the residual stream has them."""
+
+    def _for_the_way(self, x: Tensor) -> Tensor:
+        return x
+
+
+class NotesTheWay(ExpertExchange):
+    """`to_one_T`: which of the last tokens went to one rank alone; `received`: how many rows came."""
+
+    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
+        self.to_one_T, self.received = (dispatched.way_back.row_TK >= 0).sum(1) == 1, len(partial_RD)
+        return super().start_combine(partial_RD, dispatched)
+
+
+@dataclass
+class Ran:
+    """A block's forward and backward, and what of it is counted."""
+
+    results: list[Tensor]
+    """The output and its input's gradient, (T, D), and those of the weights besides routed experts, which have tokens of one rank alone."""
+    sent: list[tuple[torch.dtype, int]]
+    """Rows with D columns: their dtype and bytes, for every time that some were sent."""
+    kept: int
+
+
+def run_block(block: Block, segments: Segments, me: int) -> Ran:
+    x_BSD, grad_BSD = (random_normal(3, 9, D_BLOCK, seed=seed + me).float() for seed in (10, 20))
+    tokens = torch.zeros(3, 9, dtype=torch.int64)
+    tape = ChunkTape(MicroBatch(tokens, tokens, SequenceLayout(3, 9, tokens.device), balance_weight=0.1))
+    sent, original = [], dist.all_to_all_single
+
+    def note(received: Tensor, rows: Tensor, *args: Any, **options: Any) -> Any:
+        if rows.is_floating_point() and rows.shape[1] == D_BLOCK:
+            sent.append((rows.dtype, rows.nbytes))
+        return original(received, rows, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, PeakBytes() as alive:
+        patch.setattr(dist, "all_to_all_single", note)
+        out_BSD = overlap.run(segments.forward(Stage(1, (block,)), x_BSD, tape, []))
+        kept = alive.now
+        grad_x_BSD = overlap.run(segments.backward(tape, grad_BSD))
+    assert grad_x_BSD is not None
+    gradients = [p.grad for name, p in block.named_parameters() if "mlp.experts." not in name and p.grad is not None]
+    block.zero_grad()
+    return Ran([out_BSD.flatten(0, 1), grad_x_BSD.flatten(0, 1), *gradients], sent, kept)
+
+
+def half_the_bytes(blocks: list[Block], me: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Of a block with a share of the experts, against rows that travel in fp32, and against a block with all experts."""
+    exchange, options = NotesTheWay(group, 8), {"autocast": torch.bfloat16}
+    wide = run_block(blocks[0], Wide(exchange, **options), me)
+    narrow = run_block(blocks[0], Segments(exchange, **options), me)
+    local = run_block(blocks[1], Segments(**options), me)
+    full = run_block(blocks[0], Segments(exchange), me)
+    alone_T = exchange.to_one_T
+    return {
+        "wide": wide.sent,
+        "narrow": narrow.sent,
+        "full": full.sent,
+        "kept": wide.kept - narrow.kept - 2 * exchange.received * D_BLOCK,
+        "alone": int(alone_T.sum()),
+        "same bits": torch.equal(narrow.results[0][alone_T], local.results[0][alone_T]),
+        "dtypes": {result.dtype for result in narrow.results},
+        "errors": [error(mine, theirs) for mine, theirs in zip(narrow.results, local.results, strict=True)],
+    }

@@ -1,0 +1,224 @@
+"""`lather train` as a user starts it: ranks of its own or torchrun's, one report, and one process goes on from what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lather.train.checkpoint import list_checkpoints
+from lather.train.metrics import read_rows
+
+pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a twentieth
+
+SECONDS = 300
+"""After which a command and its ranks are killed."""
+CONFIG = """
+[model]
+vocab_size = 264
+hidden_size = 16
+intermediate_size = 24
+moe_intermediate_size = 8
+num_hidden_layers = 4
+num_attention_heads = 2
+kv_lora_rank = 8
+qk_nope_head_dim = 4
+qk_rope_head_dim = 4
+v_head_dim = 4
+n_routed_experts = 4
+max_position_embeddings = 64
+aux_loss_alpha = 0.01
+tie_word_embeddings = true
+
+[data]
+source = "corpus"
+pattern = "*.txt"
+cache_dir = "cache"
+holdout_every = 4
+
+[optim]
+name = "adamw"
+lr = 1e-2
+warmup_steps = 2
+schedule = "constant"
+
+[train]
+steps = 3
+batch_size = 8
+micro_batch_size = 1
+sequence_length = 16
+validation_every = 0
+validation_sequences = 5
+device = "cpu"
+
+[log]
+sample_tokens = 4
+"""
+LATHER = ["-m", "lather", "train", "tiny.toml"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *LATHER]
+COMMANDS = {
+    "two": [*LATHER, "--nproc", "2", "--parallel.pp", "2"],
+    "torchrun": [*TORCHRUN, "--parallel.pp", "2"],
+    "one": LATHER,
+    "stopped": [*LATHER, "--nproc", "2", "--parallel.pp", "2", "--train.steps", "40"],
+    "three": [*LATHER, "--nproc", "3", "--parallel.pp", "2"],
+    "torchrun, no divisor": [*TORCHRUN, "--parallel.pp", "2", "--parallel.ep", "2"],
+}
+TOLERANCE = 1e-5
+"""fp32."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+    run_dir: Path
+
+    def validation_losses(self) -> list[float]:
+        return [row["validation_loss"] for row in read_rows(self.run_dir / "metrics.jsonl") if "validation_loss" in row]
+
+    def rows(self) -> list[dict[str, object]]:
+        return [row for row in read_rows(self.run_dir / "metrics.jsonl") if "loss" in row]
+
+
+class Command:
+    """`python ARGUMENTS --run_dir NAME` in `folder`, in a process group of its own."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        self.run_dir = folder / name
+        self.is_torchrun = "torch.distributed.run" in arguments
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_", "COLUMNS"))}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, *arguments, "--run_dir", name]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def end(self) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=SECONDS)
+        finally:
+            self.kill()
+        return Ended(self.process.returncode, out, err, self.run_dir)
+
+    def stop(self) -> None:
+        """SIGTERM once it trains."""
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline and '"loss"' not in read(self.run_dir / "metrics.jsonl"):
+            time.sleep(0.01)
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """At once, but torchrun, whose ranks are no part of its process group and which ends them itself, within 30 s."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=40 if self.is_torchrun else 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "tiny.toml").write_text(CONFIG)
+    (folder / "corpus").mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "owners"]
+    for number in range(8):
+        lines = [" ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9)) for line in range(12 + number)]
+        (folder / "corpus" / f"{number}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Iterator[dict[str, Ended]]:
+    """All commands, started at once: most of the time is spent on that. They find one data set, or make it at the same time."""
+    commands = {name: Command(folder, name.replace(" ", "_"), *arguments) for name, arguments in COMMANDS.items()}
+    try:
+        commands["stopped"].stop()
+        yield {name: command.end() for name, command in commands.items()}
+    finally:
+        for command in commands.values():
+            command.kill()
+
+
+@pytest.mark.parametrize("name", ["two", "torchrun"])
+def test_two_ranks_train_what_one_process_does(ended: dict[str, Ended], name: str) -> None:
+    found, one = ended[name], ended["one"]
+    assert (found.status, found.err) == (0, ""), found.err
+    assert one.status == 0, one.err
+    assert [path.name for path in list_checkpoints(found.run_dir / "checkpoints")] == ["step-00000003"]
+    assert found.validation_losses() == pytest.approx(one.validation_losses(), rel=TOLERANCE)
+    assert one.validation_losses()[1] < one.validation_losses()[0] - 1e-2  # so that a rank that learns nothing is seen
+    assert [row["step"] for row in found.rows()] == [1, 2, 3]
+    for row, expected in zip(found.rows(), one.rows(), strict=True):
+        assert row["tokens"] == expected["tokens"] == 8 * 16  # of all ranks
+        for key in ("loss", "balance_loss", "grad_norm", "expert_load_max"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-4), (row["step"], key)
+
+
+@pytest.mark.parametrize("name", ["two", "torchrun"])
+def test_one_rank_reports(ended: dict[str, Ended], name: str) -> None:
+    """Everything that one process shows, once."""
+
+    def kinds(text: str) -> list[str]:
+        lines = [line for line in text.splitlines() if not line.startswith(("tokenizer:", "train:", "validation:"))]  # of whoever made it
+        return [line.split(":")[0].split(" ")[0] for line in lines]
+
+    out = ended[name].out
+    assert sorted(kinds(out)) == sorted([*kinds(ended["one"].out), "layers"])
+    for once in ("2 ranks: 2 pipeline x 1 data x 1 expert", "layers by stage", "step 3/3", "--- sample", "before, ", "loss.png"):
+        assert out.count(once) == 1, out
+
+
+def test_one_process_goes_on_from_what_two_ranks_left(ended: dict[str, Ended], folder: Path) -> None:
+    stopped = ended["stopped"]
+    assert (stopped.status, stopped.err) == (0, ""), stopped.err
+    *_, last = stopped.out.splitlines()
+    (checkpoint,) = list_checkpoints(stopped.run_dir / "checkpoints")
+    step = int(checkpoint.name[5:])
+    assert step < 40
+    assert last == f"stopped at step {step}; saved stopped/checkpoints/{checkpoint.name}; the same command goes on from there"
+    more = Command(folder, "stopped", *LATHER, "--train.steps", "40").end()
+    assert (more.status, more.err) == (0, ""), more.err
+    assert f"resuming stopped/checkpoints/{checkpoint.name}" in more.out
+    assert [row["step"] for row in more.rows()] == list(range(1, 41))
+    assert [path.name for path in list_checkpoints(more.run_dir / "checkpoints")] == [checkpoint.name, "step-00000040"]
+    before, after = more.validation_losses()
+    assert after < before - 0.5
+
+
+def test_ranks_that_the_mesh_does_not_divide_are_refused(ended: dict[str, Ended]) -> None:
+    found = ended["three"]
+    assert found.status == 2
+    assert found.out == ""
+    assert found.err.startswith(
+        "lather: error: parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3: start 2 ranks"
+    )
+    assert found.err.count("\n") == 1
+    assert not found.run_dir.exists()
+
+
+def test_under_torchrun_one_rank_says_what_is_wrong(ended: dict[str, Ended]) -> None:
+    """Torchrun then has a report of its own."""
+    found = ended["torchrun, no divisor"]
+    assert found.status == 1
+    assert found.out == ""
+    assert found.err.count("lather: error:") == 1, found.err
+    assert "= 4 does not divide the number of ranks, 2" in found.err
+    assert not found.run_dir.exists()

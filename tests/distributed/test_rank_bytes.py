@@ -1,0 +1,90 @@
+"""What `lather profile` expects of a rank, without starting any, against bytes counted on real ranks, after every action of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from engines import VOCABULARY, Case, make_pair
+from ranks import run_ranks
+
+from lather.memory.chunks import ChunkMeter, Levers, layer_places
+from lather.memory.live_bytes import PeakBytes
+from lather.memory.ranks import rank_bytes
+from lather.models.layout import SequenceLayout
+from lather.pipeline.partition import partition
+from lather.pipeline.schedule import Action, dualpipev
+from lather.pipeline.segments import MicroBatch
+from models.tiny import tiny_family_model
+
+LENGTH = 60
+"""Tokens of a micro-batch, so many that the experts' load is about even."""
+CASES = {
+    "saved": Case(pp=2, num_micro_batches=8),
+    "recomputed attention": Case(pp=2, num_micro_batches=8, recompute=("attention",)),
+    "no early frees": Case(pp=2, num_micro_batches=4, frees=False),
+    "another family": Case(pp=2, num_micro_batches=5, family="gpt_oss", layers=4),
+}
+ON_FOUR = {name: replace(CASES[name], ep=2, replicate_dense=True) for name in ("saved", "recomputed attention")}
+
+
+class Watch:
+    """A recorder that looks at the bytes after every action."""
+
+    def __init__(self, alive: PeakBytes) -> None:
+        self.alive, self.largest = alive, 0
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        yield
+        self.largest = max(self.largest, self.alive.now)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def counted(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, int]:
+    """The most bytes of this rank, besides parameters and gradients."""
+    found = {}
+    with patch("engines.LENGTH", LENGTH):
+        for name, case in cases.items():
+            pair = make_pair(case)
+            tokens = pair.tokens()
+            pair.engine.gradients(tokens)  # makes tables and gradients
+            for p in pair.engine.part.parameters():
+                p.grad = torch.zeros_like(p)
+            with PeakBytes() as alive:
+                watch = pair.engine._executor.record = Watch(alive)
+                pair.engine.gradients(tokens)
+            found[name] = watch.largest
+    return found
+
+
+def expected(case: Case) -> list[int]:
+    sizes = {"num_hidden_layers": case.layers}
+    sizes[{"deepseek_v2": "n_routed_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
+    model = tiny_family_model(case.family, **sizes).to(case.dtype)
+    tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], SequenceLayout(1, LENGTH, torch.device("cpu")))
+    meter = ChunkMeter(model, layer_places(model, None), batch, case.ep)
+    chunks = meter.measure(Levers(case.memory, case.recompute, case.frees))
+    schedule = dualpipev(case.pp, case.num_micro_batches)
+    return [one.peak for one in rank_bytes(schedule, chunks, partition([1.0] * case.layers, schedule.num_stages).stages)]
+
+
+def tolerance(case: Case) -> float:
+    """Which rows an expert rank gets is chance; without early frees what was sent is held, too, which nobody expects."""
+    return 0.05 if case.ep > 1 else 0.01 if case.frees else 0.03
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (4, ON_FOUR)], ids=["two", "four"])
+def test_expected_bytes_are_those_of_real_ranks(world_size: int, cases: dict[str, Case]) -> None:
+    by_rank = run_ranks(counted, world_size, cases)
+    for name, case in cases.items():
+        peaks = expected(case)
+        for rank, found in enumerate(by_rank):
+            assert found[name] == pytest.approx(peaks[rank // case.ep], rel=tolerance(case)), (name, rank)

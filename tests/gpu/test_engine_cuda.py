@@ -1,0 +1,184 @@
+"""The engine on one GPU, the first-class case of one process: the CPU's numbers, flat memory, no waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.parallel.expert import ExpertExchange
+from lather.parallel.mesh import Mesh
+from lather.pipeline.timeline import TimelineRecorder
+from lather.train.config import Config, LoopConfig, MoEConfig, OptimConfig, ParallelConfig
+from lather.train.engine import Engine, build_engine
+from lather.train.step import TrainStep, build_optimizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTH, VOCABULARY, EXPERTS = 64, 512, 8
+CPU = torch.device("cpu")
+SCHEDULES = ("sequential", "dualpipev")
+
+
+def config(schedule: str = "dualpipev", micro_batches: int = 4, **changes: Any) -> Config:
+    model = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+    )
+    poison = changes.pop("poison", False)
+    loop = LoopConfig(batch_size=2 * micro_batches, micro_batch_size=2, sequence_length=LENGTH, **changes)
+    return Config(model=model, train=loop, moe=MoEConfig(), parallel=ParallelConfig(schedule=schedule, poison=poison))  # type: ignore[arg-type]
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def engine_on(device: torch.device, config: Config) -> Engine:
+    return build_engine(config, Mesh.single(device))
+
+
+def tokens(config: Config, step: int = 0) -> Tensor:
+    shape = (config.train.batch_size, config.train.sequence_length + 1)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    return {name: p.grad.detach().float().cpu() for name, p in engine.parameters.named() if p.grad is not None}
+
+
+def same_routing(reference: Engine, *others: Engine) -> None:
+    """Rounding must not turn a near-tie: routers see large differences between experts."""
+    for engine in (reference, *others):
+        with torch.no_grad():
+            for router in engine.part.routers():
+                router.weight.mul_(20)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recompute": ("attention", "experts", "shared_experts")}, {"poison": True}, {"compile": True}],
+    ids=["plain", "recompute", "poison", "compile"],
+)
+def test_loss_and_gradients_are_the_cpus(schedule: str, changes: dict[str, Any]) -> None:
+    on_cpu, on_gpu = engine_on(CPU, config("sequential")), engine_on(cuda(), config(schedule, **changes))
+    same_routing(on_cpu, on_gpu)
+    batch = tokens(config())
+    expected, found = on_cpu.gradients(batch), on_gpu.gradients(batch)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert torch.equal(found.counts_LE, expected.counts_LE)
+    assert gradients(on_gpu).keys() == gradients(on_cpu).keys()
+    for name, grad in gradients(on_cpu).items():
+        assert (gradients(on_gpu)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
+    assert on_gpu.validation_loss(batch) == pytest.approx(on_cpu.validation_loss(batch), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
+    on_cpu, on_gpu = engine_on(CPU, config()), engine_on(cuda(), config(schedule, precision="bf16"))
+    same_routing(on_cpu, on_gpu)
+    batch = tokens(config())
+    assert on_gpu.gradients(batch).loss == pytest.approx(on_cpu.gradients(batch).loss, rel=1e-2)
+    total = sum(grad.square().sum() for grad in gradients(on_cpu).values())
+    error = sum((gradients(on_gpu)[name] - grad).square().sum() for name, grad in gradients(on_cpu).items())
+    assert error <= 0.1**2 * total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_walk_does_not_wait_for_the_device(schedule: str, precision: str) -> None:
+    """Experts of one process need no sizes of an exchange."""
+    engine = engine_on(cuda(), config(schedule, precision=precision))
+    batch = tokens(config())
+    engine.gradients(batch)  # compiles kernels
+    engine.clear_gradients()
+    number = engine.schedule.num_micro_batches
+    micro_batches = engine._micro_batches(batch[:, :-1], batch[:, 1:], 1.0, [1 / number] * number)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine._executor.run(micro_batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) -> None:
+    peaks = []
+    for number in (4, 16):
+        engine = engine_on(cuda(), config(schedule, number, precision="bf16"))
+        batch = tokens(config(schedule, number))
+        engine.gradients(batch)
+        engine.clear_gradients()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.gradients(batch)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del engine
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap"])
+def test_training_steps_lower_the_loss(name: str) -> None:
+    run = replace(config(precision="bf16"), optim=OptimConfig(name=name, lr=3e-3))  # type: ignore[arg-type]
+    engine = engine_on(cuda(), run)
+    step = TrainStep(engine, build_optimizer(run.optim, engine.parameters.named()), 1.0)
+    losses = [step(tokens(run), 3e-3).loss for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_timeline_has_the_times_of_the_device() -> None:
+    recorder = TimelineRecorder(cuda())
+    engine = build_engine(config(), Mesh.single(cuda()), record=recorder)
+    engine.gradients(tokens(config()))
+    recorder.begin()
+    engine.gradients(tokens(config()))
+    events = recorder.end()
+    assert [event.action for event in events] == list(engine.schedule.ranks[0])
+    assert all(event.end >= event.start for event in events)
+    assert sum(event.end - event.start for event in events) > 0
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.ProcessGroup) -> None:
+    """With itself alone, but through the all-to-alls, their stream and the early frees."""
+    plain, exchanging = (engine_on(cuda(), config(schedule, poison=True)) for _ in range(2))
+    exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS)
+    for step in range(3):
+        batch = tokens(config(), step)
+        expected, found = plain.gradients(batch), exchanging.gradients(batch)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        for name, grad in gradients(plain).items():
+            assert (gradients(exchanging)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
+        plain.clear_gradients()
+        exchanging.clear_gradients()
