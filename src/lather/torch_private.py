@@ -20,6 +20,8 @@ table.
 `saved_tensors_hooks_in_force` are the hooks that see what autograd keeps. Hooks inside others hide these, and what makes some tensors again
 in backward must not hide the rest from a profile; without the name `lather profile` and torch's checkpointing would miss attention.
 
+`set_timeout` bounds how long the ranks of a group wait: a DeviceMesh makes groups with torch's defaults, whatever the user asked for.
+
 `memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`), a second opinion in benchmarks; else ours would be alone.
 """
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +52,7 @@ __all__ = [
     "memory_tracker",
     "prepare_sharding",
     "saved_tensors_hooks_in_force",
+    "set_timeout",
     "start_gradient_reduction",
 ]
 
@@ -105,6 +109,11 @@ def check_torch_version() -> None:
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 11) <= (int(major), int(minor)) < (2, 14):
         raise UserError(f"torch {torch.__version__} is not supported for training on several ranks: install {VERSIONS}")
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Of every later operation of the group."""
+    import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
 
 
 def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]:

@@ -61,7 +61,7 @@ def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert size["ours", 9] < 1.02 * size["ours", 4]
     assert size["torch", 9] > 1.02 * size["torch", 4]
     for row in peak.values():
-        assert max(row["check"].values()) < 1e-4 or row["check"]["counts_differ_by"] < 0.01
+        assert max(value for name, value in row["check"].items() if name != "counts_differ_by") < 1e-4
         for rank in row["by_rank"]:
             assert rank["tracker"] in (None, rank["saved"])
             assert rank["tape"] is None or abs(rank["tape"] - rank["saved"]) < 0.01 * rank["saved"]

@@ -13,6 +13,7 @@ import torch
 from engines import Case, make_pair
 from ranks import run_ranks
 
+from lather.parallel.expert import ExpertExchange
 from lather.train.config import OptimConfig
 from lather.train.step import TrainStep, build_optimizer
 
@@ -50,6 +51,8 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
     errors = []
     for case in cases:
         pair = make_pair(case)
+        segments = pair.engine._segments
+        assert not isinstance(segments.exchange, ExpertExchange) or segments.exchange.give_back == segments.frees.give_back
         tokens = pair.tokens()
         loss = pair.plain_gradients(tokens)
         found = pair.engine.gradients(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lather.errors import ConfigError
-from lather.parallel.mesh import Mesh
+from lather.parallel.mesh import CONTROL_TIMEOUT, Mesh
 from lather.train.config import ParallelConfig, check_parallel
 from lather.train.config_file import load_config
 
@@ -37,10 +38,22 @@ def gathered(group: dist.ProcessGroup | None, rank: int) -> list[int]:
     return [int(one) for one in ranks]
 
 
+def patience(group: dist.ProcessGroup | None) -> float:
+    """Seconds for which a rank of a group waits."""
+    assert group is not None
+    timeout: timedelta = group._get_backend(CPU).options._timeout
+    return timeout.total_seconds()
+
+
 def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
     results = []
     for pp, ep, replicas, replicate_dense in SHAPES:
-        mesh = Mesh.build(ParallelConfig(pp=pp, ep=ep, replicas=replicas), CPU, replicate_dense=replicate_dense)
+        config = ParallelConfig(pp=pp, ep=ep, replicas=replicas, timeout=77.0)
+        mesh = Mesh.build(config, CPU, replicate_dense=replicate_dense)
+        in_a_step = [mesh.pp_group, mesh.ep_group, mesh.data_group]
+        in_a_step += [group for axes in (mesh.dense_mesh, mesh.expert_mesh) if axes is not None for group in axes.get_all_groups()]
+        assert {patience(group) for group in in_a_step} == {77.0}
+        assert patience(mesh.control_group) == CONTROL_TIMEOUT.total_seconds()
         assert mesh.rank == rank
         assert mesh.size == world_size
         groups: Groups = {name: gathered(getattr(mesh, f"{name}_group"), rank) for name in ("pp", "ep", "data", "control")}

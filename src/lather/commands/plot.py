@@ -82,7 +82,7 @@ def _draw_schedule(parsed: PlotArguments) -> Path:
 def _draw_run_timeline(run: Path, out: Path | None) -> Path:
     file = run / "timeline.jsonl"
     if not file.is_file():
-        raise UserError(f"{run}: no timeline (it has no timeline.jsonl): give the run_dir of a training run in a pipeline")
+        raise UserError(f"{run}: no timeline (it has no timeline.jsonl): give the run_dir of a run with --log.timeline-every N")
 
     from lather.pipeline.picture import draw_timeline, read_timeline
 

@@ -193,7 +193,7 @@ class _Planned:
         work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
         self._wait: Callable[[], object] = work.wait
         if sizes_2P2.is_cuda:  # by a stream of its own: the compute stream may be given more before the host looks
-            with torch.cuda.stream(torch.cuda.Stream(sizes_2P2.device)):
+            with torch.cuda.stream(torch.cuda.Stream(sizes_2P2.device, priority=-1)):  # NCCL's are among those of the other priority
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
                 self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lather.torch_private import set_timeout
+
 if TYPE_CHECKING:
     from lather.train.config import ParallelConfig
 
@@ -108,6 +110,10 @@ class Mesh:
         if replicas > 1:
             dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
+        sizes_group = _second_group(ep, world_size) if ep > 1 and device.type == "cuda" else None
+        groups = [group for device_mesh in (grid, data, dense, expert) for group in device_mesh.get_all_groups()]
+        for group in [*groups, *([sizes_group] if sizes_group else [])]:
+            set_timeout(group, timedelta(seconds=config.timeout))
         return cls(
             pp=pp,
             dp=dp,
@@ -117,7 +123,7 @@ class Mesh:
             device=device,
             pp_group=grid.get_group("pp"),
             ep_group=grid.get_group("ep"),
-            sizes_group=_second_group(ep, world_size) if ep > 1 and device.type == "cuda" else None,
+            sizes_group=sizes_group,
             data_group=data.get_group("data"),
             control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
             dense_mesh=None if replicate_dense else dense,

@@ -146,6 +146,10 @@ class Unit:
         if self.replicated is not None:
             self.replicated.reduce_gradients()
 
+    def abandon(self) -> None:
+        """After an error half-way through a step: whoever held parameters is gone. A process without peers may go on."""
+        self._holding = self._reducing = 0
+
     def wait_for_gradients(self) -> None:
         """The current stream waits for `reduce_gradients`. Nothing happens if that was not launched."""
         if self._launched:

@@ -6,10 +6,13 @@ import contextlib
 import pickle
 import traceback
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lather.parallel.lifeline import COPY
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -38,6 +41,15 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
                     raise error
                 each.add_note(COPY)
                 raise each
+
+
+def of_first(value: T, group: dist.ProcessGroup | None) -> T:
+    """Rank 0's, for all ranks of `group`: for what they might see differently, such as the files of a slow file system."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def _portable(error: Exception) -> Exception:

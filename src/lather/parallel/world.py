@@ -5,7 +5,6 @@ The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Callable, Mapping
@@ -30,6 +29,8 @@ class World:
     """Ranks on this machine."""
     address: tuple[str, int] | None = None
     """Where rank 0's machine keeps the store by which the ranks meet; None: a single process."""
+    sees_own_device_alone: bool = False
+    """Where there is one CUDA device on the machine of several ranks, it is this rank's (srun with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
     """The signal by which the launcher was asked to stop; None: signals come to this process itself."""
 
@@ -66,14 +67,15 @@ class World:
         port = number.get("MASTER_PORT", FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS)
         tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as "4(x2)"
         local_size = int(tasks[0]) if tasks else size
-        return cls(number["SLURM_PROCID"], size, number["SLURM_LOCALID"], local_size, (_first_host(environment), port))
+        address = _first_host(environment), port
+        return cls(number["SLURM_PROCID"], size, number["SLURM_LOCALID"], local_size, address, sees_own_device_alone=True)
 
     def device(self, kind: torch.device) -> torch.device:
         """This rank's own device among those of a kind. Raises ConfigError if there are more ranks than devices."""
         if kind.type == "cpu" or self.size == 1:
             return kind
         num_devices = torch.cuda.device_count()
-        if num_devices == 1 and "SLURM_PROCID" in os.environ:  # --gpus-per-task: each task sees no other device than its own
+        if num_devices == 1 and self.sees_own_device_alone:
             return torch.device("cuda", 0)
         if self.local_rank >= num_devices:
             raise ConfigError(

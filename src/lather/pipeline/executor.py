@@ -92,33 +92,38 @@ class Executor:
         self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> StepOutput:
-        """All actions of this rank, in order. Without grad mode the schedule must be one of forwards alone.
+    def run(self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None) -> StepOutput:
+        """All actions of this rank, in order: by the executor's schedule, or by another one of the same stages. Without grad mode it must
+        be one of forwards alone.
 
         Raises ValueError, before anything travels, if the number or the shape of the micro-batches is not the schedule's. An error on the
         way leaves gradients that are no step's; clear them. Several ranks are out of step after that: RuntimeError in the next step.
         """
-        self._check(micro_batches)
+        schedule = self.schedule if schedule is None else schedule
+        assert schedule.num_stages == self.schedule.num_stages
+        self._check(micro_batches, schedule.num_micro_batches)
         if self._is_out_of_step:
             raise RuntimeError("an error ended an earlier step half-way, and what other ranks sent since is unknown: restart all ranks")
-        walk = self.walk = _Walk(self, micro_batches)
+        walk = self.walk = _Walk(self, micro_batches, schedule)
         try:
-            for action in self.schedule.ranks[self.rank]:
+            for action in schedule.ranks[self.rank]:
                 walk.wait_for_input(action)
                 with self.record.action(action):
                     walk.do(action)
             walk.finish()
         except BaseException:
             self._is_out_of_step = self._has_peers
+            for unit in (unit for units in self.units.values() for unit in units):
+                unit.abandon()
             self.segments.weight_gradients.take()
             raise
         finally:
             self.walk = None
         return walk.output
 
-    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        if len(micro_batches) != self.schedule.num_micro_batches:
-            raise ValueError(f"got {len(micro_batches)} micro-batches: this schedule is for {self.schedule.num_micro_batches}")
+    def _check(self, micro_batches: Sequence[MicroBatch], expected_number: int) -> None:
+        if len(micro_batches) != expected_number:
+            raise ValueError(f"got {len(micro_batches)} micro-batches: this schedule is for {expected_number}")
         expected = self.activation.shape[:2]
         for number, batch in enumerate(micro_batches):
             for name, x in (("tokens", batch.tokens_BS), ("labels", batch.labels_BS)):
@@ -149,9 +154,9 @@ class _Arriving:
 class _Walk:
     """The state of one step."""
 
-    def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
-        self.executor, self.micro_batches = executor, micro_batches
-        self.stages, self.segments, self.schedule = executor.stages, executor.segments, executor.schedule
+    def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch], schedule: Schedule) -> None:
+        self.executor, self.micro_batches, self.schedule = executor, micro_batches, schedule
+        self.stages, self.segments = executor.stages, executor.segments
         self.output = StepOutput()
         self.inputs: dict[Key, Tensor | _Arriving] = {}
         self.gradients: dict[Key, Tensor | _Arriving] = {}

@@ -23,7 +23,7 @@ from typing import Any
 from lather.errors import CheckpointError, ExchangeError
 from lather.models.safetensors_folder import DTYPES, SafetensorsFolder, open_safetensors, write_safetensors
 from lather.models.safetensors_folder import sync as sync  # noqa: PLC0414  (other modules know it from here)
-from lather.parallel.together import together
+from lather.parallel.together import of_first, together
 from lather.train.state import Gathering, Rows, TrainingState
 
 FORMAT = 1
@@ -52,7 +52,7 @@ def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, k
     target = folder / f"step-{progress.step:08d}"
     with together(state.group):
         exists = target.exists()  # complete, and the step fixes its contents
-    if exists:
+    if of_first(exists, state.group):
         return target
     gathering = Gathering((state.weights(), state.optimizer_state()), state.group)
     error: Exception | None = None

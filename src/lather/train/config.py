@@ -200,7 +200,7 @@ class ParallelConfig:
     poison: bool = False
     """For finding bugs: what is given back early becomes NaN, so that whatever still reads it shows."""
     timeout: float = 600.0
-    """A rank that waits this long for another gives up, seconds."""
+    """A rank that waits this long for another inside a step gives up, seconds."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "ep", "replicas"):

@@ -82,12 +82,9 @@ class Engine:
             recompute=loop.recompute,
             autocast=torch.bfloat16 if loop.precision == "bf16" else None,
         )
-        self._executor = self._make_executor(schedule, record)
+        group = mesh.pp_group if mesh.pp > 1 else None
+        self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
-
-    def _make_executor(self, schedule: Schedule, record: Recorder | None = None) -> Executor:
-        group = self.mesh.pp_group if self.mesh.pp > 1 else None
-        return Executor(self.part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
 
     def gradients(self, tokens_BS: Int[Tensor, "b s"]) -> BatchResult:
         """Forward and backward of the global batch, one token more per sequence than is trained on; leaves the gradients of the whole step
@@ -122,8 +119,8 @@ class Engine:
         inputs_BS = torch.cat((tokens_BS[:, :-1], tokens_BS[:1, :-1].expand(missing, -1)))
         labels_BS = torch.cat((tokens_BS[:, 1:], tokens_BS[:1, 1:].new_full((), IGNORE_INDEX).expand(missing, tokens_BS.shape[1] - 1)))
         inputs_BS, labels_BS = self._own_sequences(inputs_BS), self._own_sequences(labels_BS)
-        executor = self._make_executor(forwards(self.schedule.num_stages, len(inputs_BS) // self.micro_batch_size))
-        output = executor.run(self._micro_batches(inputs_BS, labels_BS, 1.0, None))
+        schedule = forwards(self.schedule.num_stages, len(inputs_BS) // self.micro_batch_size)
+        output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, 1.0, None), schedule)
         total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
         if self.mesh.size > 1:
             dist.all_reduce(total)

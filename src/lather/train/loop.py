@@ -23,7 +23,7 @@ from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
-from lather.parallel.together import together
+from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import Config
@@ -102,7 +102,9 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
             if is_first:
                 run_dir = RunDirectory.open(config)
         try:
-            start = _start(config)
+            with together(mesh.control_group):
+                start = _start(config)
+            start = of_first(start, mesh.control_group)
             with together(mesh.control_group):
                 dataset = _dataset(config, display, start) if is_first else None
             with together(mesh.control_group):
@@ -180,7 +182,7 @@ class _Run:
         self.optimizer = build_optimizer(config.optim, self.engine.parameters.named())
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
-        existing = list_checkpoints(self.path / "checkpoints")
+        existing = of_first(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
         self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
         if start is not None:
             load_parameters(start, self.state)
