@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import run_ranks
 
 from lather.bench import pipeline
 from lather.bench.check import CheckError
@@ -18,8 +20,10 @@ from lather.bench.pipeline_ranks import Case
 from lather.bench.pipeline_report import summary
 from lather.cli import main
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.parallel.mesh import Mesh
 from lather.pipeline.replay import Durations, dualpipev_bubble, replay
 from lather.pipeline.schedule import Kind, dualpipev
+from lather.train.config import ParallelConfig
 
 MODEL = DeepseekV2Config(
     vocab_size=67,
@@ -72,6 +76,21 @@ def test_two_ranks_go_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     for line in summary(rows):
         assert " ".join(line.split()) in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline-cpu.jsonl", "pipeline-cpu.png"]
+
+
+def differences_from_torch(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    mesh = Mesh.build(ParallelConfig(pp=2, ep=world_size // 2), torch.device("cpu"))
+    case = replace(CASE, dtype=torch.float64)
+    found = BytesJob(2, mesh.ep, case, ("torch", "held", "attention", "ours"), tracked=False).run(mesh)
+    return {name: one["check"] for name, one in found.items()}
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.grid), 4])
+def test_torchs_runtime_has_the_same_loss_and_gradients_from_the_same_table(world_size: int) -> None:
+    for checks in run_ranks(differences_from_torch, world_size):
+        for name, check in checks.items():
+            assert check["error_of_loss"] < 1e-12, name
+            assert check["error_of_gradients"] < 1e-12, name
 
 
 def ranks(**changes: Any) -> list[dict[str, Any]]:

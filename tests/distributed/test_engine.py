@@ -91,11 +91,12 @@ GRID = [
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(("pp", "ep"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
-def test_the_whole_grid(family: str, pp: int, ep: int, fsdp: int) -> None:
-    cases = [Case(**{**vars(case), "family": family}) for case in GRID if (case.pp, case.ep) == (pp, ep)]
+def test_the_whole_grid(family: str, pp: int, ep: int, fsdp: int, dtype: torch.dtype) -> None:
+    cases = [Case(**{**vars(case), "family": family, "dtype": dtype}) for case in GRID if (case.pp, case.ep) == (pp, ep)]
     check_gradients(pp * ep * fsdp, cases, timeout=3000)
 
 
