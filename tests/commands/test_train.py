@@ -60,7 +60,7 @@ def test_torchrun_and_slurm_say_the_same() -> None:
     assert by_slurm is not None
     assert by_slurm.address is not None
     assert 20000 <= by_slurm.address[1] < 40000
-    assert by_slurm == World(5, 8, 1, 4, ("gpu07", by_slurm.address[1]))
+    assert by_slurm == World(5, 8, 1, 4, ("gpu07", by_slurm.address[1]), sees_own_device_alone=True)
     other_step = World.of_environment({**SLURM, "SLURM_STEP_ID": "4"})
     assert other_step is not None
     assert other_step.address != by_slurm.address
@@ -122,8 +122,13 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"rank 2 of 4 on this machine .* there are 2: .* --train\.device cpu"):
         World(2, 4, 2, 4).device(cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    assert World(3, 4, 3, 4).device(cuda) == torch.device("cuda", 0)
+    monkeypatch.setenv("SLURM_PROCID", "3")  # a shell that sbatch started has it, too
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 on this machine .* there are 1"):
+        World(1, 2, 1, 2).device(cuda)
+    tasks = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "1"}
+    task = World.of_environment(tasks)
+    assert task is not None
+    assert task.device(cuda) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
