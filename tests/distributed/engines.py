@@ -71,6 +71,12 @@ class Pair:
         count = self.num_data * self.engine.schedule.num_micro_batches
         return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
 
+    def plain_key(self) -> str:
+        """Equal for pairs whose `plain` is the same model on the same tokens."""
+        case = self.case
+        model = (case.family, case.layers, case.experts, case.changes, case.lopsided, case.dtype)
+        return repr((*model, case.balance_level, case.z_loss, self.num_data, self.engine.schedule.num_micro_batches))
+
     def plain_gradients(self, tokens: Tensor) -> float:
         """Of one process, micro-batch by micro-batch; returns the loss. What data ranks do at the same time is one micro-batch here, where
         the balance loss is over what was seen so far."""
@@ -110,8 +116,14 @@ class Pair:
         return worst
 
 
-def make_pair(case: Case, seed: int = 0) -> Pair:
+def mesh_of(case: Case) -> Mesh:
     """Collective over all ranks."""
+    config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
+    return Mesh.build(config, torch.device("cpu"), replicate_dense=case.replicate_dense)
+
+
+def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
+    """Collective over all ranks. `mesh`: `mesh_of(case)`, if it is there already."""
     sizes = {"num_hidden_layers": case.layers, **case.changes}
     sizes[{"deepseek_v2": "n_routed_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
     plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)
@@ -120,8 +132,7 @@ def make_pair(case: Case, seed: int = 0) -> Pair:
         with torch.no_grad():
             for router in plain.routers():
                 router.weight[2:] = router.weight[:1] * 0.01
-    config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
-    mesh = Mesh.build(config, torch.device("cpu"), replicate_dense=case.replicate_dense)
+    mesh = mesh or mesh_of(case)
     schedule = _schedule(case)
     share = Share(partition([1.0] * case.layers, schedule.num_stages).stages, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))

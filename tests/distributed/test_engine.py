@@ -7,13 +7,16 @@ The subset that always runs has every axis at 1 and 2, every family and every op
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from engines import Case, make_pair
+from engines import Case, make_pair, mesh_of
 from ranks import run_ranks
+from torch import Tensor
 
 from lather.parallel.expert import ExpertExchange
+from lather.parallel.mesh import Mesh
 from lather.train.config import OptimConfig
 from lather.train.step import TrainStep, build_optimizer
 
@@ -47,14 +50,25 @@ FOUR_RANKS = [
 
 
 def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """Of the loss and of this rank's gradients."""
+    """Of the loss and of this rank's gradients. Meshes, and what one process computes, are made once for cases that share them."""
     errors = []
+    meshes: dict[Any, Mesh] = {}
+    plain: dict[Any, tuple[float, list[Tensor | None]]] = {}
     for case in cases:
-        pair = make_pair(case)
+        layout = (case.pp, case.ep, case.replicas, case.replicate_dense)
+        if layout not in meshes:
+            meshes[layout] = mesh_of(case)
+        pair = make_pair(case, mesh=meshes[layout])
         segments = pair.engine._segments
         assert not isinstance(segments.exchange, ExpertExchange) or segments.exchange.give_back == segments.frees.give_back
         tokens = pair.tokens()
-        loss = pair.plain_gradients(tokens)
+        key = pair.plain_key()
+        if key not in plain:
+            loss = pair.plain_gradients(tokens)
+            plain[key] = loss, [p.grad for p in pair.plain.parameters()]
+        loss, gradients = plain[key]
+        for p, gradient in zip(pair.plain.parameters(), gradients, strict=True):
+            p.grad = gradient
         found = pair.engine.gradients(tokens)
         assert found.num_labels == tokens[:, 1:].numel()
         errors.append((abs(found.loss - loss) / abs(loss), pair.largest_error("grad")))

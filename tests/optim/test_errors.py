@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim_helpers import CLASSES, FEW_KINDS, KINDS, all_same, give_gradients, make, parameter, parameters, run, same, snapshot
 
-from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP, buckets, kl_soap, optimizer, refresh, soap, state
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP, buckets, kl_soap, optimizer, refresh, soap, state, stateful
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -292,7 +292,7 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(kind: st
 
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
-    "buckets": [(optimizer, "make_buckets")],
+    "buckets": [(stateful, "make_buckets")],
     "allocation": [(state.Entry, "allocate")],
     "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl")],
     "adam": [(soap, "adam_update"), (kl_soap, "adam_update")],

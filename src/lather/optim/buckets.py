@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from lather.optim.kronecker import SYMMETRIC_BLOCKS
-from lather.optim.layout import Layout, layout_of, limits_whole_update
+from lather.optim.layout import Layout
+from lather.optim.members import Member
 from lather.optim.state import MatrixState, compute_dtype, kept_shape, matrix_state, state_entries, write_back
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
@@ -34,17 +35,6 @@ CPU_CACHE_BYTES = 2**21
 """On a CPU a chunk's gradients take at most this, so that the passes of an update find them in the cache (measured: 1 to 4 MiB)."""
 
 
-def parameter_layout(p: Tensor, group: Mapping[str, Any]) -> Layout:
-    """The layout of `p` in its group."""
-    return layout_of(tuple(p.shape), group, contiguous=p.is_contiguous())
-
-
-def layout_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the layouts of a group's parameters, and so its buckets, depend on."""
-    names = ("matrix_layout", "max_precond_dim", "precondition_1d")
-    return (*[group[name] for name in names], str(group["state_dtype"]), limits_whole_update(group))
-
-
 def cpu_count(count: int) -> int:
     """At least `count` matrices, in a multiple of the threads: with three matrices the second of two threads waits for a while."""
     threads = torch.get_num_threads()
@@ -52,39 +42,30 @@ def cpu_count(count: int) -> int:
 
 
 class Bucket:
-    """Parameters with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
+    """Members with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
 
-    def __init__(self, members: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        self.params = [p for p, _ in members]
-        self.groups = [group for _, group in members]
-        self.layouts = [parameter_layout(p, group) for p, group in members]
-        self.made_for = [(layout_options(group), p.is_contiguous()) for p, group in members]
-        self.first_row = [0, *accumulate(layout.batch for layout in self.layouts)]
-        entries = state_entries(self.layouts[0], self.groups[0])
-        device = self.params[0].device
-        self.stacks = {name: entry.allocate(self.first_row[-1], device) for name, entry in entries.items()}
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = list(members)
+        self.made_for = [member.made_for() for member in members]
+        self.first_row = [0, *accumulate(member.layout.batch for member in members)]
+        self.inner, self.factor_dims = members[0].layout.inner, members[0].layout.factor_dims
+        self.device, self.dtype = members[0].device, members[0].dtype
+        entries = state_entries(members[0].layout, members[0].group)
+        self.stacks = {name: entry.allocate(self.first_row[-1], self.device) for name, entry in entries.items()}
         self.views = [
-            {name: stack[start:stop].view(kept_shape(name, entries[name], layout)) for (name, stack) in self.stacks.items()}
-            for (start, stop), layout in zip(pairwise(self.first_row), self.layouts, strict=True)
+            {name: stack[start:stop].view(kept_shape(name, entries[name], member.layout)) for (name, stack) in self.stacks.items()}
+            for (start, stop), member in zip(pairwise(self.first_row), self.members, strict=True)
         ]
 
-    @property
-    def inner(self) -> tuple[int, ...]:
-        return self.layouts[0].inner
 
-    @property
-    def factor_dims(self) -> tuple[int, ...]:
-        return self.layouts[0].factor_dims
-
-
-def make_buckets(members: Iterable[tuple[Tensor, dict[str, Any]]], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
-    """The fewest buckets for these parameters, each with its group; those with different values in `apart` (by id) stay apart."""
-    alike: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
-    for p, group in members:
-        layout = parameter_layout(p, group)
-        entries = tuple(state_entries(layout, group).items())
-        key = (layout.kind, layout.inner, entries, p.dtype, p.device, (apart or {}).get(id(p)))
-        alike.setdefault(key, []).append((p, group))
+def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
+    """The fewest buckets for these members; those with different values in `apart` (by id of the parameter) stay apart."""
+    alike: dict[Any, list[Member]] = {}
+    for member in members:
+        layout = member.layout
+        entries = tuple(state_entries(layout, member.group).items())
+        key = (layout.kind, layout.inner, entries, member.dtype, member.device, (apart or {}).get(id(member.param)))
+        alike.setdefault(key, []).append(member)
     return [Bucket(same) for same in alike.values()]
 
 
@@ -102,6 +83,8 @@ class Run:
     """Steps between refreshes, at this step."""
     idle: list[bool] = field(default_factory=list)
     """Per row, whether it is an expert that got no token; empty where nothing is an expert."""
+    exchange: int | None = None
+    """Number of the exchange that its members take part in."""
 
     @property
     def rows(self) -> range:
@@ -114,7 +97,7 @@ class Run:
         block_row = max((self.bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in self.bucket.factor_dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = self.options["bucket_bytes"] // self.options["num_streams"] // per_matrix
-        if self.bucket.params[0].device.type == "cpu":
+        if self.bucket.device.type == "cpu":
             count = min(count, cpu_count(CPU_CACHE_BYTES // (dtype.itemsize * numel)))
         count = max(1, count)
         if not self.options["batched"] and self.bucket.factor_dims:
@@ -132,28 +115,42 @@ class GroupNow:
     lr: float
 
 
-def runs_of(
-    bucket: Bucket, taking: Mapping[int, tuple[int, int]], idle: Mapping[int, list[bool]], groups: Mapping[int, GroupNow]
-) -> list[Run]:
+@dataclass(frozen=True)
+class Taking:
+    """A parameter that takes this step."""
+
+    step: int
+    """t."""
+    interval: int
+    """Steps between refreshes."""
+    exchange: int | None = None
+    """Number of the exchange that brings its gradient or takes its update away; None: it is worked on where it is."""
+
+
+def runs_of(bucket: Bucket, taking: Mapping[int, Taking], idle: Mapping[int, list[bool]], groups: Mapping[int, GroupNow]) -> list[Run]:
     """The runs of a step.
 
     Args:
-        taking: id of a parameter that takes the step -> its t, and the steps between refreshes there.
+        taking: by the id of a parameter; those that are not there take no step.
         idle: id of a parameter -> which of its experts got no token.
         groups: by the id of a group.
     """
     runs: list[Run] = []
     last_key = None
-    for i, (p, group) in enumerate(zip(bucket.params, bucket.groups, strict=True)):
-        key = (taking[id(p)], groups[id(group)].number) if id(p) in taking else None
+    for i, member in enumerate(bucket.members):
+        now = taking.get(id(member.param))
+        key = None if now is None else (now.step, now.exchange, groups[id(member.group)].number)
         if key is not None and key == last_key:
             runs[-1].last = i + 1
-        elif key is not None:
-            step, interval = taking[id(p)]
-            runs.append(Run(bucket, i, i + 1, step, group, groups[id(group)].lr, interval))
+        elif now is not None:
+            lr = groups[id(member.group)].lr
+            runs.append(Run(bucket, i, i + 1, now.step, member.group, lr, now.interval, exchange=now.exchange))
         last_key = key
     for run in runs:
-        marks = [mark for p in bucket.params[run.first : run.last] for mark in idle.get(id(p), [])]
+        marks = []
+        for member in bucket.members[run.first : run.last]:
+            of_parameter = idle.get(id(member.param))
+            marks += [of_parameter[number] for number in member.numbers] if of_parameter else []
         run.idle = marks if any(marks) else []
     return runs
 
@@ -180,22 +177,24 @@ class Chunk:
     def _gather(self, tensors: Mapping[int, Tensor]) -> Tensor:
         """Parameter-shaped tensors, by member, as one contiguous batch (B, ...) in the dtype of computation; a view if one suffices."""
         dtype = compute_dtype(self.run.options)
-        batches = [self.run.bucket.layouts[i].as_batch(tensors[i], start, stop) for i, start, stop in self._pieces]
+        batches = [self._member(i).layout.as_batch(tensors[i], start, stop) for i, start, stop in self._pieces]
         if len(batches) == 1:
             return batches[0].to(dtype).contiguous()
         out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=dtype)
         foreach_copy_(list(out.split([len(batch) for batch in batches])), batches)
         return out
 
+    def _member(self, i: int) -> Member:
+        return self.run.bucket.members[i]
+
     def gradients(self) -> Tensor:
         """(B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
-        grads = {i: grad_of(self.run.bucket.params[i]) for i, _, _ in self._pieces}
-        g = self._gather(grads)
+        g = self._gather({i: self._member(i).grad() for i, _, _ in self._pieces})
         return -g if self.run.options["maximize"] else g
 
     def weights(self) -> Tensor:
         """The parameters as a batch, for reading."""
-        return self._gather({i: self.run.bucket.params[i].detach() for i, _, _ in self._pieces})
+        return self._gather({i: self._member(i).weight() for i, _, _ in self._pieces})
 
     def state(self) -> MatrixState:
         """The state of these rows; `store` it after changing it."""
@@ -204,7 +203,7 @@ class Chunk:
             offset = self.run.rows.start
             marks = self.run.idle[self.start - offset : self.stop - offset]
             rows = [row for row, mark in enumerate(marks) if not mark]
-            active = torch.tensor(rows, dtype=torch.long, device=self.run.bucket.params[0].device)
+            active = torch.tensor(rows, dtype=torch.long, device=self.run.bucket.device)
         return matrix_state(self._stacks(), self.run.step, compute_dtype(self.run.options), active)
 
     def store(self, state: MatrixState) -> None:
@@ -213,30 +212,35 @@ class Chunk:
     def _stacks(self) -> dict[str, Tensor]:
         return {name: stack[self.start : self.stop] for name, stack in self.run.bucket.stacks.items()}
 
-    def apply(self, u: Tensor, lr: float, decay: float) -> None:
-        """W = (1 - decay) W - lr U, rounded once to the parameter's dtype."""
-        parts, updates = [], []
+    def apply(self, u: Tensor, decay: float) -> None:
+        """W = (1 - decay) W - lr U for what is here; updates that are to travel are put where they are sent from."""
+        changed: list[tuple[Tensor, Tensor]] = []
+        sent: list[tuple[Tensor, Tensor]] = []
         for (i, start, stop), piece in zip(self._pieces, u.split([b - a for _, a, b in self._pieces]), strict=True):
-            layout = self.run.bucket.layouts[i]
-            parts.append(layout.part(self.run.bucket.params[i].detach(), start, stop))
-            updates.append(layout.as_parameter(piece))
-        wide = parts if torch.promote_types(parts[0].dtype, u.dtype) == parts[0].dtype else [part.to(u.dtype) for part in parts]
-        if decay:
-            foreach_mul_(wide, 1 - decay)
-        foreach_add_(wide, updates, alpha=-lr)
-        if wide is not parts:
-            foreach_copy_(parts, wide)
+            member = self._member(i)
+            part = member.layout.part(member.target(), start, stop)
+            (changed if member.update is None else sent).append((part, member.layout.as_parameter(piece)))
+        apply_(changed, self.run.lr, decay)
+        if sent:
+            foreach_copy_([part for part, _ in sent], [update for _, update in sent])
 
 
-def grad_of(p: Tensor) -> Tensor:
-    """The gradient, which the caller knows to be there."""
-    assert p.grad is not None
-    return p.grad.detach()
+def apply_(changes: Sequence[tuple[Tensor, Tensor]], lr: float, decay: float) -> None:
+    """W = (1 - decay) W - lr U for pairs (W, U) of equal dtypes, in place, rounded once to W's dtype."""
+    if not changes:
+        return
+    parts, updates = ([change[side] for change in changes] for side in (0, 1))
+    dtype = torch.promote_types(parts[0].dtype, updates[0].dtype)
+    wide = parts if dtype == parts[0].dtype else [part.to(dtype) for part in parts]
+    if decay:
+        foreach_mul_(wide, 1 - decay)
+    foreach_add_(wide, updates, alpha=-lr)
+    if wide is not parts:
+        foreach_copy_(parts, wide)
 
 
-def check_state(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError unless `state` has the entries and shapes that `p` has under the options in `group`."""
-    layout = parameter_layout(p, group)
+def check_state(state: Mapping[str, Any], layout: Layout, group: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError unless `state` has the entries and shapes that a parameter of this layout has under the options in `group`."""
     expected: dict[str, tuple[int, ...]] = {"step": ()}
     expected |= {key: kept_shape(key, entry, layout) for key, entry in state_entries(layout, group).items()}
     found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}

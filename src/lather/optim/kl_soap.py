@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -112,10 +113,11 @@ class KLSOAP(MatrixOptimizer):
         batched: bool = True,
         bucket_bytes: int = 2**28,
         num_streams: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         options = arguments_of(locals())
         self._check_options(options)
-        super().__init__(params, options)
+        super().__init__(params, options, tp_group)
 
     @classmethod
     def _check_options(cls, options: dict[str, Any]) -> None:

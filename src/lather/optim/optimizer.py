@@ -11,24 +11,27 @@ A rule names its phases in order and implements them on batches (B, n_0, n_1, ..
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.optim.optimizer import ParamsT
 
 from lather.optim.adamw import fused_adamw, takes_fused
-from lather.optim.buckets import Bucket, Chunk, GroupNow, Run, check_state, layout_options, make_buckets, parameter_layout, runs_of
+from lather.optim.buckets import Chunk, GroupNow, Run, Taking, runs_of
 from lather.optim.inspection import Gradient, inspect_gradients
+from lather.optim.members import Member
 from lather.optim.options import OTHER_GROUP_KEYS, check_options, comparable, refresh_interval
-from lather.optim.precision import SideStreams, matmul_precision, no_autocast, on_streams
+from lather.optim.precision import matmul_precision, no_autocast, on_streams
 from lather.optim.refresh import FactorRefresh, Stagger, refresh, refresh_cost
+from lather.optim.sharding import Exchange
 from lather.optim.state import MatrixState, layout_bytes
+from lather.optim.stateful import StatefulOptimizer
 
 GIB = 2**30
 
@@ -36,7 +39,19 @@ RefreshKind = Literal["none", "first", "all", "interval"]
 """What a step does to the bases: nothing; the first ones; all that saw a gradient; those whose interval is full."""
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+@dataclass(frozen=True)
+class Step:
+    """What is done in one step."""
+
+    runs: list[Run]
+    exchanges: list[Exchange]
+    members: Mapping[int, Member]
+    """By the id of a parameter."""
+    groups: Mapping[int, GroupNow]
+    """By the id of a parameter group."""
+
+
+class MatrixOptimizer(StatefulOptimizer):
     """Base of the family. A rule sets `_phases` and implements `_refresh_kind`, `_update` and, if it is a phase of its own, `_statistics`.
 
     State per parameter, flat keys: `step`, `exp_avg`, `exp_avg_sq`, and `factor_i`, `basis_i` and, for some rules, `eigenvalues_i` for each
@@ -46,13 +61,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
     _phases: ClassVar[tuple[str, ...]] = ("update", "refresh")
     preset: ClassVar[dict[str, Any]] = {}
     """Options whose defaults a subclass changes."""
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._buckets: list[Bucket] = []
-        self._stagger: Stagger | None = None
-        self._streams = SideStreams()
-        self._counts: dict[str, int] = {}
-        super().__init__(params, defaults)
 
     # --- what a rule provides -------------------------------------------------------------------------------------------------------
 
@@ -109,6 +117,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         for index, p in enumerate(group["params"]):
             name = _param_name(group, index)
+            self._sharding.spread_of(p, group, name)
             if p.is_complex():
                 raise TypeError(f"{name} is complex ({p.dtype}); the SOAP family takes real parameters: give it to torch.optim.Adam")
             if group["matrix_layout"] != "tensor" and p.dim() == 1 and group["max_precond_dim"] > 0:
@@ -117,13 +126,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     "put it in a group with matrix_layout='tensor'"
                 )
             try:
-                layout = parameter_layout(p, group)
+                layout = self._sharding.layout_of(p, group)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             size = layout_bytes(layout, group)
             if group["max_state_bytes"] is not None and size > group["max_state_bytes"]:
                 raise ValueError(
-                    f"state of {name} with shape {tuple(p.shape)} would take {size / GIB:.3f} GiB, more than max_state_bytes "
+                    f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "
                     f"({group['max_state_bytes'] / GIB:.3f} GiB): lower max_precond_dim for one-sided preconditioning, "
                     "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, or raise the limit"
                 )
@@ -142,43 +151,70 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with record_function("lather.optim.collect"):
-            runs = self._collect()
-        with no_autocast(run.bucket.params[0].device.type for run in runs):
+            step = self._collect()
+        if step is not None:
+            try:
+                self._run_phases(step)
+            except BaseException:
+                for exchange in step.exchanges:
+                    exchange.forget(step.members)
+                raise
+        return loss
+
+    def _run_phases(self, step: Step) -> None:
+        with no_autocast({p.device.type for group in self.param_groups for p in group["params"]}):
             for phase in self._phases:
                 with record_function(f"lather.optim.{phase}"):
                     if phase == "refresh":
-                        self._refresh_bases(runs)
+                        self._refresh_bases(step.runs)
                     elif phase == "statistics":
-                        self._work_through(runs, self._statistics_of)
+                        self._work_through(step, self._statistics_of, is_last=False)
                     else:
-                        self._work_through(self._without_fused(runs), self._update_of)
-        return loss
+                        self._work_through(step, self._update_of, is_last=True)
 
-    def _collect(self) -> list[Run]:
-        """Everything that can be refused is refused here, before the first change."""
-        gradients = [
-            Gradient(p, group, _param_name(group, index))
-            for group in self.param_groups
-            for index, p in enumerate(group["params"])
-            if p.grad is not None
-        ]
+    def _collect(self) -> Step | None:
+        """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
+
+        torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
+        only: it creates the state and counts for nothing.
+        """
+        self._plan()
         groups = self._groups_now()
-        usable, idle = inspect_gradients(gradients)
+        only_state = not self.state and all(now.lr == 0 for now in groups.values())
+        found = inspect_gradients(self._gradients(only_state), self._sharding.group_of)
+        if only_state and found.is_zero:
+            self._create_state([(one.param, one.group) for one in found.usable])
+            return None
         intervals: dict[tuple[int, int], int] = {}
         taking = []
-        for one in usable:
+        for one in found.usable:
             step = int(self.state[one.param]["step"]) + 1 if self.state.get(one.param) else 1
             key = (step, id(one.group))
             if key not in intervals:
                 intervals[key] = refresh_interval(step, one.group)
             taking.append((one, step, intervals[key]))
         self._bring_buckets_up_to_date()
-        self._count("nonfinite_skipped", len(gradients) - len(usable))
-        self._create_state([(one.param, one.group) for one in usable])
-        for one in usable:
+        self._count("nonfinite_skipped", found.num_bad)
+        self._create_state([(one.param, one.group) for one in found.usable])
+        for one in found.usable:
             self.state[one.param]["step"] += 1
-        steps = {id(one.param): (step, interval) for one, step, interval in taking if one.param.numel()}
-        return [run for bucket in self._buckets for run in runs_of(bucket, steps, idle, groups)]
+        alive = [(one.param, one.group) for one in found.usable if one.param.numel()]
+        exchanges = self._sharding.exchanges(alive, self._couples_decay)
+        number_of = {id(p): number for number, exchange in enumerate(exchanges) for p, _ in exchange.params}
+        steps = {id(one.param): Taking(t, f, number_of.get(id(one.param))) for one, t, f in taking if one.param.numel()}
+        runs = [run for bucket in self._buckets for run in runs_of(bucket, steps, found.idle, groups)]
+        return Step(runs, exchanges, self._members() if exchanges else {}, groups)
+
+    def _gradients(self, measured: bool) -> list[Gradient]:
+        """Of all parameters that have one here, or may have one on another rank."""
+        gradients = []
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                spread = self._sharding.spread_of(p, group)
+                if p.grad is not None or spread is not None:
+                    layout = self._sharding.layout_of(p, group)
+                    gradients.append(Gradient(p, group, _param_name(group, index), layout, spread, measured))
+        return gradients
 
     def _groups_now(self) -> dict[int, GroupNow]:
         """What each group asks for in this step, by its id; raises ValueError for a learning rate that a scheduler has spoilt."""
@@ -191,7 +227,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
             now[id(group)] = GroupNow(numbers.setdefault(key, len(numbers)), lr)
         return now
 
-    def _work_through(self, runs: list[Run], work: Callable[[Chunk], None]) -> None:
+    def _work_through(self, step: Step, work: Callable[[Chunk], None], *, is_last: bool) -> None:
+        """The runs whose gradients are here, while the first others travel; then exchange by exchange, the next one on its way."""
+        coming, leaving = deque(step.exchanges), deque[Exchange]()
+        if coming:
+            coming[0].launch_in()
+        self._work_on([run for run in step.runs if run.exchange is None], work, is_last=is_last)
+        for number, exchange in enumerate(step.exchanges):
+            coming.popleft()
+            if coming:
+                coming[0].launch_in()
+            exchange.finish_in(step.members)
+            self._work_on([run for run in step.runs if run.exchange == number], work, is_last=is_last)
+            if is_last:
+                exchange.launch_out(step.members)
+                leaving.append(exchange)
+                if len(leaving) > 1:
+                    leaving.popleft().finish_out(partial(self._rates, step))
+        for exchange in leaving:
+            exchange.finish_out(partial(self._rates, step))
+
+    def _rates(self, step: Step, group: Mapping[str, Any]) -> tuple[float, float]:
+        """Learning rate, and the share of the parameter that weight decay takes away."""
+        lr = step.groups[id(group)].lr
+        return lr, self._decay(lr, group)
+
+    def _work_on(self, runs: list[Run], work: Callable[[Chunk], None], *, is_last: bool) -> None:
+        if is_last:
+            runs = self._without_fused(runs)
         for precision, some in _by_option(runs, "fp32_matmul_prec"):
             with matmul_precision(precision):
                 chunks = chain.from_iterable(run.chunks() for run in some)
@@ -209,7 +272,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         options, state = chunk.run.options, chunk.state()
         w = chunk.weights() if self._couples_decay(options) else None
         u = self._update(chunk.gradients(), w, state, options)
-        chunk.apply(u, chunk.run.lr, self._decay(chunk.run.lr, options))
+        chunk.apply(u, self._decay(chunk.run.lr, options))
         chunk.store(state)
 
     def _without_fused(self, runs: list[Run]) -> list[Run]:
@@ -255,129 +318,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
             costs = []
             for group in self.param_groups:
                 for p in group["params"] if group["stagger_refresh"] else []:
-                    layout = parameter_layout(p, group)
+                    layout = self._sharding.layout_of(p, group)
                     costs.append((id(p), layout.batch, refresh_cost(layout.inner, layout.factor_dims)))
             self._stagger = Stagger.of(costs)
-        for i in range(run.first, run.last):
-            for matrix in range(run.bucket.layouts[i].batch):
-                yield self._stagger.shift(id(run.bucket.params[i]), matrix, run.interval)
-
-    # --- state ----------------------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def init_state(self) -> None:
-        """Create the state of every parameter that has none, as it is before the first gradient (for loading checkpoints)."""
-        self._create_state([(p, group) for group in self.param_groups for p in group["params"]])
-
-    def _create_state(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        new = [(p, group) for p, group in members if not self.state.get(p)]
-        for bucket in make_buckets(new):
-            self._buckets.append(bucket)
-            for p, views in zip(bucket.params, bucket.views, strict=True):
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32), **views}
-
-    def _bring_buckets_up_to_date(self) -> None:
-        """State is stacked anew if some of it is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
-        which layouts depend was changed. Raises ValueError, before it changes anything, for state that no longer fits.
-        """
-        members = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p)]
-        options = {id(group): layout_options(group) for group in self.param_groups}
-        current = [
-            all(self.state.get(p, {}).get(name) is view for name, view in views.items())
-            and made_for == (options.get(id(group)), p.is_contiguous())
-            for bucket in self._buckets
-            for p, group, views, made_for in zip(bucket.params, bucket.groups, bucket.views, bucket.made_for, strict=True)
-        ]
-        if all(current) and len(current) == len(members):
-            return
-        for p, group in members:
-            check_state(self.state[p], p, group, f"the state of a parameter of shape {tuple(p.shape)}")
-        self._buckets = make_buckets(members, apart={id(p): int(self.state[p]["step"]) for p, _ in members})
-        for bucket in self._buckets:
-            for p, views in zip(bucket.params, bucket.views, strict=True):
-                for name, view in views.items():
-                    view.copy_(self.state[p][name])
-                    self.state[p][name] = view
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, without options that are functions: like those of torch's learning-rate schedulers, they are not saved."""
-        saved = super().state_dict()
-        groups = [{key: value for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
-        return {**saved, "param_groups": groups}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters.
-
-        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded. A state that does not fit
-        the parameters raises ValueError, and nothing has been changed.
-        """
-        final: dict[str, Any] = {}
-        own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-
-        def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
-            counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, after_hooks["param_groups"])]
-            if counts[0] != counts[1]:
-                raise ValueError(
-                    f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
-                )
-            groups = [{**options, **saved} for options, saved in zip(own, after_hooks["param_groups"], strict=True)]
-            final.update({**after_hooks, "param_groups": groups})
-            for number, (p, group, state) in enumerate(self._saved_states(final)):
-                if state:
-                    check_state(state, p, group, f"the saved state of parameter {number} with shape {tuple(p.shape)}")
-            return final
-
-        def load_exactly(_: torch.optim.Optimizer) -> None:
-            for p, _group, saved in self._saved_states(final):
-                for key, value in saved.items():
-                    if isinstance(value, Tensor):
-                        self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
-                    else:
-                        self.state[p][key] = deepcopy(value)
-            self._reset_buckets()
-            self._bring_buckets_up_to_date()
-
-        handles = [self.register_load_state_dict_pre_hook(note), self.register_load_state_dict_post_hook(load_exactly, prepend=True)]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-        """(parameter, its saved group, its saved state)."""
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
-                options = {key: saved_group.get(key, default) for key, default in self.defaults.items()}
-                yield p, options, state_dict["state"].get(saved_id, {})
-
-    def _reset_buckets(self) -> None:
-        self._buckets, self._stagger, self._streams = [], None, SideStreams()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset_buckets()
-        self.__dict__.setdefault("_counts", {})
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Views become tensors of their own: pickle would write the whole stack for each."""
-        state = super().__getstate__()
-        apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
-        return {**state, "state": defaultdict(dict, apart), "_counts": self._counts}
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Since construction: factors refreshed; skipped by the criterion or for want of tokens; retried by QR after Cholesky-QR; failed,
-        so that their basis stays; and gradients skipped."""
-        names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
-        return {name: self._counts.get(name, 0) for name in names}
-
-    def _count(self, name: str, more: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + more
+        for member in run.bucket.members[run.first : run.last]:
+            for number in member.numbers:
+                yield self._stagger.shift(id(member.param), number, run.interval)
 
 
 def _by_option(runs: list[Run], name: str) -> Iterator[tuple[str, list[Run]]]:

@@ -18,8 +18,10 @@ PRECISIONS = ("highest", "high", "medium")
 REFRESH_METHODS = ("qr", "eigh", "cholesky_qr", "auto")
 WEIGHT_DECAY_METHODS = ("decoupled", "independent", "l2", "palm")
 
-OTHER_GROUP_KEYS = {"params", "param_names", "name"} | {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""What a parameter group may hold besides options: torch's own keys, a label, and what its learning-rate schedulers leave there."""
+OTHER_GROUP_KEYS = {"params", "param_names", "name", "partition_dim"}
+OTHER_GROUP_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+"""What a parameter group may hold besides options: torch's own keys, a label, the dim along which tensor-parallel shards were cut, and what
+torch's learning-rate schedulers leave there."""
 
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that bf16, with its 8 significant bits, can carry out."""
@@ -121,7 +123,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def arguments_of(local_names: Mapping[str, Any]) -> dict[str, Any]:
     """The options among a constructor's `locals()`."""
-    return {name: value for name, value in local_names.items() if name not in ("self", "params", "__class__")}
+    return {name: value for name, value in local_names.items() if name not in ("self", "params", "tp_group", "__class__")}
 
 
 def refresh_interval(step: int, options: Mapping[str, Any]) -> int:
@@ -131,6 +133,20 @@ def refresh_interval(step: int, options: Mapping[str, Any]) -> int:
     if not is_count(interval, 1):
         raise ValueError(f"precondition_frequency gives {interval!r} for step {step}: it must give an integer >= 1")
     return int(interval)
+
+
+def saveable(value: Any) -> Any:
+    """The value of an option as torch's tools for checkpoints take it: dtypes by name."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return {key: saveable(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def dtype_option(value: Any) -> Any:
+    """The inverse, for `state_dtype`."""
+    if isinstance(value, str):
+        return getattr(torch, value, value)
+    return {key: dtype_option(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def comparable(value: Any) -> Any:

@@ -47,7 +47,7 @@ class FactorRefresh:
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         per_matrix = numel * compute_dtype(options).itemsize
         count = options["bucket_bytes"] // per_matrix
-        if bucket.params[0].device.type == "cpu":
+        if bucket.device.type == "cpu":
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
         count = max(1, count) if options["batched"] else 1
         for i in range(0, len(self.rows), count):
@@ -128,7 +128,7 @@ def _access(job: FactorRefresh) -> tuple[Callable[[str], Tensor], Callable[[str,
     if last - first == len(job.rows):
         index: Any = slice(first, last)
     else:
-        index = torch.tensor(job.rows, device=job.run.bucket.params[0].device)
+        index = torch.tensor(job.rows, device=job.run.bucket.device)
 
     def take(name: str) -> Tensor:
         return stacks[name][index].to(dtype)

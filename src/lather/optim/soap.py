@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -127,6 +128,8 @@ class SOAP(MatrixOptimizer):
         batched: work on equal matrices together; False: one by one, with the same result to rounding.
         bucket_bytes: bound on the temporary memory of a step (that of one matrix is the least).
         num_streams: CUDA streams over which the batches of the update are spread (the most that any group asks for).
+        tp_group: ranks that have one tensor-parallel shard each of the parameters whose group has a `partition_dim`: 0 or 1, the dim
+            along which they were cut in equal parts, or None where every rank has a copy.
 
     Raises:
         ValueError, TypeError: at construction, for a value out of range or a parameter that the layout cannot take; names the remedy.
@@ -169,10 +172,11 @@ class SOAP(MatrixOptimizer):
         batched: bool = True,
         bucket_bytes: int = 2**28,
         num_streams: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         options = arguments_of(locals())
         check_soap_options(options)
-        super().__init__(params, options)
+        super().__init__(params, options, tp_group)
 
     @classmethod
     def _check_options(cls, options: dict[str, Any]) -> None:

@@ -76,6 +76,22 @@ def layout_bytes(layout: Layout, options: Mapping[str, Any]) -> int:
     return layout.batch * per_matrix + STEP_BYTES
 
 
+@dataclass(frozen=True)
+class StatePiece:
+    """What a rank keeps of an entry of a parameter's state."""
+
+    param: Tensor
+    """As the optimizer was given it."""
+    key: str
+    """`step`, `exp_avg`, `factor_0`, ..."""
+    value: Tensor
+    """A live view: to copy into it is to load it."""
+    offset: tuple[int, ...]
+    """Of `value` in the whole entry."""
+    shape: tuple[int, ...]
+    """Of the whole entry."""
+
+
 @dataclass
 class MatrixState:
     """The state of a batch of equal tensors in the dtype of computation; a rule changes it in place."""

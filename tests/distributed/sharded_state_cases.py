@@ -1,0 +1,147 @@
+"""Saving and loading optimizers of spread parameters with torch's tools for distributed checkpoints, on one layout and on another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from sharded_cases import LAYOUTS, SHAPES, Layout, gradients, make, make_spread, trained, values
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lather.optim import MatrixOptimizer
+
+Kinds = Sequence[tuple[str, torch.dtype]]
+KINDS: Kinds = (("soap", torch.float32), ("kl_soap", torch.bfloat16), ("stacked_soap", torch.float32))
+FREQUENCY = 3
+SAVED_AFTER = 4
+"""Steps: in the middle of an interval."""
+
+
+class Model(nn.Module):
+    """Parameters with names."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__()
+        for i, p in enumerate(params):
+            self.register_parameter(f"p{i}", p)
+
+
+class Run:
+    """A model, its optimizer and how gradients are given to it."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, layout: Layout | None) -> None:
+        """`layout`: None for plain parameters of one process."""
+        self.spread = None if layout is None else make_spread(kind, layout, dtype, precondition_frequency=FREQUENCY)
+        self.dtype = dtype
+        if self.spread is None:
+            params = [nn.Parameter(x) for x in values(0, dtype)]
+            optimizer = make(kind, params, precondition_frequency=FREQUENCY)
+        else:
+            params, optimizer = self.spread.params, self.spread.optimizer
+        self.model = Model(params)
+        self.optimizer: MatrixOptimizer = optimizer
+
+    def steps(self, steps: range) -> None:
+        for step in steps:
+            grads = gradients(step, self.dtype)
+            if self.spread is not None:
+                self.spread.give(grads)
+            else:
+                for p, grad in zip(self.model.parameters(), grads, strict=True):
+                    p.grad = grad
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> list[Tensor]:
+        if self.spread is not None:
+            return self.spread.whole()
+        return [p.detach() for p in self.model.parameters()]
+
+    def state(self) -> dict[str, Any]:
+        return {"model": get_model_state_dict(self.model), "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
+
+def layouts(world_size: int, names: Sequence[str]) -> dict[str, Layout | None]:
+    """By names such as "2 fsdp", and "1 plain"."""
+    known: dict[str, Layout | None] = {f"{world_size} {name}": layout for name, layout in LAYOUTS[world_size].items()} | {"1 plain": None}
+    return {name: known[name] for name in names if name.startswith(f"{world_size} ")}
+
+
+def save_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kinds: Kinds) -> None:
+    for name, layout in layouts(world_size, names).items():
+        for kind, dtype in kinds:
+            run = Run(kind, dtype, layout)
+            run.steps(range(SAVED_AFTER))
+            dcp.save(run.state(), checkpoint_id=folder / f"{name} {kind}")
+
+
+def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kinds: Kinds) -> list[str]:
+    """What does not go on as if nothing had happened."""
+    wrong = []
+    for kind, dtype in kinds:
+        expected = [p.detach() for p in trained(kind, dtype, SAVED_AFTER + 3, FREQUENCY)[0]]
+        for name, layout in layouts(world_size, names).items():
+            for saved in sorted(folder.glob(f"* {kind}")):
+                run = Run(kind, dtype, layout)
+                run.load(saved)
+                run.steps(range(SAVED_AFTER, SAVED_AFTER + 3))
+                wrong += [f"{saved.name} -> {name}: parameter {i} {SHAPES[i]}" for i in differing(run, expected)]
+    return wrong
+
+
+def differing(run: Run, expected: list[Tensor]) -> list[int]:
+    """Numbers of the parameters that are not these to the bit."""
+    return [i for i, (p, q) in enumerate(zip(run.whole(), expected, strict=True)) if not torch.equal(p, q)]
+
+
+def full_states(rank: int, world_size: int) -> list[str]:
+    """Whole state dicts on rank 0, and from there back to all ranks; and plain state dicts, before the first step and after some."""
+    wrong = []
+    layout = LAYOUTS[world_size]["fsdp"]
+    for kind, dtype in KINDS:
+        _, alone = trained(kind, dtype, SAVED_AFTER, FREQUENCY)
+        expected = [p.detach() for p in trained(kind, dtype, SAVED_AFTER + 3, FREQUENCY)[0]]
+        run = Run(kind, dtype, layout)
+        run.steps(range(SAVED_AFTER))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, whole = get_model_state_dict(run.model, options=options), get_optimizer_state_dict(run.model, run.optimizer, options=options)
+        if rank == 0:
+            order = [p for group in alone.param_groups for p in group["params"]]
+            names = [name for group in whole["param_groups"] for name in group["params"]]
+            for p, name in zip(order, names, strict=True):
+                for key, value in alone.state[p].items():
+                    found = whole["state"][name][key]
+                    if found.dtype != value.dtype or not torch.equal(found, value):
+                        wrong.append(f"{kind} {name}/{key} is not that of one process")
+        other = Run(kind, dtype, layout)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other.model, model if rank == 0 else {}, options=options)
+        set_optimizer_state_dict(other.model, other.optimizer, whole if rank == 0 else {}, options=options)
+        other.steps(range(SAVED_AFTER, SAVED_AFTER + 3))
+        wrong += [
+            f"{kind} full: parameter {i}" for i, (p, q) in enumerate(zip(other.whole(), expected, strict=True)) if not torch.equal(p, q)
+        ]
+        third = Run(kind, dtype, layout)
+        get_optimizer_state_dict(third.model, third.optimizer)  # before the first step: it must not count as one
+        third.optimizer.load_state_dict(third.optimizer.state_dict())
+        third.steps(range(SAVED_AFTER + 3))
+        wrong += [
+            f"{kind} early: parameter {i}" for i, (p, q) in enumerate(zip(third.whole(), expected, strict=True)) if not torch.equal(p, q)
+        ]
+    return wrong

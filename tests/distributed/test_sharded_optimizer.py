@@ -1,0 +1,39 @@
+"""Second-order optimizers of parameters that are spread over ranks: the same bits as one process, and nothing done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from sharded_cases import LAYOUTS, differences
+from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
+    assert run_ranks(differences, world_size) == [[]] * world_size
+
+
+def reshard(folder: Path, names: Sequence[str], kinds: Kinds, timeout: float) -> None:
+    world_sizes = sorted({int(name.split()[0]) for name in names})
+    for world_size in world_sizes:
+        run_ranks(save_all, world_size, folder, names, kinds, timeout=timeout)
+    for world_size in world_sizes:
+        assert run_ranks(load_all, world_size, folder, names, kinds, timeout=timeout) == [[]] * world_size
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
+    reshard(tmp_path, ("1 plain", "2 fsdp", "2 tp", "4 fsdp"), KINDS[1:2], timeout=200)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3000)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other_for_every_rule(tmp_path: Path) -> None:
+    names = ("1 plain", *(f"{world_size} {name}" for world_size in (2, 3, 4) for name in LAYOUTS[world_size]))
+    reshard(tmp_path, names, KINDS, timeout=1200)
+
+
+def test_whole_state_dicts_of_torch() -> None:
+    assert run_ranks(full_states, 2) == [[], []]
