@@ -45,7 +45,6 @@ class Case:
     memory: str = "saved"
     balance_level: str | None = None
     z_loss: float = 0.0
-    replicate_dense: bool = False
     lopsided: bool = False
     """All tokens go to two of the experts."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Pair:
 def mesh_of(case: Case) -> Mesh:
     """Collective over all ranks."""
     config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
-    return Mesh.build(config, torch.device("cpu"), replicate_dense=case.replicate_dense)
+    return Mesh.build(config, torch.device("cpu"))
 
 
 def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:

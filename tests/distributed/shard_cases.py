@@ -27,7 +27,6 @@ class Case:
     pp: int = 1
     ep: int = 1
     replicas: int = 1
-    replicate_dense: bool = False
     experts: int = 5
     tied: bool = False
     dtype: torch.dtype = torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP, parameter_groups
 
 KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
@@ -176,4 +179,95 @@ def differences(rank: int, world_size: int) -> list[str]:
                 if not torch.equal(p, q.detach()):
                     wrong.append(f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}")
     dist.barrier()
+    return wrong
+
+
+# --- the layouts of other libraries ---------------------------------------------------------------------------------------------------
+
+
+def shards_of(x: Tensor, dim: int | None, num: int) -> list[Tensor]:
+    """What each of `num` tensor-parallel ranks holds."""
+    return [x.clone()] * num if dim is None else [part.clone() for part in x.chunk(num, dim)]
+
+
+def plain_shard_differences(rank: int, world_size: int) -> list[str]:
+    """Tensor-parallel shards that are plain tensors, on dims 0, 1 and None."""
+    shapes, dims = ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)), (0, 1, None, 1, 0, None, 0)
+    wrong = []
+    for kind, (cls, options) in KINDS.items():
+        whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
+        parts = [nn.Parameter(shards_of(p.detach(), dim, world_size)[rank]) for p, dim in zip(whole, dims, strict=True)]
+
+        def groups(params: list[nn.Parameter], kind: str = kind, *, sharded: bool) -> list[dict[str, Any]]:
+            experts = "stacked" if kind == "stacked_soap" else "per_expert"
+            return [
+                {"params": [p], "matrix_layout": experts if len(shape) > 2 else "tensor", **({"partition_dim": dim} if sharded else {})}
+                for p, shape, dim in zip(params, shapes, dims, strict=True)
+            ]
+
+        one = cls(groups(whole, sharded=False), **{"lr": 1e-2, **options})  # type: ignore[arg-type]
+        many = cls(groups(parts, sharded=True), **{"lr": 1e-2, **options}, tp_group=dist.group.WORLD)  # type: ignore[arg-type]
+        for step in range(6):
+            for p, q, dim, grad in zip(whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True):
+                p.grad, q.grad = grad, shards_of(grad, dim, world_size)[rank]
+            one.step()
+            many.step()
+            if step == 3:
+                many.load_state_dict(many.state_dict())
+        for i, (p, q, dim) in enumerate(zip(whole, parts, dims, strict=True)):
+            if not torch.equal(shards_of(p.detach(), dim, world_size)[rank], q.detach()):
+                wrong.append(f"{kind}: parameter {i} {shapes[i]} on {dim}")
+    return wrong
+
+
+class Net(nn.Module):
+    """Two projections and a stack of experts, each for `fully_shard`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 14, bias=True), nn.Linear(14, 8, bias=False)
+        self.experts = nn.Parameter(torch.zeros(4, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        if isinstance(self.experts, DTensor):
+            y = DTensor.from_local(y, self.experts.device_mesh, [Replicate()])
+        return torch.einsum("bi,eoi->beo", y, self.experts).square().mean()
+
+
+def fsdp2_differences(rank: int, world_size: int) -> list[str]:
+    """Real `fully_shard`, alone and over tensor parallelism, which cuts dim 0 twice; gradients are those of FSDP2's own backward pass."""
+    wrong = []
+    for tp in (1, 2):
+        for kind, (cls, options) in KINDS.items():
+            one = Net()
+            with torch.no_grad():
+                for p, x in zip(one.parameters(), values(0, torch.float32, [tuple(p.shape) for p in one.parameters()]), strict=True):
+                    p.copy_(x)
+            many = copy.deepcopy(one)
+            mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+            if tp > 1:
+                parallelize_module(many, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                many.experts = nn.Parameter(distribute_tensor(many.experts.detach(), mesh["tp"], [Replicate()]))
+            fully_shard(many, mesh=mesh["dp"])
+            preset = {"lr": 1e-2, **options}
+            experts = "stacked" if kind == "stacked_soap" else "per_expert"
+
+            def optimizer(net: nn.Module, cls: Any = cls, preset: dict[str, Any] = preset, experts: str = experts) -> MatrixOptimizer:
+                return cls(parameter_groups(net, expert_layout=experts), **preset)  # type: ignore[no-any-return]
+
+            ours, alone = optimizer(many), optimizer(one)
+            for step in range(5):
+                x = values(50 + step, torch.float32, [(world_size, 8)])[0]
+                shard = x[rank : rank + 1] if tp == 1 else x[rank // tp * 2 : rank // tp * 2 + 2]
+                many(shard).backward()
+                gathered = [p.grad.full_tensor() for p in many.parameters()]  # type: ignore[union-attr]
+                for p, grad in zip(one.parameters(), gathered, strict=True):
+                    p.grad = grad
+                ours.step()
+                alone.step()
+                ours.zero_grad()
+            for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
+                if not torch.equal(p.full_tensor(), q.detach()):  # type: ignore[attr-defined]
+                    wrong.append(f"tp {tp}, {kind}: {name}")
     return wrong

@@ -32,7 +32,7 @@ TWO_RANKS = [
     Case(ep=2, family="qwen3_moe", recompute=ALL, z_loss=0.1, poison=True),
     Case(layers=2, poison=True),
     Case(schedule="sequential", balance_level="global_batch", recompute=("attention",)),
-    Case(family="gpt_oss", replicate_dense=True),
+    Case(family="gpt_oss"),
     Case(pp=2, changes={"tie_word_embeddings": True}, poison=True),
     Case(pp=2, dtype=torch.float32),
 ]
@@ -45,7 +45,7 @@ FOUR_RANKS = [
     Case(pp=4, layers=9, poison=True),
     Case(ep=2, poison=True),
     Case(ep=2, replicas=2, family="gpt_oss", schedule="sequential"),
-    Case(ep=2, replicate_dense=True, dtype=torch.float32),
+    Case(ep=2, dtype=torch.float32),
 ]
 
 
@@ -55,7 +55,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
     meshes: dict[Any, Mesh] = {}
     plain: dict[Any, tuple[float, list[Tensor | None]]] = {}
     for case in cases:
-        layout = (case.pp, case.ep, case.replicas, case.replicate_dense)
+        layout = (case.pp, case.ep, case.replicas)
         if layout not in meshes:
             meshes[layout] = mesh_of(case)
         pair = make_pair(case, mesh=meshes[layout])
@@ -123,7 +123,7 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
     for case, name in cases:
         pair = make_pair(case)
         config = OptimConfig(name=name, lr=3e-3, weight_decay=0.1, precondition_frequency=3)  # type: ignore[arg-type]
-        step = TrainStep(pair.engine, build_optimizer(config, pair.engine.parameters.named()), max_grad_norm=0.5)
+        step = TrainStep(pair.engine, build_optimizer(config, pair.engine.parameters), max_grad_norm=0.5)
         optimizer = build_optimizer(config, pair.plain.named_parameters())
         for number in range(20):
             tokens = pair.tokens(number)
@@ -141,11 +141,12 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
 
 TRAINED = {
     "two": (2, [(Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]),
-    "four": (4, [(Case(pp=2, ep=2, recompute=ALL), "adamw"), (Case(pp=2, ep=2, replicate_dense=True), "soap")]),
+    "four": (4, [(Case(pp=2, ep=2, recompute=ALL), "adamw"), (Case(pp=2), "soap")]),
 }
 TRAINED_IN_THE_GRID = {
     "two more": (2, [(Case(pp=2), "adamw"), (Case(schedule="sequential"), "adamw")]),
-    "four more": (4, [(Case(pp=2), "adamw"), (Case(replicas=2), "adamw"), (Case(ep=2, replicate_dense=True), "soap")]),
+    "four more": (4, [(Case(pp=2), "adamw"), (Case(replicas=2), "adamw"), (Case(ep=2), "soap")]),
+    "four with soap": (4, [(Case(pp=2, ep=2), "soap"), (Case(replicas=2), "soap")]),
 }
 
 

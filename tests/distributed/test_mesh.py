@@ -19,8 +19,8 @@ from lather.train.config import ParallelConfig, check_parallel
 from lather.train.config_file import load_config
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 2, 1, False), (1, 2, 1, False), (1, 1, 2, False), (1, 2, 2, False), (4, 1, 1, False), (1, 4, 1, True), (2, 1, 2, True)]
-"""pp, ep, replicas and replicate_dense, of four ranks."""
+SHAPES = [(2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 1, 2)]
+"""pp, ep and replicas of four ranks."""
 
 Groups = dict[str, list[int] | list[list[int]]]
 
@@ -47,9 +47,9 @@ def patience(group: dist.ProcessGroup | None) -> float:
 
 def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
     results = []
-    for pp, ep, replicas, replicate_dense in SHAPES:
+    for pp, ep, replicas in SHAPES:
         config = ParallelConfig(pp=pp, ep=ep, replicas=replicas, timeout=77.0)
-        mesh = Mesh.build(config, CPU, replicate_dense=replicate_dense)
+        mesh = Mesh.build(config, CPU)
         in_a_step = [mesh.pp_group, mesh.ep_group, mesh.data_group]
         in_a_step += [group for axes in (mesh.dense_mesh, mesh.expert_mesh) if axes is not None for group in axes.get_all_groups()]
         assert {patience(group) for group in in_a_step} == {77.0}
@@ -68,7 +68,7 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
     return results
 
 
-def expected_groups(rank: int, pp: int, ep: int, replicas: int, replicate_dense: bool) -> Groups:
+def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
     """By the definition: every group is the ranks that share the coordinates it does not run over."""
     dp = 4 // (pp * ep)
     shards = dp // replicas
@@ -100,15 +100,13 @@ def expected_groups(rank: int, pp: int, ep: int, replicas: int, replicate_dense:
     if replicas > 1:
         dense = [where(pp_, shard, ep_), where(pp_, replica)]
         expert = [where(pp_, shard, ep_), where(pp_, ep_, replica)]
-    if replicate_dense:
-        dense = []
     return {
         "pp": where(dp_, ep_),
         "ep": where(pp_, dp_),
         "control": [0, 1, 2, 3],
         "data": data,
         "dense": dense,
-        "dense_ranks": [] if replicate_dense else data,
+        "dense_ranks": data,
         "expert": expert,
         "expert_ranks": along_dp,
     }

@@ -29,7 +29,7 @@ CASES = {
     "no early frees": Case(pp=2, num_micro_batches=4, frees=False),
     "another family": Case(pp=2, num_micro_batches=5, family="gpt_oss", layers=4),
 }
-ON_FOUR = {name: replace(CASES[name], ep=2, replicate_dense=True) for name in ("saved", "recomputed attention")}
+ON_FOUR = {name: replace(CASES[name], ep=2) for name in ("saved", "recomputed attention")}
 
 
 class Watch:

@@ -35,7 +35,6 @@ CASES = {
     "dp2-ep2": Case(ep=2, experts=2),
     "ep4": Case(ep=4, experts=8),
     "hsdp": Case(replicas=2, tied=True),
-    "replicated-dense": Case(ep=2, experts=6, replicate_dense=True),
     "pp2-dp2": Case(pp=2),
     "pp4": Case(pp=4),
     "idle": Case(ep=2, experts=6, idle_rank=1),
@@ -94,13 +93,13 @@ class Seen:
 
 def run_case(case: Case) -> Seen:
     config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
-    mesh = Mesh.build(config, CPU, replicate_dense=case.replicate_dense)
+    mesh = Mesh.build(config, CPU)
     decoder = whole_model(case)
     part = Part(decoder, case, mesh)
     before = {name: p for name, p in part.named_parameters() if ".experts." not in name}
     stages = shard(part, mesh)
     own = dict(part.named_parameters())
-    assert all((own[name] is p) == (case.replicate_dense or case.data_size == 1) for name, p in before.items())  # whole once, not twice
+    assert all((own[name] is p) == (case.data_size == 1) for name, p in before.items())  # whole once, not twice
     local = local_parameters(part, mesh)
     optimizer = torch.optim.AdamW([p for _, p in local.named()], lr=LR)
     seen = Seen([], 0.0, [], [], [], [], [])

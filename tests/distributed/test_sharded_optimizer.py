@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from sharded_cases import LAYOUTS, differences
+from sharded_cases import LAYOUTS, differences, fsdp2_differences, plain_shard_differences
 from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
 
 
@@ -37,3 +37,12 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other_for_every_rule(tmp_path
 
 def test_whole_state_dicts_of_torch() -> None:
     assert run_ranks(full_states, 2) == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plain_tensor_parallel_shards_have_the_bits_of_one_process(world_size: int) -> None:
+    assert run_ranks(plain_shard_differences, world_size) == [[]] * world_size
+
+
+def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
+    assert run_ranks(fsdp2_differences, 4) == [[]] * 4

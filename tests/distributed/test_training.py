@@ -96,7 +96,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
 
 def start(config: Config, stop_after: int = 0) -> Outcome:
     """Training on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so many steps."""
-    mesh = Mesh.build(config.parallel, torch.device("cpu"), replicate_dense=config.optim.name == "soap")
+    mesh = Mesh.build(config.parallel, torch.device("cpu"))
     asked = 0
 
     def stop() -> bool:

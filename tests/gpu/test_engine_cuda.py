@@ -142,7 +142,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
 def test_training_steps_lower_the_loss(name: str) -> None:
     run = replace(config(precision="bf16"), optim=OptimConfig(name=name, lr=3e-3))  # type: ignore[arg-type]
     engine = engine_on(cuda(), run)
-    step = TrainStep(engine, build_optimizer(run.optim, engine.parameters.named()), 1.0)
+    step = TrainStep(engine, build_optimizer(run.optim, engine.parameters), 1.0)
     losses = [step(tokens(run), 3e-3).loss for _ in range(8)]
     assert losses[-1] < losses[0] - 0.3
 

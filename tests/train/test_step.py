@@ -242,7 +242,7 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model:
 def test_fp64_is_the_whole_models(make_config: Callable[..., Config]) -> None:
     config = make_config(train={"precision": "fp64"})
     engine = build_engine(config, Mesh.single(CPU))
-    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters.named()), config.train.max_grad_norm)
+    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
     batch = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
     assert not step(batch, 1e-2).skipped
     assert {p.dtype for p in engine.part.parameters()} == {torch.float64}

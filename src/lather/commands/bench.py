@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory | pipeline [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed [options]`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ usage: lather bench BENCHMARK [OPTIONS]
   optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
   memory      what MoE layers keep for backward, what the loss needs, and the time of both
   pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
+  distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
 
   lather bench BENCHMARK --help shows the options"""
 
@@ -33,5 +34,9 @@ def bench_command(arguments: list[str]) -> int:
         from lather.bench import pipeline
 
         return pipeline.run(parse_arguments(pipeline.PipelineBenchmark, "lather bench pipeline", arguments[1:]))
+    if name == "distributed":
+        from lather.bench import distributed
+
+        return distributed.run(parse_arguments(distributed.DistributedBenchmark, "lather bench distributed", arguments[1:]))
     given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
-    raise UserError(f"{given}: use lather bench optimizer, memory or pipeline")
+    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline or distributed")

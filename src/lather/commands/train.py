@@ -65,7 +65,7 @@ def run_worker(config: Config, world: World) -> int:
     """One rank's part of the run, or all of it; only rank 0 shows anything. Returns the exit status, the same in every rank."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
-    mesh = Mesh.build(config.parallel, device, replicate_dense=config.optim.name == "soap")  # SOAP needs whole matrices
+    mesh = Mesh.build(config.parallel, device)
     display = _display(config, world)
     with StopSignal() if world.stop is None else contextlib.nullcontext() as own:
         stopped_by = world.stop or (lambda: own.received if own else None)

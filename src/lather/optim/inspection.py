@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lather.optim.layout import Layout
 from lather.optim.members import local_grad
-from lather.optim.placement import Spread, local
+from lather.optim.placement import Spread, is_dtensor, local
 from lather.torch_private import foreach_norm
 
 GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup]
@@ -105,8 +104,8 @@ def _check_kind(one: Gradient) -> None:
         raise TypeError(f"gradient of {one.name} is {kind}; the SOAP family takes dense real gradients: give it to another optimizer")
     if one.spread is not None and grad.dtype != one.param.dtype:
         raise TypeError(f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks they must be equal")
-    if isinstance(one.param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != one.param.placements):
-        found = tuple(grad.placements) if isinstance(grad, DTensor) else "none"
+    if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+        found = tuple(grad.placements) if is_dtensor(grad) else "none"
         raise TypeError(
             f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
             "give it as grad.redistribute(placements=parameter.placements)"

@@ -11,17 +11,20 @@ knows what every other one holds, and nobody has to ask.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Index = tuple[slice, ...]
 
@@ -94,12 +97,19 @@ class Spread:
         return tuple(position for own, positions in self.positions_of.items() if own.overlap(box) == box for position in positions)
 
 
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Without importing DTensor, which takes longer than all of this package: nothing is one as long as nobody has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def local(x: Tensor) -> Tensor:
     """The part of `x` that is here, without its history."""
-    if not isinstance(x, DTensor):
+    if not is_dtensor(x):
         return x.detach()
     with torch.no_grad():  # `x.detach()` first would cost a dispatch through DTensor
-        return x.to_local()
+        part: Tensor = x.to_local()
+        return part
 
 
 def chunk(length: int, num: int, number: int) -> tuple[int, int]:
@@ -135,7 +145,7 @@ def _is_strided(placement: Placement) -> bool:
 def spread_of_dtensor(x: DTensor, name: str) -> Spread:
     """Raises ValueError for placements that cannot be served."""
     for placement in x.placements:
-        if not (placement.is_replicate() or isinstance(placement, Shard) or hasattr(placement, "split_factor")):
+        if not (placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")):
             raise ValueError(
                 f"{name} has placements {tuple(x.placements)}; a matrix is put together of shards and copies, not of {placement}: "
                 "give it after .redistribute(placements=...) with Shard or Replicate on every mesh axis"
@@ -169,7 +179,7 @@ def spread_of_shard(shape: Sequence[int], dim: int | None, group: dist.ProcessGr
 
 def spread_key(p: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Equal for parameters that are spread alike; None for those that are not spread."""
-    if isinstance(p, DTensor):
+    if is_dtensor(p):
         return ("dtensor", tuple(p.shape), p.device_mesh, tuple(p.placements))
     if "partition_dim" in group:
         return ("shard", tuple(p.shape), group["partition_dim"])

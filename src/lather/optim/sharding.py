@@ -13,23 +13,24 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from lather.optim.buckets import apply_
 from lather.optim.exchange import Arriving, Transfer, to_holders, to_owners
 from lather.optim.layout import Layout, layout_of
 from lather.optim.members import Member, layout_options, local_grad
 from lather.optim.owners import Share, matrix_cost, rows_of_copies, share_out
-from lather.optim.placement import Spread, local, spread_key, spread_of_dtensor, spread_of_shard
+from lather.optim.placement import Spread, is_dtensor, local, spread_key, spread_of_dtensor, spread_of_shard
 from lather.optim.state import compute_dtype
 from lather.torch_private import foreach_copy_
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 Params = Iterable[tuple[Tensor, dict[str, Any]]]
 """Parameters with their groups."""
@@ -46,7 +47,7 @@ class Sharding:
         self._shares: dict[int, Share] = {}
         self._loads: dict[tuple[int, ...], dict[int, float]] = {}
         self._tp_mesh: DeviceMesh | None = None
-        self._exchanges: dict[tuple[int, ...], list[Exchange]] = {}
+        self._exchanges: dict[Any, list[Exchange]] = {}
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
         """None for a parameter that this process has to itself. Raises ValueError for one that cannot be served."""
@@ -58,7 +59,7 @@ class Sharding:
         return self._spreads[key]
 
     def _spread(self, p: Tensor, group: Mapping[str, Any], name: str) -> Spread:
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             spread = spread_of_dtensor(p, name)
             if p.device_mesh.ndim == 1:
                 self._groups.setdefault(spread.ranks, p.device_mesh.get_group())
@@ -81,7 +82,10 @@ class Sharding:
 
     def mesh_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The mesh of a spread parameter, and how it is placed there."""
-        if isinstance(p, DTensor):
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Replicate, Shard
+
+        if is_dtensor(p):
             return p.device_mesh, tuple(p.placements)
         assert self.tp_group is not None
         if self._tp_mesh is None:
@@ -148,7 +152,7 @@ class Sharding:
     def exchanges(self, params: Params, couples_decay: Callable[[Mapping[str, Any]], bool]) -> list[Exchange]:
         """The exchanges of a step that these take, alike and in one order on all ranks; parameters of which nothing travels have none."""
         params = [(p, group) for p, group in params if self._travels(p)]
-        key = tuple(id(p) for p, _ in params) + tuple(couples_decay(group) for _, group in params)
+        key = tuple((id(p), id(group), couples_decay(group)) for p, group in params)
         if key not in self._exchanges:
             self._exchanges = {key: self._make_exchanges(params, couples_decay)}
         return self._exchanges[key]

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.buckets import Bucket, check_state, make_buckets
-from lather.optim.entries import load_entries, whole_entries
 from lather.optim.members import Member, member_of
 from lather.optim.options import dtype_option, saveable
 from lather.optim.precision import SideStreams
@@ -127,14 +126,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Entries of parameters that are spread over ranks are DTensors on their mesh, cut along dim 0: all its ranks call this together.
         """
-        own = {p: self.state[p] for p in self.state}
+        own = dict(self.state)
         try:
-            for p, entries in whole_entries(self._spread_state(), self._sharding).items():
-                self.state[p] = {**own[p], **entries}
+            if spread := self._spread_state():
+                from lather.optim.entries import whole_entries  # imports DTensor
+
+                self.state.update({p: {**own[p], **entries} for p, entries in whole_entries(spread, self._sharding).items()})
             saved = super().state_dict()
         finally:
-            for p, state in own.items():
-                self.state[p] = state
+            self.state.update(own)
         groups = [{key: saveable(value) for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
         return {**saved, "param_groups": groups}
 
@@ -201,8 +201,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
                 else:
                     self.state[p][key] = deepcopy(value)
-        for p, entries in load_entries(spread, self._sharding).items():
-            self.state[p] |= entries
+        if spread:
+            from lather.optim.entries import load_entries
+
+            for p, entries in load_entries(spread, self._sharding).items():
+                self.state[p] |= entries
         self._reset_buckets()
         self._bring_buckets_up_to_date()
 

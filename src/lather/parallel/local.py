@@ -1,7 +1,7 @@
-"""This rank's rows of every parameter as plain parameters, for optimizers: they know nothing of DTensors or meshes.
+"""This rank's rows of every parameter, as plain parameters for elementwise optimizers and as DTensors for those that need whole matrices.
 
-A sharded parameter has its dim 0 split over ranks: rows of a matrix, or whole experts of a stack. Elementwise rules (AdamW) and rules per
-expert are right on such rows as they are. Where dim 0 has fewer rows than there are ranks, some ranks have none.
+A sharded parameter has its dim 0 split over ranks: rows of a matrix, or whole experts of a stack. Where dim 0 has fewer rows than there
+are ranks, some ranks have none.
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ class LocalParameters:
         return iter(self.entries)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """For an optimizer."""
+        """The rows, for an optimizer whose rule is elementwise."""
         return [(entry.info.name, entry.parameter) for entry in self.entries]
+
+    def spread(self) -> list[tuple[str, nn.Parameter]]:
+        """DTensors where they are sharded, for an optimizer that puts matrices together."""
+        return [(entry.info.name, entry.source) for entry in self.entries]
 
     def infos(self) -> list[ShardInfo]:
         return [entry.info for entry in self.entries]
@@ -113,8 +117,6 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
         assert parameter.shape == (length, *source.shape[1:])
     elif is_shared(mesh.expert_mesh if is_expert else mesh.dense_mesh):
         raise ValueError(f"{name} is not sharded, or is gathered at the moment: call shard first, and reshard every unit")
-    elif not is_expert:
-        replica = mesh.data_rank
     if is_expert:
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)

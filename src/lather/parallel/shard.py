@@ -3,7 +3,6 @@
     dense parameters     over all data ranks: every (dp, ep) coordinate has sequences of its own
     routed experts       over dp: each ep rank has experts of its own, and the exchange brought it the tokens of all ep ranks
     replicas (HSDP)      a 2-D mesh (replicate, shard): sharded inside a replica, gradients added over the replicas
-    replicated           dense parameters, if the mesh says so: whole on every rank, as they are; gradients added over all data ranks
 
 The loss is a sum over tokens divided by the tokens of all ranks. A gradient is therefore the plain sum over data ranks, of experts and of
 the rest alike, and FSDP2's division is off. Sums are in the parameters' dtype, fp32 at least.
@@ -22,17 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 
 from lather.models.experts import Experts
 from lather.parallel.mesh import Mesh
-from lather.torch_private import finish_gradient_reduction, foreach_copy_, prepare_sharding, start_gradient_reduction
-
-LARGE = 2**18
-"""Elements from which on a gradient is summed where it is; smaller ones travel together, by way of one buffer."""
+from lather.torch_private import finish_gradient_reduction, prepare_sharding, start_gradient_reduction
 
 
 class Holder(nn.Module):
@@ -41,37 +36,6 @@ class Holder(nn.Module):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.held = nn.ModuleList(modules)
-
-
-@dataclass
-class Replicated:
-    """Parameters that are whole on every rank of a group."""
-
-    parameters: list[nn.Parameter]
-    group: dist.ProcessGroup
-    _launched: list[dist.Work] = field(default_factory=list, init=False)
-    _small: list[Tensor] = field(default_factory=list, init=False)
-    _together: Tensor | None = field(default=None, init=False)
-    """The small ones, one after another."""
-
-    def reduce_gradients(self) -> None:
-        """Launches the sum of all gradients over the group, in their own dtype."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        large = [grad for grad in gradients if grad.numel() >= LARGE and grad.is_contiguous()]
-        self._small = [grad for grad in gradients if grad.numel() < LARGE or not grad.is_contiguous()]
-        if self._small:
-            self._together = torch.cat([grad.flatten() for grad in self._small])
-            large.append(self._together)
-        self._launched = [dist.all_reduce(x, group=self.group, async_op=True) for x in large]
-
-    def wait_for_gradients(self) -> None:
-        """The current stream waits for the sums. Nothing happens if they were not launched."""
-        for work in self._launched:
-            work.wait()
-        if self._together is not None:
-            sums = self._together.split([grad.numel() for grad in self._small])
-            foreach_copy_(self._small, [x.view_as(grad) for x, grad in zip(sums, self._small, strict=True)])
-        self._launched, self._small, self._together = [], [], None
 
 
 @dataclass
@@ -85,8 +49,6 @@ class Unit:
     root: Holder | None = None
     """Around all sharded holders, which reduce one after another by way of one buffer; None: nothing is sharded."""
     users: int = 1
-    replicated: Replicated | None = None
-    """Those of its parameters that are whole on several ranks."""
     _holding: int = field(default=0, init=False)
     _reducing: int = field(default=0, init=False)
     _launched: bool = field(default=False, init=False)
@@ -95,7 +57,7 @@ class Unit:
     @property
     def has_peers(self) -> bool:
         """Whether other ranks take part in what it does."""
-        return self.root is not None or self.replicated is not None
+        return self.root is not None
 
     def unshard(self, *, async_op: bool = False) -> None:
         """Whole parameters on this rank, as at the last optimizer step. With `async_op` they are there after `wait`.
@@ -143,8 +105,6 @@ class Unit:
         if self.root is not None:
             start_gradient_reduction(self.root)
             self._launched = True
-        if self.replicated is not None:
-            self.replicated.reduce_gradients()
 
     def abandon(self) -> None:
         """After an error half-way through a step: whoever held parameters is gone. A process without peers may go on."""
@@ -156,8 +116,6 @@ class Unit:
             assert self.root is not None
             finish_gradient_reduction(self.root)
             self._launched = False
-        if self.replicated is not None:
-            self.replicated.wait_for_gradients()
 
     def _sharded(self) -> list[FSDPModule]:
         return [] if self.root is None else [holder for holder in self.root.held if isinstance(holder, FSDPModule)]
@@ -187,7 +145,7 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[Unit]]:
 def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> Unit:
     """One holder for each module's experts, one for the rest of it, as far as there is anything to share."""
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(modules))
-    sharded, replicated = [], _replicated(modules, mesh)
+    sharded = []
     for module in modules:
         experts = [m for m in module.modules() if isinstance(m, Experts)]
         expert_params = {p for m in experts for p in m.parameters()}
@@ -202,19 +160,11 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> Unit:
                 holder.set_reshard_after_backward(False)
                 sharded.append(holder)
     if not sharded:
-        return Unit(nn.ModuleList(modules), None, users, replicated)
+        return Unit(nn.ModuleList(modules), None, users)
     root = Holder(sharded)  # it has no parameters of its own: any mesh will do
-    fully_shard(root, mesh=mesh.expert_mesh if mesh.dense_mesh is None else mesh.dense_mesh, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh.dense_mesh, reshard_after_forward=False)
     prepare_sharding(root)
-    return Unit(nn.ModuleList(modules), root, users, replicated)
-
-
-def _replicated(modules: list[nn.Module], mesh: Mesh) -> Replicated | None:
-    if mesh.dense_mesh is not None or mesh.data_group is None or mesh.data_size == 1:
-        return None
-    experts = {p for module in modules for m in module.modules() if isinstance(m, Experts) for p in m.parameters()}
-    dense = [p for p in nn.ModuleList(modules).parameters() if p not in experts]
-    return Replicated(dense, mesh.data_group) if dense else None
+    return Unit(nn.ModuleList(modules), root, users)
 
 
 def is_shared(mesh: DeviceMesh | None) -> bool:

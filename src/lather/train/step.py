@@ -20,9 +20,14 @@ from lather.train.config import OptimConfig
 from lather.train.engine import Engine
 
 
-def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything."""
-    named = list(named)
+def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything.
+
+    `parameters`: a rank's, or all of a model in one process with their names.
+    """
+    if isinstance(parameters, LocalParameters):
+        parameters = parameters.named() if config.name == "adamw" else parameters.spread()
+    named = list(parameters)
     if config.name == "adamw":
         return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
     groups = parameter_groups(named)
@@ -76,12 +81,7 @@ class TrainStep:
     """Runs optimizer steps on a mesh of ranks, each of which calls it with the same batch."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip.
-
-        Raises ValueError if the optimizer needs whole matrices and has rows of them.
-        """
-        if isinstance(optimizer, MatrixOptimizer):
-            _check_whole(engine.parameters)
+        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
@@ -131,13 +131,3 @@ class TrainStep:
         if self.engine.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.engine.mesh.device)
         return time.perf_counter()
-
-
-def _check_whole(parameters: LocalParameters) -> None:
-    """Statistics of some rows are not those of the matrix. Experts are sharded one by one."""
-    for info in parameters.infos():
-        if not info.is_expert and info.length != info.shape[0]:
-            raise ValueError(
-                f"{info.name!r} is sharded, {info.length} of its {info.shape[0]} rows are here, but the optimizer needs whole matrices: "
-                "make the mesh with Mesh.build(..., replicate_dense=True)"
-            )
