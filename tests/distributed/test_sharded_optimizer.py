@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from sharded_cases import LAYOUTS, differences, fsdp2_differences, plain_shard_differences
+from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
 
 
@@ -46,3 +47,21 @@ def test_plain_tensor_parallel_shards_have_the_bits_of_one_process(world_size: i
 
 def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
     assert run_ranks(fsdp2_differences, 4) == [[]] * 4
+
+
+def test_refusals_are_those_of_all_ranks() -> None:
+    for found in run_ranks(refusals, 2):
+        assert "redistribute(placements=...)" in found["partial"]
+        assert found["partition_dim"].startswith("ValueError: partition_dim=2 of parameter 0")
+        assert "tp_group=" in found["no group"]
+        assert found["placements"].startswith("TypeError: gradient of parameter 'w' has placements (Replicate(),)")
+        assert "different parameters" in found["parameters"]
+        assert found["raise"].startswith("ValueError: gradient of parameter 'w' is not finite")
+        assert found["raise moved"] == "([False, False], 0, 0)"
+        assert found["skip"] == "nothing"
+        assert found["skip moved"] == "([False, True], 1, 1)"
+
+
+def test_every_rank_keeps_its_share_of_the_state() -> None:
+    for fresh, after, whole in run_ranks(counts, 4):
+        assert fresh == after == whole / 4
