@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import deserialize
+
 from lather.train.metrics import TIME_FIELDS
 
 CONFIG = """\
@@ -94,6 +96,11 @@ def timeless_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_weights(run_dir: Path) -> dict[str, bytes]:
-    """Weights and optimizer state of the newest checkpoint, as they lie on disk."""
+    """Weights and optimizer state of the newest checkpoint, as they lie on disk. Torch seeds each process in a way of its own."""
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    return {name: (newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+    found = {}
+    for file in newest.glob("rank-*.safetensors"):
+        for name, data in deserialize(file.read_bytes()):
+            if not name.startswith("random/"):
+                found[f"{file.name} {name}"] = bytes(data["data"])
+    return found

@@ -27,6 +27,7 @@ from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
 
 FIRST = "checkpoints/step-00000000"
+FILE = "rank-00000.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +85,12 @@ def test_an_imported_run_has_all_that_a_run_has_and_generates(published: Path, i
     assert set(contents(imported)) == {
         "config.toml",
         "tokenizer.json",
-        *(f"{FIRST}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json")),
+        *(f"{FIRST}/{name}" for name in (FILE, "state.json")),
         *(f"huggingface/{name}" for name in ("config.json", "generation_config.json", "tokenizer.json")),
     }
     assert (imported / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
     assert load_config(imported / "config.toml").run_dir == str(imported)
-    weights = load_file(imported / FIRST / "model.safetensors")
+    weights = load_file(imported / FIRST / FILE)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert main(["generate", str(imported), "--prompt", "def f", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def f")
@@ -119,7 +120,7 @@ def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(trained: Path, tmp
         out = tmp_path / str(dtype)
         assert main(["export", str(trained), str(out), *arguments]) == 0
         stored = load_file(out / "model.safetensors")
-        weights = load_file(trained / "checkpoints/step-00000003/model.safetensors")
+        weights = load_file(trained / "checkpoints/step-00000003" / FILE)
         assert {tensor.dtype for tensor in stored.values()} == {dtype}
         assert torch.equal(stored["model.norm.weight"], weights["norm.weight"].to(dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -148,7 +149,7 @@ def test_step_chooses_the_checkpoint(trained: Path, tmp_path: Path) -> None:
     for step in ("1", "3", "-1"):
         assert main(["export", str(trained), str(tmp_path / step), "--step", step, "--dtype", "fp32"]) == 0
     exported = {step: load_file(tmp_path / step / "model.safetensors")["model.embed_tokens.weight"] for step in ("1", "3", "-1")}
-    weights = load_file(trained / "checkpoints/step-00000001/model.safetensors")["embed_tokens.weight"]
+    weights = load_file(trained / "checkpoints/step-00000001" / FILE)["embed_tokens.weight"]
     assert torch.equal(exported["1"], weights)
     assert not torch.equal(exported["1"], exported["3"])
     assert torch.equal(exported["-1"], exported["3"])
@@ -348,7 +349,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_not_imported(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", FILE])
 def test_a_damaged_checkpoint_is_not_exported(name: str, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(imported, run)

@@ -19,11 +19,11 @@ from lather.parallel.mesh import Mesh
 from lather.parallel.world import World
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Cut
+from lather.train.checkpoint_storage import FolderWriter
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.engine import Engine
 from lather.train.loop import train
-from lather.train.state import Gathering
 
 PLACES: dict[str, tuple[type, str]] = {
     "forward": (Segments, "_attend"),
@@ -31,9 +31,13 @@ PLACES: dict[str, tuple[type, str]] = {
     "backward": (Cut, "backward"),
     "raise": (Segments, "_attend"),
     "shape": (Engine, "gradients"),
-    "save": (Gathering, "send"),
+    "save": (FolderWriter, "_write"),
+    "save beside": (FolderWriter, "_write"),
+    "kill in save": (FolderWriter, "_write"),
 }
 """The function in which it happens."""
+SAVES = ("save", "save beside", "kill in save")
+"""Of step 3; the second is written while step 4 runs."""
 
 
 class Silent:
@@ -68,14 +72,17 @@ def config_of(folder: Path, place: str) -> Config:
             "optim": {"name": "adamw", "warmup_steps": 0},
             "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},
             "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
-            "checkpoint": {"every": 1},
+            "checkpoint": {"every": 1, "asynchronous": place == "save beside"},
             "log": {"sample_tokens": 0},
         }
     )
 
 
 def work(folder: str, place: str, world: World) -> int:
-    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function, or has a cut batch."""
+    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function, or has a cut batch.
+
+    Files of a checkpoint are written once a step: in the save of step 3 it fails when its own is on disk.
+    """
     config = config_of(Path(folder), place)
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     if world.rank == 1:
@@ -102,17 +109,15 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
 
     def fail() -> None:
         (folder / "failed").write_text(str(time.time()))
-        if place in ("raise", "save"):
+        if place in ("raise", "save", "save beside"):
             raise ArithmeticError("rank one has lost count")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += steps == number
-        if place == "save" and calls == 1:  # it is called once, and the first rank waits for what it sends
-            fail()
         result = original(*args, **kwargs)
-        if calls == 2:
+        if (args[0].progress.step == number) if place in SAVES else calls == 2:
             fail()
         return result
 

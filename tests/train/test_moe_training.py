@@ -144,7 +144,7 @@ def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> N
     loads = {row["step"]: row["expert_load"] for row in read_rows(run_dir / "metrics.jsonl") if "expert_load" in row}
     assert list(loads) == [2, 4]
     assert all(len(block) == 4 and sum(block) == pytest.approx(4, abs=1e-3) for block in loads[4])
-    weights = load_file(list_checkpoints(run_dir / "checkpoints")[-1] / "model.safetensors")
+    weights = load_file(list_checkpoints(run_dir / "checkpoints")[-1] / "rank-00000.safetensors")
     bias = weights["layers.1.mlp.gate.e_score_correction_bias"]
     model = build_model(config, torch.device("cpu"))
     load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1], TrainingState.of_model(model))
@@ -177,7 +177,7 @@ def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: Ma
     first = run(make_config(run_dir=str(tmp_path / "first")))
     run(make_config(run_dir=str(tmp_path / "second"), init_from=str(first), moe={"bias_update_rate": 0.1}))
     third = run(make_config(run_dir=str(tmp_path / "third"), init_from=str(tmp_path / "second")))
-    weights = load_file(list_checkpoints(third / "checkpoints")[-1] / "model.safetensors")
+    weights = load_file(list_checkpoints(third / "checkpoints")[-1] / "rank-00000.safetensors")
     assert not any("e_score_correction_bias" in name for name in weights)
 
 
@@ -190,10 +190,11 @@ def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: Make
     asked = iter([False] * 3 + [True])
     assert not train(config, PlainDisplay(100), lambda: next(asked)).finished
     stopped = run(config)
-    ends = [load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors") for folder in (whole, stopped)]
+    ends = [load_file(list_checkpoints(folder / "checkpoints")[-1] / "rank-00000.safetensors") for folder in (whole, stopped)]
     assert ends[0]["layers.1.mlp.gate.e_score_correction_bias"].any()
     assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    names = [name for name in ends[0] if not name.startswith("random/")]  # nothing has seeded this process
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in names)
 
 
 def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_not(make_config: MakeConfig) -> None:

@@ -25,8 +25,8 @@ from lather.models.huggingface import (
     open_hugging_face,
     save_hugging_face,
 )
-from lather.models.safetensors_folder import complete_folder, open_safetensors
-from lather.train.checkpoint import checked_weights, list_checkpoints, write_first_checkpoint
+from lather.models.safetensors_folder import complete_folder
+from lather.train.checkpoint import list_checkpoints, open_checkpoint, write_first_checkpoint
 from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig, OptimConfig
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.data import load_tokenizer
@@ -106,7 +106,7 @@ def export_command(arguments: list[str]) -> int:
     checkpoint = _choose(parsed.run / "checkpoints", parsed.step)
     tokenizer = _tokenizer(parsed.run, config.data)
     save_hugging_face(
-        open_safetensors(checked_weights(checkpoint)),
+        open_checkpoint(checkpoint).weights(),
         config.model,
         parsed.folder,
         max_shard_bytes=max_shard_bytes,

@@ -9,10 +9,13 @@ The names are in `key_map`, the format in `safetensors_folder`; the families in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from lather.errors import ExchangeError, UserError
 from lather.models.decoder import Decoder
+from lather.models.entry_names import entry_name, is_stack, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
 from lather.models.key_map import HARMLESS, Entry, Shape, published_ways, written_entries
 from lather.models.mxfp4 import BLOCK, dequantize_mxfp4
@@ -31,6 +35,7 @@ from lather.models.safetensors_folder import (
     Index,
     SafetensorsFolder,
     StrPath,
+    TensorSource,
     TensorToWrite,
     complete_folder,
     open_published,
@@ -249,9 +254,37 @@ def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def copy_weights(weights: PublishedWeights, file: StrPath, dtype: torch.dtype = torch.float32) -> None:
-    """Write the weights under Lather's names, in one safetensors file."""
-    tensors = [TensorToWrite(name, dtype, shape) for name, shape in weights.shapes.items()]
-    write_safetensors(Path(file), tensors, lambda name: (piece for _, piece in weights.pieces(name)))
+    """Write the weights under Lather's names, one entry per expert, in one safetensors file."""
+    tensors = []
+    for name, shape in weights.shapes.items():
+        if is_stack(name):
+            tensors += [TensorToWrite(entry_name(name, e), dtype, shape[1:]) for e in range(shape[0])]
+        else:
+            tensors.append(TensorToWrite(name, dtype, shape))
+    stacks: dict[str, Iterator[tuple[int, Iterator[tuple[int, Tensor]]]]] = {}
+
+    def values(name: str) -> Iterator[Tensor]:
+        """Experts are asked for in order."""
+        stack, expert = split_entry(name)
+        if expert is None:
+            yield from (piece for _, piece in weights.pieces(name))
+            return
+        if expert == 0:
+            stacks[stack] = itertools.groupby(_by_expert(weights.pieces(stack)), key=itemgetter(0))
+        number, parts = next(stacks[stack])
+        assert number == expert
+        yield from (part for _, part in parts)
+
+    write_safetensors(Path(file), tensors, values)
+
+
+def _by_expert(pieces: Iterator[tuple[Index, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    for index, piece in pieces:
+        if index:
+            assert isinstance(index[0], int)
+            yield index[0], piece
+        else:
+            yield from enumerate(piece)
 
 
 # --- writing ------------------------------------------------------------------------------------------------------------------------
@@ -271,21 +304,40 @@ class _ModelTensors:
         return self._tensors[name].detach()[index]
 
 
-class _FileTensors:
-    """The tensors of a checkpoint's file, in Lather's names."""
+class _StoredTensors:
+    """The tensors of a checkpoint, whose experts have an entry each, as a model has them."""
 
-    def __init__(self, stored: SafetensorsFolder) -> None:
+    def __init__(self, stored: TensorSource) -> None:
         self._stored = stored
+        self._experts: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        for entry in stored.tensors:
+            name, expert = split_entry(entry)
+            if expert is not None:
+                self._experts[name][expert] = entry
 
     def describe(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {name: (tensor.shape, DTYPES[tensor.dtype]) for name, tensor in self._stored.tensors.items()}
+        described = {}
+        for entry, tensor in self._stored.tensors.items():
+            name, expert = split_entry(entry)
+            lead: Shape = ()
+            if expert is not None:
+                numbers = self._experts[name]
+                lead = (len(numbers) if all(number in numbers for number in range(len(numbers))) else 0,)
+            described[name] = ((*lead, *tensor.shape), DTYPES[tensor.dtype])
+        return described
 
     def read(self, name: str, index: Index) -> Tensor:
-        return self._stored.read(name, index)
+        if name not in self._experts:
+            return self._stored.read(name, index)
+        experts = self._experts[name]
+        if index:
+            assert isinstance(index[0], int)
+            return self._stored.read(experts[index[0]], index[1:])
+        return torch.stack([self._stored.read(experts[e]) for e in range(len(experts))])
 
 
 def save_hugging_face(
-    source: nn.Module | SafetensorsFolder,
+    source: nn.Module | TensorSource,
     config: ModelConfig,
     folder: StrPath,
     *,
@@ -296,7 +348,7 @@ def save_hugging_face(
     """Write a model as a Hugging Face folder that `transformers` loads.
 
     Args:
-        source: a model, or the `model.safetensors` of a checkpoint, opened with `open_safetensors`.
+        source: a model, or the tensors of a checkpoint, one entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
         max_shard_bytes: largest file, bytes; a larger tensor gets a file of its own.
         dtype: of the weights written; None: as they are.
@@ -307,7 +359,7 @@ def save_hugging_face(
     """
     if max_shard_bytes < 1:
         raise ExchangeError(f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte")
-    tensors = _ModelTensors(source) if isinstance(source, nn.Module) else _FileTensors(source)
+    tensors = _ModelTensors(source) if isinstance(source, nn.Module) else _StoredTensors(source)
     described = tensors.describe()
     shapes = parameter_shapes(config)
     _check_source({name: shape for name, (shape, _) in described.items()}, shapes)

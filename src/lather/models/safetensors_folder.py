@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -75,6 +75,27 @@ class SafetensorsFolder:
         except OSError as error:
             raise ExchangeError(f"{stored.file}: has become unreadable ({error.strerror}): {ANOTHER_COPY}") from None
         return torch.frombuffer(content, dtype=part.dtype).view(part.shape)
+
+
+@runtime_checkable
+class DescribedTensor(Protocol):
+    """What is known of a tensor that was not read."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Tensors that are read on demand, such as a `SafetensorsFolder`'s."""
+
+    @property
+    def tensors(self) -> Mapping[str, DescribedTensor]: ...
+
+    def read(self, name: str, index: Index = ()) -> Tensor: ...
 
 
 def open_safetensors(file: StrPath) -> SafetensorsFolder:
@@ -153,10 +174,19 @@ class TensorToWrite:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]]) -> None:
+@runtime_checkable
+class Digest(Protocol):
+    """Of `hashlib`."""
+
+    def update(self, data: Any, /) -> None: ...
+
+
+def write_safetensors(
+    file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], digest: Digest | None = None
+) -> None:
     """Write a file in which `pieces(name)` gives each tensor's values, in the order of its memory; one piece is in memory at a time.
 
-    Pieces may be on any device and of any floating dtype. The file is on disk when this returns.
+    Pieces may be on any device and of any floating dtype. `digest` is updated by all bytes. The file is on disk when this returns.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # every tensor is aligned then, without gaps
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -168,13 +198,19 @@ def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], pieces: Call
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as out:
-        out.write(len(encoded).to_bytes(8, "little"))
-        out.write(encoded)
+
+        def write(data: Any) -> None:
+            out.write(data)
+            if digest is not None:
+                digest.update(data)
+
+        write(len(encoded).to_bytes(8, "little"))
+        write(encoded)
         for tensor in ordered:
             before = out.tell()
             for piece in pieces(tensor.name):
                 flat = piece.detach().to("cpu", tensor.dtype).contiguous().flatten()
-                out.write(flat.view(torch.uint8).numpy().data)
+                write(flat.view(torch.uint8).numpy().data)
             assert out.tell() - before == tensor.num_bytes, tensor.name
         out.flush()
         os.fsync(out.fileno())

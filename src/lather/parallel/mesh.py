@@ -53,8 +53,11 @@ class Mesh:
     """Data ranks of one pipeline stage: dp x ep."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for objects, for errors, and for what one rank does for all."""
+    saving_group: dist.ProcessGroup | None = None
+    """As `control_group`, for checkpoints: they are written by a thread beside the one that trains, and two threads must not share a
+    group."""
     dense_mesh: DeviceMesh | None = None
-    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard"). None: every rank has them whole."""
+    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard")."""
     expert_mesh: DeviceMesh | None = None
     """Over dp, for routed experts: one axis, or ("replicate", "shard")."""
 
@@ -88,11 +91,10 @@ class Mesh:
         return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
 
     @classmethod
-    def build(cls, config: ParallelConfig, device: torch.device, *, replicate_dense: bool = False) -> Mesh:
+    def build(cls, config: ParallelConfig, device: torch.device) -> Mesh:
         """The mesh of all ranks of the default process group, which must be there unless this is the only process.
 
-        With `replicate_dense` every rank keeps whole dense parameters: `dense_mesh` is None. Collective: every rank calls it, with the
-        same arguments. Raises ConfigError if `config` does not fit the number of ranks.
+        Collective: every rank calls it, with the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         dp = config.data_ranks(world_size)
@@ -126,7 +128,8 @@ class Mesh:
             sizes_group=sizes_group,
             data_group=data.get_group("data"),
             control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
-            dense_mesh=None if replicate_dense else dense,
+            saving_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+            dense_mesh=dense,
             expert_mesh=expert,
         )
 

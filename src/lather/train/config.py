@@ -241,6 +241,8 @@ class CheckpointConfig:
     """Steps between checkpoints; one is also made at the end and on SIGTERM."""
     keep_last: int = 2
     """Checkpoints kept; older ones are deleted."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on, from a copy in CPU memory: as much again as the weights and optimizer state of a rank."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")

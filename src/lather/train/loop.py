@@ -25,12 +25,13 @@ from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
-from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters, save_checkpoint
+from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters
 from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.run_dir import RunDirectory
+from lather.train.saver import Saver
 from lather.train.state import TrainingState
 from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
 
@@ -179,9 +180,11 @@ class _Run:
         self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
         self.engine = build_engine(config, mesh, end_of_text=_document_end(config, dataset), record=self.timeline)
-        self.optimizer = build_optimizer(config.optim, self.engine.parameters.named())
+        self.optimizer = build_optimizer(config.optim, self.engine.parameters)
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
+        keep, asynchronous = config.checkpoint.keep_last, config.checkpoint.asynchronous
+        self.saver = Saver(self.path / "checkpoints", self.state, keep_last=keep, asynchronous=asynchronous)
         existing = of_first(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
         self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
         if start is not None:
@@ -219,6 +222,10 @@ class _Run:
                 if step % self.config.checkpoint.every == 0 and step < steps:
                     self._save()
             checkpoint = self._save()
+            self.saver.wait()
+        except DivergedError:  # on all ranks
+            self.saver.wait()
+            raise
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -329,7 +336,7 @@ class _Run:
     def _save(self) -> Path:
         if self.metrics is not None:
             self.metrics.sync()
-        return save_checkpoint(self.path / "checkpoints", self.progress, self.state, keep_last=self.config.checkpoint.keep_last)
+        return self.saver.save(self.progress)
 
     def _sample(self, checkpoint: Path) -> str:
         """On a mesh no rank has the whole model: the first one reads it back."""

@@ -1,14 +1,14 @@
 """The state of a training run, as a rank has it and as the whole model's.
 
-On a mesh a rank has some layers, of these some experts, and of each parameter some rows. A checkpoint knows nothing of that: it has whole
-tensors under the names of the whole model. `Gathering` puts them together on rank 0 and `load_*` takes a rank's rows out of them, one piece
-at a time: no rank ever has more in memory than its own state and one piece.
+On a mesh a rank has some layers, of these some experts, and of each parameter some rows or, for optimizers that need whole matrices, some
+matrices. A checkpoint knows nothing of that: it has tensors under the names of the whole model, one per routed expert, and each rank has
+pieces of some. The pieces are views of what the run works with, to be saved from and loaded into.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,34 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lather.models.safetensors_folder import TensorToWrite
-from lather.parallel.local import LocalParameters, ShardInfo
+from lather.errors import CheckpointError
+from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.parallel.local import ShardInfo
+from lather.parallel.together import together
+from lather.train.checkpoint_planner import Piece
+from lather.train.checkpoint_table import StoredEntry
 
 if TYPE_CHECKING:
     from lather.train.engine import Engine
 
-Index = tuple[int | slice, ...]
-Read = Callable[[str, Index], Tensor]
-"""Gives `whole[index]` of a tensor of the whole model, by name."""
+RANDOM = "random/"
+"""Before the names of random states. Parameters and their optimizer state have other names."""
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a tensor of the whole model."""
-
-    name: str
-    value: Tensor
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    offset: int = 0
-    """Of the first row."""
-    is_copy: bool = False
-    """Another rank has the same rows and saves them."""
-
-    @property
-    def index(self) -> Index:
-        """Of these rows in the whole tensor."""
-        return () if tuple(self.value.shape) == self.shape else (slice(self.offset, self.offset + len(self.value)),)
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Of optimizer state, by entry and key."""
 
 
 @dataclass(frozen=True)
@@ -52,181 +39,186 @@ class _Owned:
 
     info: ShardInfo
     parameter: nn.Parameter
+    """This rank's rows."""
+    source: nn.Parameter
+    """The sharded parameter, which the optimizer may have been given instead."""
+    first: int = 0
+    """Number of the first expert of `source`, in the whole model."""
+
+    def rows(self, param: Tensor) -> tuple[int, int]:
+        """First row and number of rows of `param`, one of the two."""
+        return (self.info.offset, self.info.length) if param is self.parameter else (self.first, len(self.source))
 
 
 class TrainingState:
-    """Weights, buffers and optimizer state of this rank; for saving and loading."""
+    """Weights, buffers, optimizer state and random state of this rank; for saving and loading."""
 
     def __init__(
         self,
         owned: Iterable[_Owned],
-        buffers: Iterable[Rows],
+        buffers: Iterable[Piece],
         optimizer: torch.optim.Optimizer | None,
-        group: dist.ProcessGroup | None,
+        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
+        device: torch.device | None = None,
     ) -> None:
-        """`group`: all ranks, the mesh's `control_group`; None: one process."""
+        """`groups`: all ranks twice, the mesh's `control_group` and `saving_group`; None: one process."""
         self._owned, self._buffers = list(owned), list(buffers)
-        self.optimizer, self.group = optimizer, group
+        self._by_param: dict[Tensor, _Owned] = {p: owned for owned in self._owned for p in (owned.source, owned.parameter)}
+        self.optimizer, self.device = optimizer, device or torch.device("cpu")
+        self.group, self.saving_group = groups
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
         """Of a whole model in one process."""
-        owned = [_Owned(ShardInfo(name, False, tuple(p.shape), 0, len(p)), p) for name, p in model.named_parameters()]
-        return cls(owned, _buffers(model), optimizer, None)
+        infos = {name: ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)) for name, p in model.named_parameters()}
+        owned = [_Owned(infos[name], p, p) for name, p in model.named_parameters()]
+        return cls(owned, _buffers(model), optimizer)
 
     @classmethod
     def of_engine(cls, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
         """Of this rank of a mesh; every rank makes one."""
-        parameters: LocalParameters = engine.parameters
-        owned = [_Owned(entry.info, entry.parameter) for entry in parameters]
-        return cls(owned, _buffers(engine.part, is_copy=engine.mesh.data_rank > 0), optimizer, engine.mesh.control_group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which reads and writes for all."""
-        return self.group is None or dist.get_rank(self.group) == 0
+        mesh = engine.mesh
+        owned = [
+            _Owned(entry.info, entry.parameter, entry.source, mesh.ep_rank * len(entry.source) if entry.info.is_expert else 0)
+            for entry in engine.parameters
+        ]
+        return cls(owned, _buffers(engine.part), optimizer, (mesh.control_group, mesh.saving_group), mesh.device)
 
     def names(self) -> set[str]:
-        """Of parameters and buffers of all ranks; every rank calls it."""
-        own = {rows.name for rows in self.weights()}
+        """Of parameters, one per expert, and buffers of all ranks; every rank calls it."""
+        own = {piece.name for piece in self.weights()}
         everybody = [own]
         if self.group is not None:
-            everybody = [set() for _ in range(dist.get_world_size(self.group))]
+            everybody = [set() for _ in range(self.num_ranks)]
             dist.all_gather_object(everybody, own, group=self.group)
         return set().union(*everybody)
 
-    def weights(self) -> Iterator[Rows]:
+    def weights(self) -> Iterator[Piece]:
         """Parameters by name, tied ones once, and buffers that are part of the state."""
         for owned in self._owned:
-            yield _rows(owned.info, owned.info.name, owned.parameter.detach())
+            value = owned.parameter.detach()
+            yield from _pieces(owned.info, owned.rows(owned.parameter), "", value, (0,) * value.dim(), tuple(value.shape))
         yield from self._buffers
 
-    def optimizer_state(self) -> Iterator[Rows]:
-        """By `<parameter name>/<key>`, every entry a tensor."""
-        state = {} if self.optimizer is None else self.optimizer.state
-        for owned in self._owned:
-            for key, value in state.get(owned.parameter, {}).items():
-                yield _rows(owned.info, f"{owned.info.name}/{key}", torch.as_tensor(value))
+    def optimizer_state(self) -> Iterator[Piece]:
+        """By `<parameter>/<key>`, every entry a tensor."""
+        for param, key, value, offset, shape in _optimizer_pieces(self.optimizer):
+            owned = self._by_param[param]
+            yield from _pieces(owned.info, owned.rows(param), f"/{key}", value, offset, shape)
 
-    @torch.no_grad()
-    def load_weights(self, names: Iterable[str], read: Read) -> None:
-        """Those of `names` that are here."""
-        wanted = set(names)
-        for rows in self.weights():
-            if rows.name in wanted:
-                rows.value.copy_(read(rows.name, rows.index))
+    def random_state(self) -> list[Piece]:
+        """Copies of the states of torch's generators, by rank; of a training run only."""
+        if self.optimizer is None:
+            return []
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return [Piece(f"{RANDOM}{name}.{self.rank}", state, (0,), (len(state),)) for name, state in states.items()]
 
-    def load_optimizer_state(self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], read: Read) -> None:
-        """`shapes` of whole entries by parameter name and key, `read` by `<parameter name>/<key>`; parameters without start afresh, and so
-        do those without rows here."""
+    def set_random_state(self, pieces: Iterable[Piece]) -> None:
+        """Of `random_state`, after loading into them."""
+        for piece in pieces:
+            if piece.name.startswith(f"{RANDOM}cuda"):
+                torch.cuda.set_rng_state(piece.value, self.device)
+            else:
+                torch.set_rng_state(piece.value)
+
+    def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
+        """Room for what is stored, in place of what there was; parameters of which nothing is stored start afresh. Every rank calls it.
+
+        Raises CheckpointError, on all ranks, if the optimizer's state is made otherwise; what there was is then there again.
+        """
+        assert self.optimizer is not None
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        if hasattr(self.optimizer, "init_state"):
+            self.optimizer.init_state()
+        else:
+            self._allocate(stored_shapes(stored))
+        try:
+            with together(self.group):
+                self._check_optimizer_state(stored)
+        except CheckpointError:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(before)
+            raise
+
+    def _check_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
+        shapes = stored_shapes(stored)
+        found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+        for piece in self.optimizer_state():
+            entry, _, key = piece.name.rpartition("/")
+            found[entry][key] = piece.shape
+        for entry in sorted(found.keys() & shapes.keys()):
+            owns = found[entry].keys() != {"step"}  # which is on ranks, too, whose matrices are elsewhere
+            for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
+                there, here = (of[entry].get(key, "absent") for of in (shapes, found))
+                if there != here:
+                    raise CheckpointError(f"{entry}/{key} is {there} there and {here} here")
+
+    def _allocate(self, shapes: Shapes) -> None:
+        """State of an optimizer of elementwise rules, which has as many rows as the parameter."""
         assert self.optimizer is not None
         state_dict = self.optimizer.state_dict()
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        infos = {owned.parameter: owned.info for owned in self._owned}
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for index, p in zip(ids, params, strict=True):
-            info = infos[p]
-            if info.is_empty:  # nor has it the factors of matrices
-                continue
-            for key, shape in shapes.get(info.name, {}).items():
-                value = read(f"{info.name}/{key}", _own_index(info, shape))
-                state.setdefault(index, {})[key] = value if key == "step" else value.to(p.device)
-        state_dict["state"] = state
-        self.optimizer.load_state_dict(state_dict)
+            owned = self._by_param[p]
+            entries = dict.fromkeys(shapes.get(owned.info.name, {}), ())
+            one = entry_name(owned.info.name, 0) if owned.info.is_expert else owned.info.name
+            entries |= {key: tuple(p.shape) if shape else () for key, shape in shapes.get(one, {}).items()}
+            if entries:
+                state[index] = {key: torch.zeros(shape, dtype=torch.float32 if not shape else p.dtype) for key, shape in entries.items()}
+        self.optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def _buffers(module: nn.Module, *, is_copy: bool = False) -> list[Rows]:
+def stored_shapes(stored: Mapping[str, StoredEntry]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of the optimizer state among the entries."""
+    shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, stored_entry in stored.items():
+        entry, slash, key = name.rpartition("/")
+        if slash and not name.startswith(RANDOM):
+            shapes[entry][key] = stored_entry.shape
+    return dict(shapes)
+
+
+def parameter_of(entry: str) -> str:
+    """That an entry belongs to, alone or with the other experts'."""
+    return split_entry(entry)[0]
+
+
+def _buffers(module: nn.Module) -> list[Piece]:
     kept = module.state_dict().keys()
-    return [Rows(name, x, tuple(x.shape), is_copy=is_copy) for name, x in module.named_buffers() if name in kept]
+    return [Piece(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in module.named_buffers() if name in kept]
 
 
-def _rows(info: ShardInfo, name: str, value: Tensor) -> Rows:
-    """What belongs to a parameter: as many rows as it has here, or something that is not divided."""
-    divided = info.length != info.shape[0] and value.dim() > 0 and len(value) == info.length
-    shape = (info.shape[0], *value.shape[1:]) if divided else tuple(value.shape)
-    is_copy = info.replica > 0 or info.is_empty or (not divided and info.offset > 0)
-    return Rows(name, value, shape, info.offset if divided else 0, is_copy)
+def _optimizer_pieces(
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[tuple[Tensor, str, Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """(parameter, key, value, offset, shape): as the optimizer tells, or all that it has of each parameter."""
+    if optimizer is None:
+        return
+    if hasattr(optimizer, "state_pieces"):
+        for piece in optimizer.state_pieces():
+            yield piece.param, piece.key, piece.value, tuple(piece.offset), tuple(piece.shape)
+        return
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            yield param, key, value, (0,) * value.dim(), tuple(value.shape)
 
 
-def _own_index(info: ShardInfo, shape: tuple[int, ...]) -> Index:
-    divided = info.length != info.shape[0] and len(shape) > 0 and shape[0] == info.shape[0]
-    return (slice(info.offset, info.offset + info.length),) if divided else ()
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows that a rank has of a tensor in one of the files."""
-
-    file: int
-    name: str
-    rank: int
-    offset: int
-    own_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Gathering:
-    """Whole tensors for files on rank 0, from what all ranks have of them. Every rank makes one.
-
-    Rank 0 then takes `pieces` file by file, tensor by tensor, in the order of `tensors`, and `finish`es, whatever happened; all others
-    `send`.
-    """
-
-    def __init__(self, files: Sequence[Iterable[Rows]], group: dist.ProcessGroup | None) -> None:
-        """`files`: this rank's rows for each file; `group`: all ranks, None for one process."""
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self._own: dict[tuple[int, str], Tensor] = {}
-        outline = []
-        for file, some in enumerate(files):
-            for rows in some:
-                if not rows.is_copy:
-                    self._own[file, rows.name] = rows.value
-                    own_shape, dtype = tuple(rows.value.shape), rows.value.dtype
-                    outline.append(_Piece(file, rows.name, self.rank, rows.offset, own_shape, rows.shape, dtype))
-        outlines = [outline]
-        if group is not None:
-            outlines = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(outlines, outline, group=group)
-        pieces = (piece for own in outlines for piece in own)
-        self._pieces = sorted(pieces, key=lambda piece: (piece.file, -piece.dtype.itemsize, piece.name, piece.offset))
-        self._check()
-        self._arriving = deque(piece for piece in self._pieces if piece.rank > 0)
-
-    def _check(self) -> None:
-        """Every row of every tensor is there, once."""
-        found: defaultdict[tuple[int, str], int] = defaultdict(int)
-        for piece in self._pieces:
-            assert piece.own_shape == piece.shape or found[piece.file, piece.name] == piece.offset, piece
-            found[piece.file, piece.name] += piece.own_shape[0] if piece.own_shape else 1
-        for piece in self._pieces:
-            assert found[piece.file, piece.name] == (piece.shape[0] if piece.shape else 1), piece
-
-    def tensors(self, file: int) -> list[TensorToWrite]:
-        """What the file will hold, the widest dtypes first."""
-        whole = {piece.name: TensorToWrite(piece.name, piece.dtype, piece.shape) for piece in self._pieces if piece.file == file}
-        return list(whole.values())
-
-    def pieces(self, file: int, name: str) -> Iterator[Tensor]:
-        """The tensor's rows, in order."""
-        for piece in self._pieces:
-            if (piece.file, piece.name) == (file, name):
-                yield self._own[file, name] if piece.rank == 0 else self._receive(piece)
-
-    def send(self) -> None:
-        for piece in self._pieces:
-            if piece.rank == self.rank:
-                dist.send(self._own[piece.file, piece.name].cpu().contiguous(), 0, group=self.group)
-
-    def finish(self) -> None:
-        """Take what was not asked for, so that nobody waits for ever."""
-        while self._arriving:
-            self._receive(self._arriving[0])
-
-    def _receive(self, piece: _Piece) -> Tensor:
-        assert self._arriving.popleft() is piece
-        rows = torch.empty(piece.own_shape, dtype=piece.dtype)
-        dist.recv(rows, piece.rank, group=self.group)
-        return rows
+def _pieces(
+    info: ShardInfo, rows: tuple[int, int], suffix: str, value: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[Piece]:
+    """What belongs to a parameter of which there are `rows`, first and number: of each expert, or rows, or something not divided."""
+    first, length = rows
+    if shape and shape[0] == length and info.is_expert:
+        for number, one in enumerate(value.unbind()):
+            yield Piece(f"{entry_name(info.name, first + offset[0] + number)}{suffix}", one, offset[1:], shape[1:])
+    elif shape and shape[0] == length and length != info.shape[0]:
+        yield Piece(f"{info.name}{suffix}", value, (first + offset[0], *offset[1:]), (info.shape[0], *shape[1:]))
+    else:
+        yield Piece(f"{info.name}{suffix}", value, offset, shape)

@@ -1,0 +1,157 @@
+"""What test_drills.py runs: a tiny training run of two ranks that saves at every step, killed at random moments and started again.
+
+Ranks are forked, so that a start takes no second import of torch. The forking process computes nothing with torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lather.parallel.mesh import Mesh
+from lather.train.checkpoint import list_checkpoints, open_checkpoint
+from lather.train.config import CheckpointConfig, Config
+from lather.train.config_file import config_from_mapping
+from lather.train.loop import train
+
+RANKS = 2
+MORE_STEPS = 3
+"""That the last start trains, undisturbed."""
+LONGEST = 3.0
+"""Steps, each with a save, within which a kill comes, after the first one."""
+
+
+class Silent:
+    def note(self, text: str) -> None: ...
+
+    def step(self, row: object, num_steps: int) -> None: ...
+
+
+def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> Config:
+    return config_from_mapping(
+        {
+            "run_dir": str(folder / "run"),
+            "model": {
+                "model_type": "deepseek_v2",
+                "vocab_size": 264,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "moe_intermediate_size": 8,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 2,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 4,
+                "n_routed_experts": 4,
+                "max_position_embeddings": 64,
+            },
+            "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
+            "optim": {"name": "adamw", "warmup_steps": 0, "schedule": "constant"},
+            "train": {
+                "steps": 10**6,
+                "batch_size": 4,
+                "sequence_length": 8,
+                "validation_sequences": 2,
+                "validation_every": 0,
+            },
+            "parallel": parallel,
+            "checkpoint": {"every": 1, "keep_last": 3, "asynchronous": asynchronous},
+            "log": {"sample_tokens": 0, "expert_load_every": 0},
+        }
+    )
+
+
+def rank_of_a_run(config: Config, folder: Path, rank: int, start: int, until: int) -> None:
+    """A forked rank: trains to step `until`, and says how long its first step took, with what there was of a save."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{start}", rank=rank, world_size=RANKS)
+    mesh = Mesh.build(config.parallel, torch.device("cpu"))
+    first, times = _newest(config), [time.monotonic()]
+
+    def stop() -> bool:
+        """Asked before every step."""
+        times.append(time.monotonic())
+        if len(times) == 3 and rank == 0:
+            (folder / f"part{start}").write_text(str(times[2] - times[1]))
+            (folder / f"part{start}").rename(folder / f"ready{start}")
+        return first + len(times) - 2 >= until
+
+    train(config, Silent(), stop, mesh)
+    dist.barrier()
+
+
+def _newest(config: Config) -> int:
+    checkpoints = list_checkpoints(Path(config.run_dir) / "checkpoints")
+    return int(checkpoints[-1].name[5:]) if checkpoints else 0
+
+
+def forked(config: Config, folder: Path, rank: int, start: int, until: int) -> int:
+    """Its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with (folder / f"errors{start}.{rank}").open("w") as errors:
+            os.dup2(errors.fileno(), 2)
+            rank_of_a_run(config, folder, rank, start, until)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def run(config: Config, folder: Path, start: int, until: int, kill: tuple[float, list[int]] | None) -> list[int]:
+    """Statuses of the ranks of a start; `kill`: after how many steps, and whom. The others then go as the launcher ends them."""
+    pids = [forked(config, folder, rank, start, until) for rank in range(RANKS)]
+    deadline = time.monotonic() + 60
+    if kill is not None:
+        ready = folder / f"ready{start}"
+        while not ready.exists():
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.005)
+        time.sleep(kill[0] * float(ready.read_text()))
+        for rank in kill[1]:
+            os.kill(pids[rank], signal.SIGKILL)
+        time.sleep(0.02)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    return [os.waitpid(pid, 0)[1] for pid in pids]
+
+
+def drills(folder: Path, count: int, *, asynchronous: bool, parallel: dict[str, int], seed: int) -> dict[str, Any]:
+    """`count` kills of one run, then a few steps more; every checkpoint that was there after a kill was opened."""
+    config, draw = config_of(folder, asynchronous=asynchronous, parallel=parallel), random.Random(seed)
+    found: list[list[str]] = []
+    leftovers = 0
+    for number in range(count):
+        victims = [[0, 1], [0], [1]][number % 3]
+        run(config, folder, number, 10**6, (draw.uniform(0.0, LONGEST), victims))
+        checkpoints = Path(config.run_dir) / "checkpoints"
+        for path in list_checkpoints(checkpoints):
+            open_checkpoint(path)
+        found.append([path.name for path in list_checkpoints(checkpoints)])
+        leftovers += any(checkpoints.glob(".tmp-*"))
+    end = _newest(config) + MORE_STEPS
+    statuses = run(config, folder, count, end, None)
+    undisturbed = replace(config, run_dir=str(folder / "undisturbed"), checkpoint=CheckpointConfig(every=end))
+    whole = run(undisturbed, folder, count + 1, end, None)
+    return {"found": found, "leftovers": leftovers, "end": end, "statuses": statuses, "whole": whole}
+
+
+if __name__ == "__main__":
+    place, count, mode, axis, seed = sys.argv[1:]
+    result = drills(Path(place), int(count), asynchronous=mode == "asynchronous", parallel={axis: 2}, seed=int(seed))
+    (Path(place) / "result.json").write_text(json.dumps(result))

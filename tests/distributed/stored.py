@@ -1,0 +1,50 @@
+"""Checkpoints as they lie on disk, read by hand: with the safetensors library and what docs/checkpoints.md says of `state.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def stored_tensors(path: Path, *, random: bool = False) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together; each element must be in one piece. Random states, which are each rank's own, if asked
+    for."""
+    state = json.loads((path / "state.json").read_text())
+    files = {name: load_file(path / name) for name in state["files"]}
+    found = {}
+    for name, entry in state["tensors"].items():
+        if name.startswith("random/") and not random:
+            continue
+        whole: Tensor | None = None
+        times = torch.zeros(entry["shape"], dtype=torch.int64)
+        for file, offsets, sizes in entry["pieces"]:
+            inside = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            parts = [
+                ":" if size == all_of else f"{start}:{start + size}"
+                for start, size, all_of in zip(offsets, sizes, entry["shape"], strict=True)
+            ]
+            piece = files[file][name if sizes == entry["shape"] else f"{name}[{', '.join(parts)}]"]
+            if whole is None:
+                whole = torch.zeros(entry["shape"], dtype=piece.dtype)
+            whole[inside] = piece
+            times[inside] += 1
+        assert whole is not None, name
+        assert bool((times == 1).all()), name
+        found[name] = whole
+    return found
+
+
+def same_bits(path: Path, expected: Path) -> bool:
+    """Weights, buffers and optimizer state."""
+    found, wanted = stored_tensors(path), stored_tensors(expected)
+    assert found.keys() == wanted.keys()
+    return all(found[name].dtype == x.dtype and found[name].shape == x.shape and found[name].equal(x) for name, x in wanted.items())
+
+
+def bytes_by_file(path: Path) -> dict[str, int]:
+    """Of the tensors' pieces."""
+    return {file.name: sum(x.nbytes for x in load_file(file).values()) for file in sorted(path.glob("rank-*.safetensors"))}

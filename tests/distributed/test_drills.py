@@ -1,0 +1,53 @@
+"""kill -9 of one or of all ranks at random moments, most in a save: what is there is complete, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import drill_workers
+import pytest
+from stored import same_bits
+
+
+def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
+    (folder / "text").mkdir(parents=True)
+    for number in range(4):
+        (folder / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, drill_workers.__file__, str(folder), str(count), mode, axis, str(seed)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60 + 20 * count,
+        check=False,
+    )
+    errors = "".join(file.read_text() for file in sorted(folder.glob(f"errors{count}.*")))
+    assert done.returncode == 0, done.stderr + errors
+    result = json.loads((folder / "result.json").read_text())
+    assert result["statuses"] == result["whole"] == [0, 0], errors
+    newest = [names[-1] if names else "step-00000000" for names in result["found"]]
+    assert newest == sorted(newest)
+    assert len(set(newest)) > len(newest) / 2
+    assert all(len(names) <= 3 + 1 for names in result["found"])  # the oldest goes when the newest has its name
+    ends = [folder / run / "checkpoints" / f"step-{result['end']:08d}" for run in ("run", "undisturbed")]
+    assert same_bits(*ends)
+    assert not list((folder / "run" / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(("mode", "axis"), [("synchronous", "pp"), ("asynchronous", "ep")])
+def test_a_killed_run_goes_on_from_a_complete_checkpoint(mode: str, axis: str, tmp_path: Path) -> None:
+    drill(tmp_path / "drill", 4, mode, axis, seed=1)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("axis", ["pp", "ep"])
+def test_thirty_killed_runs_go_on_from_a_complete_checkpoint(mode: str, axis: str, tmp_path: Path) -> None:
+    drill(tmp_path / "drill", 30, mode, axis, seed=2)
