@@ -7,6 +7,7 @@ three steps, and saves; other meshes and one process load that and train the las
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import Case, Pair, make_pair
+from engines import Case, Pair, make_pair, mesh_of
 from ranks import run_ranks
 from stored import bytes_by_file, same_bits, stored_tensors
 
 from lather.errors import CheckpointError
+from lather.parallel.mesh import Mesh
 from lather.train import checkpoint_storage
 from lather.train.checkpoint import Progress, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.config import OptimConfig
@@ -74,6 +76,12 @@ def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
     return [(optimizer, first, second) for optimizer, first, second in pairs if second in own]
 
 
+@functools.cache
+def mesh_like(pp: int, ep: int, replicas: int) -> Mesh:
+    """Made once by the ranks of a start: each has groups, and threads, of its own."""
+    return mesh_of(Case(pp=pp, ep=ep, replicas=replicas))
+
+
 class Trainee:
     """An engine on a mesh with other weights than everybody else's, so that only loading makes it the same."""
 
@@ -85,7 +93,7 @@ class Trainee:
             "num_micro_batches": SEQUENCES // data_ranks,
             "changes": {**TIED, **changes},
         }
-        self.pair: Pair = make_pair(Case(**settings), seed=world_size)
+        self.pair: Pair = make_pair(Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas))
         config = OptimConfig(name=name, lr=1e-2, precondition_frequency=2)  # type: ignore[arg-type]
         self.optimizer = build_optimizer(config, self.pair.engine.parameters)
         self.step = TrainStep(self.pair.engine, self.optimizer, max_grad_norm=0.5)

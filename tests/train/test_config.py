@@ -122,6 +122,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "parallel.timeout": [0.0, -1.0],
     "checkpoint.every": AT_LEAST_1,
     "checkpoint.keep_last": AT_LEAST_1,
+    "checkpoint.asynchronous": [],
     "log.every": AT_LEAST_1,
     "log.expert_load_every": [-1],
     "log.timeline_every": [-1],
