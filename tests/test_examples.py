@@ -19,9 +19,11 @@ ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "optimizers.md").read_text()
 
 
-def run_example(name: str) -> str:
+def run_example(name: str, num_ranks: int = 0) -> str:
+    """`num_ranks`: under torchrun; 0: without."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)],
+        [sys.executable, *launcher, str(ROOT / "examples" / name)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -57,6 +59,27 @@ def test_experts_3d() -> None:
         assert numbers
         assert float(numbers[2]) < 0.5 * float(numbers[1]), line
         assert numbers[3] == numbers[4], line
+
+
+def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
+    """The checkpoint in the middle included."""
+    losses, sizes = {}, {}
+    for num_ranks in (0, 2):
+        *steps, state = run_example("soap_fsdp2.py", num_ranks).splitlines()
+        losses[num_ranks] = [float(line.split()[-1]) for line in steps]
+        sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
+    assert losses[2][-1] < 0.25 * losses[2][0]
+    assert losses[0][:2] == pytest.approx(losses[2][:2], rel=0.01)
+    assert losses[0] == pytest.approx(losses[2], rel=0.1)  # 200 steps of rounding
+    assert sum(sizes[2]) == sum(sizes[0])
+    assert max(sizes[2]) < 0.6 * sizes[0][0]
+
+
+def test_soap_tensor_parallel() -> None:
+    *lines, difference = run_example("soap_tensor_parallel.py", 2).splitlines()
+    losses = [re.search(r"loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
+    assert len({found.groups() for found in losses if found}) == 1
+    assert float(difference.split()[-1]) < 1e-4
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------------------------

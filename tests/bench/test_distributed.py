@@ -1,0 +1,47 @@
+"""The counts of `lather bench distributed` against what is known by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lather.bench.distributed import DistributedBenchmark, count, plan_row, run
+from lather.errors import ConfigError
+from lather.parallel.launch import launch
+
+
+def test_counts_of_two_ranks(tmp_path: Path) -> None:
+    """Two equal matrices on two ranks: each sends half of the other's gradient and of its own update."""
+    assert launch(count, (((16, 16), (16, 16)), str(tmp_path)), 2) == 0
+    for rank in json.loads((tmp_path / "ranks.json").read_text()):
+        flags = 8 * (1 + 2 + 2)  # raise, presence and norms, in fp64, all-reduced
+        assert rank["wrong"] == 0
+        assert rank["bytes_sent"] == 4 * (128 + 128) + flags
+        assert rank["state_bytes"] == 4 * 6 * 256
+        assert rank["flops"] * 2 == rank["flops_of_one_process"] > 0
+        assert rank["bytes_gathering"] == 2 * 3 * 4 * 128
+
+
+def test_the_plan_of_one_rank_and_of_eight() -> None:
+    alone = plan_row("deepseek-v2-lite", 1)
+    assert alone["max_over_mean"] == 1.0
+    assert alone["stay"] == alone["matrices"]
+    eight = plan_row("deepseek-v2-lite", 8)
+    assert eight["matrices"] == alone["matrices"]
+    assert 1.0 <= eight["max_over_mean"] < 1.05
+
+
+def test_no_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--parts"):
+        DistributedBenchmark(parts=())
+
+
+def test_rows_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lather.bench.distributed.MESHES", (8,))
+    assert run(DistributedBenchmark(parts=("plan",), out=tmp_path)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "distributed-optimizer.jsonl").read_text().splitlines()]
+    assert [row["config"]["model"] for row in rows] == ["qwen3-30b-a3b", "deepseek-v2-lite"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(row["summary"] in shown for row in rows)
