@@ -51,11 +51,6 @@ class Transfer:
         elif to is not None:
             self.receives.setdefault(sender, []).append(to)
 
-    @property
-    def elements(self) -> tuple[int, int]:
-        """How many are sent and received here."""
-        return _numel(self.sends), _numel(self.receives)
-
     def launch(self, sources: Callable[[int], Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Arriving:
         """Starts the exchange; every rank of the group calls it. `sources`: the tensors that are here, by number."""
         kept = [(to, sources(start.item)[start.where]) for start, to in self.kept]
@@ -73,10 +68,6 @@ class Transfer:
 
     def _sizes(self, routes: dict[int, list[Route]]) -> list[int]:
         return [sum(math.prod(route.size) for route in routes.get(peer, ())) for peer in range(self.num_peers)]
-
-
-def _numel(routes: dict[int, list[Route]]) -> int:
-    return sum(math.prod(route.size) for some in routes.values() for route in some)
 
 
 def _split(flat: Tensor, routes: Sequence[Route]) -> list[Tensor]:

@@ -145,10 +145,6 @@ class Sharding:
                 for unit in share.units:
                     done[ranks[unit.owner]] += matrix_cost(layout.inner, layout.factor_dims)
 
-    def loads(self) -> dict[tuple[int, ...], dict[int, float]]:
-        """By the ranks of a mesh: what each has to do, in `matrix_cost`."""
-        return self._loads
-
     def exchanges(self, params: Params, couples_decay: Callable[[Mapping[str, Any]], bool]) -> list[Exchange]:
         """The exchanges of a step that these take, alike and in one order on all ranks; parameters of which nothing travels have none."""
         params = [(p, group) for p, group in params if self._travels(p)]
@@ -209,15 +205,6 @@ class Exchange:
     @property
     def device(self) -> torch.device:
         return local(self.params[0][0]).device
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """That this rank sends and receives in one step."""
-        dtype = self.params[0][0].dtype
-        inward = dtype.itemsize * (2 if self.couples_decay else 1)
-        outward = dtype.itemsize if self.elementwise else self.dtype.itemsize
-        sent, received = ((inward * a + outward * b) for a, b in zip(self.inward.elements, self.outward.elements, strict=True))
-        return sent, received
 
     def launch_in(self) -> None:
         """Gradients set out. Nothing happens if they have."""
