@@ -22,6 +22,8 @@ in backward must not hide the rest from a profile; without the name `lather prof
 
 `set_timeout` bounds how long the ranks of a group wait: a DeviceMesh makes groups with torch's defaults, whatever the user asked for.
 
+`linalg_eigh` is what `torch.linalg.eigh` is to a counter of operations, which has no formula for it; its flops would be left out.
+
 `memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`), a second opinion in benchmarks; else ours would be alone.
 """
 
@@ -49,6 +51,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "linalg_eigh",
     "memory_tracker",
     "prepare_sharding",
     "saved_tensors_hooks_in_force",
@@ -69,6 +72,7 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+linalg_eigh = torch.ops.aten._linalg_eigh
 
 
 def base_of(view: Tensor) -> Tensor | None:

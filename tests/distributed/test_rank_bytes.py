@@ -11,6 +11,8 @@ import pytest
 import torch
 from engines import VOCABULARY, Case, make_pair
 from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lather.memory.chunks import ChunkMeter, Levers, layer_places
 from lather.memory.live_bytes import PeakBytes
@@ -33,15 +35,18 @@ ON_FOUR = {name: replace(CASES[name], ep=2) for name in ("saved", "recomputed at
 
 
 class Watch:
-    """A recorder that looks at the bytes after every action."""
+    """A recorder that looks at the bytes after every action, gradients of gathered parameters left out."""
 
-    def __init__(self, alive: PeakBytes) -> None:
-        self.alive, self.largest = alive, 0
+    def __init__(self, alive: PeakBytes, part: nn.Module) -> None:
+        self.alive, self.part, self.largest = alive, part, 0
+        self.sharded = {name for name, p in part.named_parameters() if isinstance(p, DTensor)}
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         yield
-        self.largest = max(self.largest, self.alive.now)
+        whole = [p for name, p in self.part.named_parameters() if name in self.sharded and not isinstance(p, DTensor)]
+        summed = sum(p.grad.nbytes for p in whole if p.grad is not None)  # parameters are gathered into storages of the first step
+        self.largest = max(self.largest, self.alive.now - summed)
 
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -58,7 +63,7 @@ def counted(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, int
             for p in pair.engine.part.parameters():
                 p.grad = torch.zeros_like(p)
             with PeakBytes() as alive:
-                watch = pair.engine._executor.record = Watch(alive)
+                watch = pair.engine._executor.record = Watch(alive, pair.engine.part)
                 pair.engine.gradients(tokens)
             found[name] = watch.largest
     return found
