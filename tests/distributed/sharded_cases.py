@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,10 +42,12 @@ class Layout:
     mesh_shape: tuple[int, ...]
     placements: Callable[[int, tuple[int, ...]], Sequence[Placement]]
     """Of parameter number i with this shape."""
-    names: tuple[str, ...] = field(default=("a", "b", "c"))
+    ranks: tuple[int, ...] = ()
+    """In the mesh, row by row; empty: ascending."""
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", self.mesh_shape, mesh_dim_names=self.names[: len(self.mesh_shape)])
+        ranks = self.ranks or range(math.prod(self.mesh_shape))
+        return DeviceMesh("cpu", torch.tensor(ranks).view(self.mesh_shape))
 
 
 def on_dim(dim: int) -> Callable[[int, tuple[int, ...]], list[Placement]]:
@@ -80,6 +83,7 @@ LAYOUTS = {
         "hsdp": Layout((2, 2), two(Replicate(), Shard(0))),
         "fsdp x tp": Layout((2, 2), two(Shard(0), Shard(1))),
         "both on 0": Layout((2, 2), two(Shard(0), Shard(0))),
+        "in another order": Layout((2, 2), two(Shard(0), Shard(1)), ranks=(0, 2, 1, 3)),
     },
 }
 

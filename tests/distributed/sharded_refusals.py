@@ -38,7 +38,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     optimizer = SOAP([("w", p)])
     p.grad = DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()])
     found["placements"] = error_of(optimizer.step)
-    mismatched = SOAP([nn.Parameter(sharded(torch.ones(4 + 4 * rank * 0, 3 + rank)))])
+    mismatched = SOAP([nn.Parameter(sharded(torch.ones(4, 3 + rank)))])
     found["parameters"] = error_of(mismatched.step)
 
     p, q = nn.Parameter(sharded(w)), nn.Parameter(sharded(w + 1))

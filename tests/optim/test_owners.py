@@ -81,7 +81,7 @@ def test_every_item_has_an_owner_and_none_has_much_more_than_the_mean(costs: lis
 def test_a_matrix_stays_where_there_is_room() -> None:
     assert assign([1.0] * 4, [(0,), (1,), (2,), (3,)], [0.0] * 4) == [0, 1, 2, 3]
     assert assign([1.0] * 4, [(0,)] * 4, [0.0] * 2) == [0, 0, 1, 1]
-    assert assign([5.0, 1.0, 1.0], [(), (), ()], [0.0, 4.0]) == [0, 1, 0] or assign([5.0, 1.0, 1.0], [(), (), ()], [0.0, 4.0]) == [0, 1, 1]
+    assert assign([5.0, 1.0, 1.0], [(), (), ()], [0.0, 4.0]) == [0, 1, 0]
 
 
 def test_experts_that_are_whole_on_every_rank_alike_never_travel() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lather.optim.exchange import Transfer, to_holders, to_owners
 from lather.optim.owners import Share, Unit
-from lather.optim.placement import Box, Spread, boxes_of, local, spread_of_dtensor
+from lather.optim.placement import Box, Spread, local, spread_of_dtensor, spread_on
 from lather.optim.sharding import Sharding
 from lather.optim.state import kept_shape, state_entries
 from lather.torch_private import foreach_copy_
@@ -59,8 +59,7 @@ class Entry:
 
     def spread(self) -> Spread:
         """As the DTensor has it."""
-        boxes = boxes_of(self.shape, tuple(self.mesh.mesh.shape), self.placements)
-        return Spread(self.shape, self.share.spread.ranks, boxes, self.share.spread.position)
+        return spread_on(self.mesh, self.shape, self.placements)
 
     def owned(self, spread: Spread) -> Share:
         """Who keeps what of an entry that is spread in this way."""

@@ -1,8 +1,8 @@
 """Which rank works on which matrix: every matrix has one owner, no owner has much more to do than another, and all ranks know it.
 
-Source of the rule: Graham's longest-processing-time-first list scheduling (1969), within 4/3 of the best possible plan, and within the cost
-of one matrix of the mean. Before that, a matrix that is whole on some rank stays there as long as that rank is not above the mean: what
-stays need not travel. The plan is a function of shapes, options and placements, the same on every rank.
+Source of the rule: Graham's longest-processing-time-first list scheduling (1969), but that a matrix which is whole on some rank stays there
+as long as that rank is not above the mean: what stays need not travel. No rank is above the mean by more than the cost of one matrix. The
+plan is a function of shapes, options and placements, the same on every rank.
 
     matrices     of a parameter with factors (or a limit on its whole update): one, or one per expert
     rows         of a parameter whose update is elementwise: what a rank holds alone is its own; copies are cut among their holders

@@ -4,8 +4,8 @@
     plain tensor, partition_dim  one tensor-parallel shard, of equal size on every rank of `tp_group`; None: a copy on each
     plain tensor                 this process has it to itself
 
-A *position* is a rank's number within the mesh, counted row by row. What is here depends on shapes and placements alone, so that every rank
-knows what every other one holds, and nobody has to ask.
+A *position* is a number of a rank within the mesh, in ascending order of ranks, as process groups have them. What is here depends on shapes
+and placements alone, so that every rank knows what every other one holds, and nobody has to ask.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -134,7 +135,7 @@ def box_at(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence
 
 
 def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> tuple[Box, ...]:
-    """What every position holds."""
+    """What the ranks of a mesh hold, row by row."""
     return tuple(box_at(shape, mesh_shape, placements, place) for place in _coordinates(mesh_shape))
 
 
@@ -150,16 +151,26 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
                 f"{name} has placements {tuple(x.placements)}; a matrix is put together of shards and copies, not of {placement}: "
                 "give it after .redistribute(placements=...) with Shard or Replicate on every mesh axis"
             )
-    mesh = x.device_mesh.mesh
-    coordinate = x.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"{name} is on a mesh of ranks {mesh.flatten().tolist()}, of which this rank is none: give it on those ranks only")
-    boxes = boxes_of(x.shape, tuple(mesh.shape), x.placements)
-    position = _coordinates(mesh.shape).index(tuple(coordinate))
+    if x.device_mesh.get_coordinate() is None:
+        ranks = x.device_mesh.mesh.flatten().tolist()
+        raise ValueError(f"{name} is on a mesh of ranks {ranks}, of which this rank is none: give it on those ranks only")
+    spread = spread_on(x.device_mesh, tuple(x.shape), x.placements)
     found = tuple(local(x).shape)
-    if found != boxes[position].size:
-        raise ValueError(f"{name} with placements {tuple(x.placements)} has {found} here, expected {boxes[position].size}: placements lie")
-    return Spread(tuple(x.shape), tuple(mesh.flatten().tolist()), boxes, position)
+    if found != spread.box.size:
+        raise ValueError(
+            f"{name} has shape {found} here, but its placements {tuple(x.placements)} say {spread.box.size}: make it with "
+            "distribute_tensor, or DTensor.from_local with the shape of the whole tensor"
+        )
+    return spread
+
+
+def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]) -> Spread:
+    """Of a tensor of `shape` that is placed so on `mesh`, of which this rank is one."""
+    ranks = mesh.mesh.flatten().tolist()
+    boxes = boxes_of(shape, tuple(mesh.mesh.shape), placements)
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    ascending = tuple(ranks[i] for i in order)
+    return Spread(shape, ascending, tuple(boxes[i] for i in order), ascending.index(dist.get_rank()))
 
 
 def _coordinates(shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -61,7 +61,7 @@ class Sharding:
     def _spread(self, p: Tensor, group: Mapping[str, Any], name: str) -> Spread:
         if is_dtensor(p):
             spread = spread_of_dtensor(p, name)
-            if p.device_mesh.ndim == 1:
+            if p.device_mesh.ndim == 1 and tuple(dist.get_process_group_ranks(p.device_mesh.get_group())) == spread.ranks:
                 self._groups.setdefault(spread.ranks, p.device_mesh.get_group())
             return spread
         dim = group["partition_dim"]
@@ -94,7 +94,7 @@ class Sharding:
         return self._tp_mesh, (Replicate() if dim is None else Shard(dim),)
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of a mesh's ranks, in mesh order. The first call for a mesh of several axes makes one: all its ranks call."""
+        """The process group of a mesh's ranks. The first call for a mesh of several axes makes one: all its ranks call."""
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[ranks]
