@@ -203,7 +203,7 @@ class Chunk:
             offset = self.run.rows.start
             marks = self.run.idle[self.start - offset : self.stop - offset]
             rows = [row for row, mark in enumerate(marks) if not mark]
-            active = torch.tensor(rows, dtype=torch.long, device=self.run.bucket.device)
+            active = index_on(rows, self.run.bucket.device)
         return matrix_state(self._stacks(), self.run.step, compute_dtype(self.run.options), active)
 
     def store(self, state: MatrixState) -> None:
@@ -223,6 +223,12 @@ class Chunk:
         apply_(changed, self.run.lr, decay)
         if sent:
             foreach_copy_([part for part, _ in sent], [update for _, update in sent])
+
+
+def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
+    """The rows as an index on a device, which is not waited for."""
+    index = torch.tensor(rows, dtype=torch.long)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 def apply_(changes: Sequence[tuple[Tensor, Tensor]], lr: float, decay: float) -> None:

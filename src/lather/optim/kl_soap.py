@@ -73,6 +73,9 @@ class KLSOAP(MatrixOptimizer):
         initial_eigenvalue: > 0, what statistics divide by before the first refresh.
         second_moment: "rotate" or "permute" (see `lather.optim.eigenbasis`).
         nesterov: Adam's momentum one step ahead.
+        async_refresh: refresh after the update instead of before it, on a side stream as in `SOAP`: a step's update is made in bases that
+            do not know its own gradient yet, and the first in none. The numbers are the same on every device and mesh, but not those of
+            a refresh before the update.
 
     The other options are those of `SOAP`, which also says what is raised.
     """
@@ -104,6 +107,7 @@ class KLSOAP(MatrixOptimizer):
         use_adaptive_criteria: bool = False,
         adaptive_update_tolerance: float | None = None,
         stagger_refresh: bool = False,
+        async_refresh: bool = False,
         fp32_matmul_prec: str = "highest",
         qr_fp32_matmul_prec: str = "highest",
         maximize: bool = False,

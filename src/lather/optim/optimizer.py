@@ -2,7 +2,7 @@
 
     collect      check every gradient and interval before anything is changed; create missing state; count the step; form the runs
     statistics   Kronecker factors from the gradients (rules whose statistics come first)
-    refresh      new eigenbases where they are due
+    refresh      new eigenbases where they are due; with `async_refresh` always last, beside what the caller does until the next step
     update       project, Adam, project back, change the parameters
 
 A rule names its phases in order and implements them on batches (B, n_0, n_1, ...) with a `MatrixState`; layouts, buckets and chunks are
@@ -27,8 +27,8 @@ from lather.optim.buckets import Chunk, GroupNow, Run, Taking, runs_of
 from lather.optim.inspection import Gradient, inspect_gradients
 from lather.optim.members import Member
 from lather.optim.options import OTHER_GROUP_KEYS, check_options, comparable, refresh_interval
-from lather.optim.precision import matmul_precision, no_autocast, on_streams
-from lather.optim.refresh import FactorRefresh, Stagger, refresh, refresh_cost
+from lather.optim.precision import beside, matmul_precision, no_autocast, on_streams
+from lather.optim.refresh import FactorRefresh, Stagger, launch, refresh, refresh_cost
 from lather.optim.sharding import Exchange
 from lather.optim.state import MatrixState, layout_bytes
 from lather.optim.stateful import StatefulOptimizer
@@ -166,11 +166,14 @@ class MatrixOptimizer(StatefulOptimizer):
             for phase in self._phases:
                 with record_function(f"lather.optim.{phase}"):
                     if phase == "refresh":
-                        self._refresh_bases(step.runs)
+                        self._refresh_bases([run for run in step.runs if not run.options["async_refresh"]])
                     elif phase == "statistics":
                         self._work_through(step, self._statistics_of, is_last=False)
                     else:
                         self._work_through(step, self._update_of, is_last=True)
+            if late := [run for run in step.runs if run.options["async_refresh"]]:
+                with record_function("lather.optim.launch_refresh"):
+                    self._launch_refreshes(late)
 
     def _collect(self) -> Step | None:
         """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
@@ -178,6 +181,7 @@ class MatrixOptimizer(StatefulOptimizer):
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
         only: it creates the state and counts for nothing.
         """
+        self._finish_refreshes()
         self._plan()
         groups = self._groups_now()
         only_state = not self.state and all(now.lr == 0 for now in groups.values())
@@ -285,14 +289,25 @@ class MatrixOptimizer(StatefulOptimizer):
 
     def _refresh_bases(self, runs: list[Run]) -> None:
         for precision, some in _by_option(runs, "qr_fp32_matmul_prec"):
-            jobs = []
-            for run in some:
-                kind = self._refresh_kind(run.step, run.options)
-                rows = self._due_rows(run, kind)
-                method = self._refresh_method(kind, run.options)
-                jobs += [FactorRefresh(run, dim, rows, method, first=kind == "first") for dim in run.bucket.factor_dims if len(rows)]
             with matmul_precision(precision):
-                refresh(jobs, self._count)
+                refresh(self._due(some), self._count)
+
+    def _launch_refreshes(self, runs: list[Run]) -> None:
+        """Begin the refreshes at the end of a step; they are there for the next one, and go on beside what comes between."""
+        for precision, some in _by_option(runs, "qr_fp32_matmul_prec"):
+            if jobs := self._due(some):
+                changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
+                with matmul_precision(precision), beside(self._streams, changed):
+                    self._refreshing.append((precision, launch(jobs, self._count)))
+
+    def _due(self, runs: list[Run]) -> list[FactorRefresh]:
+        jobs = []
+        for run in runs:
+            kind = self._refresh_kind(run.step, run.options)
+            rows = self._due_rows(run, kind)
+            method = self._refresh_method(kind, run.options)
+            jobs += [FactorRefresh(run, dim, rows, method, first=kind == "first") for dim in run.bucket.factor_dims if len(rows)]
+        return jobs
 
     def _due_rows(self, run: Run, kind: RefreshKind) -> Sequence[int]:
         """Rows of the bucket whose bases are refreshed in this step. Idle experts keep theirs, except for the first ones."""

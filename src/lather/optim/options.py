@@ -94,6 +94,7 @@ CONSTRAINTS: dict[str, Check] = {
     "max_update_rms": ("a number >= 0 (0: no clipping)", _is_number),
     "matrix_layout": _one_of(*MATRIX_LAYOUTS),
     "stagger_refresh": _BOOL,
+    "async_refresh": _BOOL,
     "maximize": _BOOL,
     "nonfinite": _one_of("raise", "skip", "ignore"),
     "state_dtype": (

@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 """torch's three levels, for cuBLAS and for oneDNN."""
@@ -43,6 +44,32 @@ T = TypeVar("T")
 
 SideStreams = dict[int, torch.cuda.Stream]
 """Side streams by number, kept from step to step: the allocator keeps memory per stream."""
+
+BESIDE = -1
+"""Number of the stream for work that goes on beside whatever the caller does next."""
+
+
+@contextmanager
+def beside(streams: SideStreams, changed: Iterable[Tensor]) -> Iterator[None]:
+    """What CUDA is given inside begins after what the caller's stream has by now, and the caller's stream waits for it in `join`. It may
+    change the tensors `changed`. Without CUDA all is done at once."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    if BESIDE not in streams:
+        streams[BESIDE] = torch.cuda.Stream()
+    streams[BESIDE].wait_stream(torch.cuda.current_stream())
+    for x in changed:
+        if x.is_cuda:
+            x.record_stream(streams[BESIDE])
+    with torch.cuda.stream(streams[BESIDE]):
+        yield
+
+
+def join(streams: SideStreams) -> None:
+    """The caller's stream waits for what goes on beside it."""
+    if BESIDE in streams:
+        torch.cuda.current_stream().wait_stream(streams[BESIDE])
 
 
 def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int) -> Iterator[T]:

@@ -2,6 +2,9 @@
 
 Which rows of a bucket are due is known on the host (without idle experts); the skip criterion narrows them; what is left is
 refreshed batch by batch. The devices' answers - which factors still fit, which refreshes failed - are read once each for all buckets.
+
+    refresh          all of it, now
+    launch, finish   the same in two halves: between them the device may work on other things, but nobody may change the state
 """
 
 from __future__ import annotations
@@ -12,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lather.optim.buckets import Run, cpu_count
+from lather.optim.buckets import Run, cpu_count, index_on
 from lather.optim.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
 from lather.optim.inspection import read_together
 from lather.optim.state import compute_dtype
@@ -54,14 +56,27 @@ class FactorRefresh:
             yield replace(self, rows=self.rows[i : i + count])
 
 
+Launched = list[tuple[FactorRefresh, Tensor]]
+"""Batches of a refresh, and which of their rows fail, as the device will know."""
+
+
 def refresh(jobs: list[FactorRefresh], count: Callable[[str, int], None]) -> None:
     """Refresh all of `jobs`; `count` is told how many factors were done, skipped and failed."""
-    jobs = _without_good_ones(jobs, count)
-    failed = _failures([(batch, _run_batch(batch)) for job in jobs for batch in job.batches()])
+    finish(launch(jobs, count), count)
+
+
+def launch(jobs: list[FactorRefresh], count: Callable[[str, int], None]) -> Launched:
+    """Give the device the work of `refresh`. It is waited for only where the skip criterion or "eigh" does."""
+    return _run(_without_good_ones(jobs, count))
+
+
+def finish(launched: Launched, count: Callable[[str, int], None]) -> None:
+    """Retry by QR what failed otherwise, count and report."""
+    failed = _failures(launched)
     retried = [replace(job, method="qr") for job in failed if job.method in ("cholesky_qr", "auto")]
     lost = [job for job in failed if job.method not in ("cholesky_qr", "auto")]
-    lost += _failures([(batch, _run_batch(batch)) for job in retried for batch in job.batches()])
-    total, num_lost = sum(len(job.rows) for job in jobs), sum(len(job.rows) for job in lost)
+    lost += _failures(_run(retried))
+    total, num_lost = sum(len(batch.rows) for batch, _ in launched), sum(len(job.rows) for job in lost)
     count("refreshes_done", total - num_lost)
     count("refreshes_retried", sum(len(job.rows) for job in retried))
     count("refreshes_failed", num_lost)
@@ -92,6 +107,10 @@ def _still_good(job: FactorRefresh) -> Tensor:
         renewed = good & ~is_zero(k)
         put(f"eigenvalues_{job.dim}", w.copy_(w.where(~renewed[:, None], rayleigh_quotients(k, q))))
     return good
+
+
+def _run(jobs: list[FactorRefresh]) -> Launched:
+    return [(batch, _run_batch(batch)) for job in jobs for batch in job.batches()]
 
 
 def _run_batch(job: FactorRefresh) -> Tensor:
@@ -128,7 +147,7 @@ def _access(job: FactorRefresh) -> tuple[Callable[[str], Tensor], Callable[[str,
     if last - first == len(job.rows):
         index: Any = slice(first, last)
     else:
-        index = torch.tensor(job.rows, device=job.run.bucket.device)
+        index = index_on(job.rows, job.run.bucket.device)
 
     def take(name: str) -> Tensor:
         return stacks[name][index].to(dtype)
@@ -140,7 +159,7 @@ def _access(job: FactorRefresh) -> tuple[Callable[[str], Tensor], Callable[[str,
     return take, put
 
 
-def _failures(results: list[tuple[FactorRefresh, Tensor]]) -> list[FactorRefresh]:
+def _failures(results: Launched) -> list[FactorRefresh]:
     """The jobs narrowed to the rows that failed."""
     narrowed = []
     for (job, _), flags in zip(results, read_together([failed for _, failed in results]), strict=True):

@@ -116,6 +116,8 @@ class SOAP(MatrixOptimizer):
         use_adaptive_criteria: leave out bases that still diagonalise their factor to `adaptive_update_tolerance` in (0, 1), default 1e-7.
         power_iter_steps: steps of orthogonal iteration per refresh, >= 1.
         stagger_refresh: spread the refreshes over the steps of an interval by cost, instead of all in its last one.
+        async_refresh: on CUDA, refresh on a side stream during the next forward and backward; the new bases are in place before the next
+            step begins, so the numbers are the same. Until then, or until a `state_dict()`, `state` is not to be read.
         max_update_rms: clip each matrix's update to this rms; 0: no clipping.
         matrix_layout: "tensor" (a factor per dim), "per_expert" (the leading dim of a parameter with three or more dims is a batch of
             experts, and one that saw no token keeps its factors and basis; a 2-D parameter is one matrix) or "stacked" ((b, m, n) is one
@@ -163,6 +165,7 @@ class SOAP(MatrixOptimizer):
         adaptive_update_tolerance: float | None = None,
         power_iter_steps: int = 1,
         stagger_refresh: bool = False,
+        async_refresh: bool = False,
         max_update_rms: float = 0.0,
         matrix_layout: str = "tensor",
         maximize: bool = False,

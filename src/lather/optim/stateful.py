@@ -21,8 +21,8 @@ from torch.optim.optimizer import ParamsT
 from lather.optim.buckets import Bucket, check_state, make_buckets
 from lather.optim.members import Member, member_of
 from lather.optim.options import dtype_option, saveable
-from lather.optim.precision import SideStreams
-from lather.optim.refresh import Stagger
+from lather.optim.precision import SideStreams, join, matmul_precision, no_autocast
+from lather.optim.refresh import Launched, Stagger, finish
 from lather.optim.sharding import Sharding
 from lather.optim.state import StatePiece, kept_shape, state_entries
 
@@ -35,6 +35,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._stagger: Stagger | None = None
         self._streams = SideStreams()
         self._counts: dict[str, int] = {}
+        self._refreshing: list[tuple[str, Launched]] = []
         self._sharding = Sharding(tp_group)
         super().__init__(params, defaults)
 
@@ -96,12 +97,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     view.copy_(self.state[member.param][name])
                     self.state[member.param][name] = view
 
+    def _finish_refreshes(self) -> None:
+        """Wait for those under way (`async_refresh`): before anything reads or changes the state."""
+        join(self._streams)
+        refreshing, self._refreshing = self._refreshing, []
+        for precision, launched in refreshing:
+            with matmul_precision(precision), no_autocast({batch.run.bucket.device.type for batch, _ in launched}):
+                finish(launched, self._count)
+
     def _owns(self, p: Tensor) -> bool:
         share = self._sharding.share_of(p)
         return share is None or bool(share.own)
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """What this rank keeps, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
+        self._finish_refreshes()
         members = self._members()
         for p, state in self.state.items():
             member, share = members.get(id(p)), self._sharding.share_of(p)
@@ -126,6 +136,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Entries of parameters that are spread over ranks are DTensors on their mesh, cut along dim 0: all its ranks call this together.
         """
+        self._finish_refreshes()
         own = dict(self.state)
         try:
             if spread := self._spread_state():
@@ -156,6 +167,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         with whole entries or with DTensors.
         """
         final: dict[str, Any] = {}
+        self._finish_refreshes()
         self._plan()
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +230,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 yield p, {**options, **where}, state_dict["state"].get(saved_id, {})
 
     def _reset_buckets(self) -> None:
-        self._buckets, self._stagger, self._streams = [], None, SideStreams()
+        self._buckets, self._stagger, self._streams, self._refreshing = [], None, SideStreams(), []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -236,6 +248,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "an optimizer of parameters that are spread over ranks cannot be pickled or copied: process groups cannot; "
                 "save its state_dict() with torch.distributed.checkpoint"
             )
+        self._finish_refreshes()
         state = super().__getstate__()
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         return {**state, "state": defaultdict(dict, apart), "_counts": self._counts}
@@ -243,7 +256,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @property
     def counters(self) -> dict[str, int]:
         """Since construction, on this rank: factors refreshed; skipped by the criterion or for want of tokens; retried by QR after
-        Cholesky-QR; failed, so that their basis stays; and gradients skipped."""
+        Cholesky-QR; failed, so that their basis stays; and gradients skipped. Refreshes under way (`async_refresh`) count once they end."""
         names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
         return {name: self._counts.get(name, 0) for name in names}
 

@@ -1,0 +1,113 @@
+"""`async_refresh`: bases that are worked on between two steps are there for the second, whatever is done in between."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from optim_helpers import KINDS, all_same, make, parameters, run, same_state
+from torch import Tensor
+
+from lather.optim import KLSOAP, SOAP, eigenbasis
+
+SOAP_KINDS = [kind for kind in KINDS if kind.startswith("soap")]
+KL_KINDS = [kind for kind in KINDS if not kind.startswith("soap")]
+
+
+@pytest.mark.parametrize("options", [{}, {"stagger_refresh": True}, {"use_adaptive_criteria": True}, {"refresh_method": "eigh"}], ids=str)
+@pytest.mark.parametrize("kind", SOAP_KINDS)
+def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
+    params, others = parameters(), parameters()
+    a, b = make(kind, params, **options), make(kind, others, async_refresh=True, **options)
+    run(a, params, range(8))
+    run(b, others, range(8))
+    assert all_same(params, others)
+    assert b.state_dict()  # nothing is under way after this
+    assert same_state(a, params, b, others)
+    assert a.counters == b.counters
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_the_kl_rules_refresh_after_the_update(kind: str, warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, others = parameters(), parameters()
+    a = make(kind, params, adam_warmup_steps=warmup)
+    monkeypatch.setattr(type(a), "_phases", ("statistics", "update", "refresh"))
+    run(a, params, range(8))
+    monkeypatch.undo()
+    b = make(kind, others, adam_warmup_steps=warmup, async_refresh=True)
+    run(b, others, range(8))
+    assert all_same(params, others)
+    assert b.state_dict()
+    assert same_state(a, params, b, others)
+
+
+def test_it_may_differ_per_group() -> None:
+    params, others = parameters([(6, 4)] * 4), parameters([(6, 4)] * 4)
+    a = KLSOAP([{"params": params[:2]}, {"params": params[2:], "async_refresh": True}], lr=1e-2)
+    b, c = KLSOAP(others[:2], lr=1e-2), KLSOAP(others[2:], lr=1e-2, async_refresh=True)
+    run(a, params, range(6))
+    for step in range(6):
+        run(b, others, [step])
+        c.step()
+    assert all_same(params, others)
+
+
+def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(rows: Tensor, method: str) -> tuple[Tensor, Tensor]:
+        out, failed = real(rows, method)
+        return out, failed | (method == "cholesky_qr")
+
+    real = eigenbasis.orthonormal_rows
+    monkeypatch.setattr(eigenbasis, "orthonormal_rows", breaks)
+    options = {"precondition_frequency": 1, "refresh_method": "cholesky_qr"}
+    params, others = parameters([(6, 4)] * 2), parameters([(6, 4)] * 2)
+    a, b = SOAP(params, **options), SOAP(others, async_refresh=True, **options)
+    run(a, params, range(4))
+    run(b, others, range(4))
+    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)  # the last are under way
+    assert not same_state(a, params, b, others)
+    b.state_dict()
+    assert same_state(a, params, b, others)
+    assert a.counters == b.counters
+
+
+@pytest.mark.parametrize("kind", ["soap", "kl_soap"])
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "pieces"])
+def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
+    params = parameters()
+    a = make(kind, params, async_refresh=True, precondition_frequency=1)
+    run(a, params, range(5))
+    others = copy.deepcopy(params)
+    b = make(kind, others, async_refresh=True, precondition_frequency=1)
+    if how == "state_dict":
+        b.load_state_dict(a.state_dict())
+    elif how == "pickle":
+        b.load_state_dict(pickle.loads(pickle.dumps(a)).state_dict())
+    else:
+        b.init_state()
+        saved = {(i, piece.key): piece.value for i, p in enumerate(params) for piece in a.state_pieces() if piece.param is p}
+        for piece in b.state_pieces():
+            piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is piece.param), piece.key])
+    assert same_state(a, params, b, others)
+    run(a, params, range(5, 8))
+    run(b, others, range(5, 8))
+    assert all_same(params, others)
+
+
+def test_only_true_and_false() -> None:
+    with pytest.raises(ValueError, match="async_refresh=1 is not valid: give True or False"):
+        SOAP([{"params": parameters(), "async_refresh": 1}])
+
+
+def test_a_step_that_raises_keeps_the_bases_of_the_one_before() -> None:
+    params, others = parameters(), parameters()
+    a, b = make("soap", params), make("soap", others, async_refresh=True)
+    for opt, those in ((a, params), (b, others)):
+        run(opt, those, range(4))
+        those[0].grad = torch.full_like(those[0], torch.nan)
+        with pytest.raises(ValueError, match="not finite"):
+            opt.step()
+        run(opt, those, range(4, 7))
+    assert all_same(params, others)
