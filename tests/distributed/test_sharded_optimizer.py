@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from gathered_cases import gathered_differences
 from ranks import run_ranks
 from sharded_cases import LAYOUTS, differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
@@ -15,6 +16,10 @@ from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
     assert run_ranks(differences, world_size) == [[]] * world_size
+
+
+def test_state_in_rows_has_the_bits_of_one_process() -> None:
+    assert run_ranks(gathered_differences, 4) == [[]] * 4
 
 
 def reshard(folder: Path, names: Sequence[str], kinds: Kinds, timeout: float) -> None:

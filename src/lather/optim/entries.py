@@ -50,7 +50,7 @@ class Entry:
     @property
     def is_cut_alike(self) -> bool:
         """Whether the DTensor has on every rank what that rank keeps."""
-        return self.share.elementwise and not self.share.travels
+        return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
     def as_dtensor(self, rows: Tensor) -> DTensor:
         stride = torch.empty(self.shape, device="meta").stride()
@@ -63,6 +63,9 @@ class Entry:
 
     def owned(self, spread: Spread) -> Share:
         """Who keeps what of an entry that is spread in this way."""
+        if self.share.is_gathered:
+            rows = [Unit(box, 0, position, spread.holders(box)) for position, box in enumerate(self.spread().boxes) if box.numel]
+            return Share(spread, self.share.layout, tuple(rows), elementwise=True, is_apart=True)
         units = []
         for unit in self.share.units:
             box = Box.whole(self.shape)
@@ -75,6 +78,8 @@ class Entry:
 
     def kept_size(self) -> tuple[int, ...]:
         """Of what this rank keeps."""
+        if self.share.is_gathered:
+            return self.spread().box.size
         own = self.share.own
         if not own:
             return (0,)

@@ -117,6 +117,7 @@ class KLSOAP(MatrixOptimizer):
         batched: bool = True,
         bucket_bytes: int = 2**28,
         num_streams: int = 1,
+        ownership: str = "whole",
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         options = arguments_of(locals())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -49,6 +49,12 @@ class Step:
     """By the id of a parameter."""
     groups: Mapping[int, GroupNow]
     """By the id of a parameter group."""
+    taking: Mapping[int, Taking]
+    """By the id of a parameter."""
+    idle: Mapping[int, list[bool]]
+    """id of a parameter -> which of its experts got no token."""
+    gathered: list[tuple[Tensor, dict[str, Any]]]
+    """Parameters, with their groups, that all ranks work on alike (`ownership="replicated"`)."""
 
 
 class MatrixOptimizer(StatefulOptimizer):
@@ -129,12 +135,15 @@ class MatrixOptimizer(StatefulOptimizer):
                 layout = self._sharding.layout_of(p, group)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            size = layout_bytes(layout, group)
+            spread = self._sharding.spread_of(p, group)
+            num = len(spread.ranks) if spread is not None and group["ownership"] == "replicated" else 1
+            size = -(-layout_bytes(layout, group) // num)
             if group["max_state_bytes"] is not None and size > group["max_state_bytes"]:
                 raise ValueError(
                     f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "
                     f"({group['max_state_bytes'] / GIB:.3f} GiB): lower max_precond_dim for one-sided preconditioning, "
-                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, or raise the limit"
+                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, spread the state of a sharded parameter "
+                    "over its ranks (ownership='replicated'), or raise the limit"
                 )
 
     # --- the step -------------------------------------------------------------------------------------------------------------------
@@ -154,7 +163,10 @@ class MatrixOptimizer(StatefulOptimizer):
             step = self._collect()
         if step is not None:
             try:
-                self._run_phases(step)
+                with no_autocast({p.device.type for group in self.param_groups for p in group["params"]}):
+                    for p, group in step.gathered:
+                        self._work_alike(step, p, group)
+                    self._run_phases(step)
             except BaseException:
                 for exchange in step.exchanges:
                     exchange.forget(step.members)
@@ -162,18 +174,27 @@ class MatrixOptimizer(StatefulOptimizer):
         return loss
 
     def _run_phases(self, step: Step) -> None:
-        with no_autocast({p.device.type for group in self.param_groups for p in group["params"]}):
-            for phase in self._phases:
-                with record_function(f"lather.optim.{phase}"):
-                    if phase == "refresh":
-                        self._refresh_bases([run for run in step.runs if not run.options["async_refresh"]])
-                    elif phase == "statistics":
-                        self._work_through(step, self._statistics_of, is_last=False)
-                    else:
-                        self._work_through(step, self._update_of, is_last=True)
-            if late := [run for run in step.runs if run.options["async_refresh"]]:
-                with record_function("lather.optim.launch_refresh"):
-                    self._launch_refreshes(late)
+        for phase in self._phases:
+            with record_function(f"lather.optim.{phase}"):
+                if phase == "refresh":
+                    self._refresh_bases([run for run in step.runs if not run.options["async_refresh"]])
+                elif phase == "statistics":
+                    self._work_through(step, self._statistics_of, is_last=False)
+                else:
+                    self._work_through(step, self._update_of, is_last=True)
+        if late := [run for run in step.runs if run.options["async_refresh"]]:
+            with record_function("lather.optim.launch_refresh"):
+                self._launch_refreshes(late)
+
+    def _work_alike(self, step: Step, p: Tensor, group: dict[str, Any]) -> None:
+        """All phases for one parameter that is gathered on all its ranks."""
+        from lather.optim.gathered import Gathered  # imports DTensor
+
+        whole = Gathered(p, group, self._sharding, self.state[p], couples_decay=self._couples_decay(group))
+        runs = runs_of(whole.bucket, step.taking, step.idle, step.groups)
+        self._run_phases(replace(step, runs=runs, exchanges=[]))
+        self._finish_refreshes()
+        whole.keep(*self._rates(step, group))
 
     def _collect(self) -> Step | None:
         """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
@@ -207,7 +228,8 @@ class MatrixOptimizer(StatefulOptimizer):
         number_of = {id(p): number for number, exchange in enumerate(exchanges) for p, _ in exchange.params}
         steps = {id(one.param): Taking(t, f, number_of.get(id(one.param))) for one, t, f in taking if one.param.numel()}
         runs = [run for bucket in self._buckets for run in runs_of(bucket, steps, found.idle, groups)]
-        return Step(runs, exchanges, self._members() if exchanges else {}, groups)
+        gathered = [(p, group) for p, group in alive if self._is_gathered(p)]
+        return Step(runs, exchanges, self._members() if exchanges else {}, groups, steps, found.idle, gathered)
 
     def _gradients(self, measured: bool) -> list[Gradient]:
         """Of all parameters that have one here, or may have one on another rank."""

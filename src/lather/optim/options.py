@@ -95,6 +95,7 @@ CONSTRAINTS: dict[str, Check] = {
     "matrix_layout": _one_of(*MATRIX_LAYOUTS),
     "stagger_refresh": _BOOL,
     "async_refresh": _BOOL,
+    "ownership": _one_of("whole", "replicated"),
     "maximize": _BOOL,
     "nonfinite": _one_of("raise", "skip", "ignore"),
     "state_dtype": (

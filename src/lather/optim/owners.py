@@ -51,6 +51,8 @@ class Share:
     """The units are rows, and their owners change them where they are; otherwise matrices, which may travel."""
     is_apart: bool = False
     """Owners have what is theirs in tensors of their own, never where the parameter is."""
+    is_gathered: bool = False
+    """Nobody owns a matrix: all ranks gather it and work on it alike (`lather.optim.gathered`)."""
 
     @cached_property
     def own(self) -> tuple[Unit, ...]:
@@ -81,7 +83,7 @@ class Share:
         """The box that the owner's tensor is taken to hold when `unit` is looked for in it."""
         if self.in_place:
             return self.spread.box
-        if self.layout.kind != "per_expert":
+        if self.elementwise or self.layout.kind != "per_expert":
             return unit.box
         slot = self._slots[unit.number]
         return Box((unit.number - slot, *unit.box.offset[1:]), (len(self.own), *unit.box.size[1:]))

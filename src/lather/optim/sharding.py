@@ -118,7 +118,12 @@ class Sharding:
             self._plan_mesh(ranks, new[ranks])
 
     def _check_same(self, ranks: tuple[int, ...], members: Sequence[tuple[Tensor, dict[str, Any], Spread]]) -> None:
-        text = repr([(spread.shape, str(p.dtype), *map(str, layout_options(group))) for p, group, spread in members])
+        text = repr(
+            [
+                (spread.shape, str(p.dtype), str(self._placement(p, group)), group["ownership"], *map(str, layout_options(group)))
+                for p, group, spread in members
+            ]
+        )
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         own = torch.tensor([number, -number], dtype=torch.int64, device=local(members[0][0]).device)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(ranks))
@@ -129,16 +134,26 @@ class Sharding:
                 "in the same order, with the same options"
             )
 
+    def _placement(self, p: Tensor, group: Mapping[str, Any]) -> object:
+        """Said alike on all ranks."""
+        return (tuple(p.device_mesh.mesh.shape), p.placements) if is_dtensor(p) else group["partition_dim"]
+
     def _plan_mesh(self, ranks: tuple[int, ...], members: Sequence[tuple[Tensor, dict[str, Any], Spread]]) -> None:
         loads = dict.fromkeys(ranks, 0.0)
         for others, theirs in self._loads.items():
             if set(ranks) <= set(others):  # only then do all ranks here know of it
                 loads = {rank: load + theirs[rank] for rank, load in loads.items()}
         layouts = [layout_of(spread.shape, group) for _, group, spread in members]
-        matrices = [i for i, layout in enumerate(layouts) if layout.kind != "elements"]
+        alike = [
+            layout.kind != "elements" and group["ownership"] == "replicated" for (_, group, _), layout in zip(members, layouts, strict=True)
+        ]
+        matrices = [i for i, layout in enumerate(layouts) if layout.kind != "elements" and not alike[i]]
         units = dict(zip(matrices, share_out([(members[i][2], layouts[i]) for i in matrices], loads), strict=True))
         done = self._loads.setdefault(ranks, dict.fromkeys(ranks, 0.0))
         for i, ((p, _, spread), layout) in enumerate(zip(members, layouts, strict=True)):
+            if alike[i]:
+                self._shares[id(p)] = Share(spread, layout, (), elementwise=False, is_gathered=True)
+                continue
             share = Share(spread, layout, tuple(units[i] if i in units else rows_of_copies(spread)), elementwise=i not in units)
             self._shares[id(p)] = share
             if not share.elementwise:

@@ -130,6 +130,8 @@ class SOAP(MatrixOptimizer):
         batched: work on equal matrices together; False: one by one, with the same result to rounding.
         bucket_bytes: bound on the temporary memory of a step (that of one matrix is the least).
         num_streams: CUDA streams over which the batches of the update are spread (the most that any group asks for).
+        ownership: of a parameter that is spread over ranks: "whole", every matrix has one rank that keeps its state and works on it; or
+            "replicated", for a matrix whose state no rank can keep: all keep rows of it, gather them in every step and compute the same.
         tp_group: ranks that have one tensor-parallel shard each of the parameters whose group has a `partition_dim`: 0 or 1, the dim
             along which they were cut in equal parts, or None where every rank has a copy.
 
@@ -175,6 +177,7 @@ class SOAP(MatrixOptimizer):
         batched: bool = True,
         bucket_bytes: int = 2**28,
         num_streams: int = 1,
+        ownership: str = "whole",
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         options = arguments_of(locals())

@@ -53,15 +53,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         new = [(p, group) for p, group in params if not self.state.get(p)]
         found = [member_of(p, group, self._sharding.share_of(p)) for p, group in new]
         buckets = make_buckets(member for member in found if member is not None)
-        entries = {p: self._nothing_of(p, group) for (p, group), member in zip(new, found, strict=True) if member is None}
+        entries = {p: self._without_member(p, group) for (p, group), member in zip(new, found, strict=True) if member is None}
         for bucket in buckets:
             entries |= {member.param: views for member, views in zip(bucket.members, bucket.views, strict=True)}
         self._buckets += buckets
         for p, _ in new:
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32), **entries[p]}
 
-    def _nothing_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The entries of a parameter of which this rank owns nothing."""
+    def _without_member(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The entries of a parameter of which this rank owns no matrix: nothing, or rows."""
+        if self._is_gathered(p):
+            from lather.optim.gathered import initial_rows  # imports DTensor
+
+            return initial_rows(p, group, self._sharding)
         layout = self._sharding.layout_of(p, group)
         return {name: torch.empty(0, dtype=entry.dtype, device=p.device) for name, entry in state_entries(layout, group).items()}
 
@@ -109,6 +113,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         share = self._sharding.share_of(p)
         return share is None or bool(share.own)
 
+    def _is_gathered(self, p: Tensor) -> bool:
+        share = self._sharding.share_of(p)
+        return share is not None and share.is_gathered
+
     def state_pieces(self) -> Iterator[StatePiece]:
         """What this rank keeps, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
         self._finish_refreshes()
@@ -118,6 +126,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if key == "step" or share is None:
                     yield StatePiece(p, key, value, (0,) * value.dim(), tuple(value.shape))
+                elif share.is_gathered:
+                    yield self._piece_of_rows(p, key, value)
                 elif member is not None:
                     entry = state_entries(share.layout, member.group)[key]
                     shape = kept_shape(key, entry, share.layout)
@@ -128,6 +138,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                             yield StatePiece(p, key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
                     else:
                         yield StatePiece(p, key, value, (0,) * value.dim(), shape)
+
+    def _piece_of_rows(self, p: Tensor, key: str, rows: Tensor) -> StatePiece:
+        from lather.optim.gathered import rows_of
+
+        group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
+        layout = self._sharding.layout_of(p, group)
+        shape = kept_shape(key, state_entries(layout, group)[key], layout)
+        return StatePiece(p, key, rows, rows_of(p, group, self._sharding, shape).box.offset, shape)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -185,14 +203,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A saved optimizer, with the options of this one where it has none; raises ValueError if it does not fit."""
+        """A saved optimizer, with the options of this one where it has none, and this one's way to keep state; raises ValueError if it does
+        not fit."""
         counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved["param_groups"])]
         if counts[0] != counts[1]:
             raise ValueError(
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
         own = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        groups = [{**options, **theirs} for options, theirs in zip(own, saved["param_groups"], strict=True)]
+        groups = [
+            {**options, **theirs, "ownership": options["ownership"]} for options, theirs in zip(own, saved["param_groups"], strict=True)
+        ]
         groups = [{**group, "state_dtype": dtype_option(group["state_dtype"])} for group in groups]
         checked = {**saved, "param_groups": groups}
         for number, (p, group, state) in enumerate(self._saved_states(checked)):

@@ -1,0 +1,95 @@
+"""A matrix of which no rank can keep the whole state: `ownership="replicated"`.
+
+Every rank of its mesh keeps some rows of each entry of state. In a step the gradient and the rows are gathered, one parameter at a time;
+all ranks compute the whole, each for itself and so with equal numbers; then a rank keeps its rows and changes what it has of the parameter.
+State is 1/N per rank as ever. The price is N times the arithmetic, and that the whole state travels in every step: it is for a matrix that
+would not fit otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from lather.optim.buckets import Bucket, apply_
+from lather.optim.exchange import to_owners
+from lather.optim.layout import layout_of
+from lather.optim.members import Member, local_grad
+from lather.optim.owners import Share, Unit
+from lather.optim.placement import Box, Spread, local, spread_on
+from lather.optim.sharding import Sharding
+from lather.optim.state import Entry, compute_dtype, kept_shape, state_entries
+
+
+def rows_of(p: Tensor, group: Mapping[str, Any], sharding: Sharding, shape: tuple[int, ...]) -> Spread:
+    """Which rows of an entry of this shape each rank keeps: those of a DTensor that is cut along dim 0 on every axis of the mesh."""
+    mesh, _ = sharding.mesh_of(p, group)
+    return spread_on(mesh, shape, (Shard(0),) * mesh.ndim)
+
+
+def initial_rows(p: Tensor, group: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
+    """This rank's rows of every entry, `step` aside, as they are before the first step. No whole matrix is made."""
+    layout = sharding.layout_of(p, group)
+    found = {}
+    for name, entry in state_entries(layout, group).items():
+        found[name] = _rows(entry, rows_of(p, group, sharding, kept_shape(name, entry, layout)).box, p.device)
+    return found
+
+
+def _rows(entry: Entry, box: Box, device: torch.device) -> Tensor:
+    if entry.fill is not None:
+        return torch.full(box.size, entry.fill, dtype=entry.dtype, device=device)
+    rows = torch.zeros(box.size, dtype=entry.dtype, device=device)
+    if rows.numel():
+        rows.diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
+    return rows
+
+
+class Gathered:
+    """A parameter during its step: a bucket of its own with the whole state, gradient and, with `couples_decay`, weight."""
+
+    def __init__(self, p: Tensor, group: dict[str, Any], sharding: Sharding, rows: dict[str, Tensor], *, couples_decay: bool) -> None:
+        """`rows`: this rank's of each entry. All ranks of the mesh call it together."""
+        share = sharding.share_of(p)
+        assert share is not None
+        self.p, self.group, self.rows, self.spread = p, group, rows, share.spread
+        self.process_group = sharding.group_of(share.spread.ranks)
+        self.layout = layout = layout_of(share.spread.shape, group)
+        member = Member(p, group, layout, range(layout.batch), None)
+        member.received = self._whole(share.spread, local_grad(p))
+        member.received_weight = self._whole(share.spread, local(p)) if couples_decay else None
+        self.update = member.update = torch.empty(layout.shape, dtype=compute_dtype(group), device=p.device)
+        self.bucket = Bucket([member])
+        self._boxes = {}
+        for name, view in self.bucket.views[0].items():
+            spread = rows_of(p, group, sharding, tuple(view.shape))
+            if tuple(rows[name].shape) != spread.box.size or rows[name].dtype != view.dtype:
+                raise ValueError(
+                    f"the state of a parameter of shape {layout.shape} has {tuple(rows[name].shape)} {rows[name].dtype} of {name} here, "
+                    f"expected {spread.box.size} {view.dtype}: options on which it depends are not to be changed between steps"
+                )
+            self._boxes[name] = spread.box
+            self._whole(spread, rows[name], view)
+
+    def _whole(self, spread: Spread, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Put together of the parts of all ranks, on all of them."""
+        box = Box.whole(spread.shape)
+        holders = spread.holders(box)
+        units = tuple(Unit(box, position, position, holders) for position in range(len(spread.ranks)))
+        everybody = Share(spread, self.layout, units, elementwise=True, is_apart=True)
+        out = torch.empty(spread.shape, dtype=part.dtype, device=part.device) if out is None else out
+        arriving = to_owners([everybody]).launch(lambda _: part, part.dtype, part.device, self.process_group)
+        for route, x in arriving.wait():
+            out[route.where].copy_(x)
+        return out
+
+    def keep(self, lr: float, decay: float) -> None:
+        """The end of the step: this rank's rows of the new state, and its part of the parameter."""
+        whole = Box.whole(self.spread.shape)
+        apply_([(local(self.p), self.update[self.spread.box.within(whole)])], lr, decay)
+        for name, view in self.bucket.views[0].items():
+            self.rows[name].copy_(view[self._boxes[name].within(Box.whole(tuple(view.shape)))])
