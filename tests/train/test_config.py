@@ -90,6 +90,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "optim.second_moment": ["keep"],
     "optim.use_eigh": [],
     "optim.use_adaptive_criteria": [],
+    "optim.async_refresh": [],
     "optim.max_precond_dim": [-1],
     "optim.max_update_rms": [-1.0],
     "optim.schedule": ["step"],

@@ -77,6 +77,8 @@ class OptimConfig:
     """Refresh by whole eigendecompositions instead of orthogonal iteration."""
     use_adaptive_criteria: bool = False
     """Leave out refreshes of bases that are still good."""
+    async_refresh: bool = False
+    """On CUDA refresh beside the next forward and backward; the numbers stay the same."""
     max_precond_dim: int = 8192
     """A longer dim of a matrix is not preconditioned."""
     max_update_rms: float = 0.0
@@ -116,6 +118,7 @@ class OptimConfig:
             "second_moment",
             "use_eigh",
             "use_adaptive_criteria",
+            "async_refresh",
             "max_precond_dim",
             "max_update_rms",
         )

@@ -73,6 +73,7 @@ class StepResult:
     """Rows per MoE block and expert, on CPU."""
     optimizer_seconds: float
     refreshes_done: int
+    """That ended in this step; with `optim.async_refresh` they began in the one before."""
     refreshes_skipped: int
     skipped: bool
 
@@ -128,6 +129,6 @@ class TrainStep:
         return [int(count) for count in total.tolist()]
 
     def _now(self) -> float:
-        if self.engine.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.mesh.device)
+        if self.engine.mesh.device.type == "cuda":  # not the device: refreshes may go on beside what comes next
+            torch.cuda.current_stream(self.engine.mesh.device).synchronize()
         return time.perf_counter()
