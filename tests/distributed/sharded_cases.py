@@ -224,6 +224,37 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
+    """Experts on two expert-parallel ranks, each with FSDP2 on two, along dims 0, 1 and 2; everything else with FSDP2 on all four."""
+    wrong = []
+    mesh = DeviceMesh("cpu", torch.arange(world_size).view(2, 2), mesh_dim_names=("ep", "fsdp"))
+    place = mesh.get_local_rank("ep")
+
+    def spread_one(i: int, x: Tensor) -> Tensor:
+        if i in EXPERTS:
+            part = x.chunk(2)[place]
+            return spread(part, mesh["fsdp"], [Shard(EXPERTS.index(i))])
+        return spread(x, mesh, [Shard(0), Shard(0)] if x.dim() else [Replicate(), Replicate()])
+
+    shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
+    for kind in KINDS:
+        if kind == "stacked_soap":  # stacks what is here: another rule on every mesh
+            continue
+        whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
+        parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]
+        one, many = make(kind, whole, precondition_frequency=3), make(kind, parts, precondition_frequency=3)
+        for step in range(10):
+            for i, (p, q, grad) in enumerate(zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)):
+                p.grad, q.grad = grad, None if grad is None else spread_one(i, grad)
+            one.step()
+            many.step()
+        for i, (p, q) in enumerate(zip(whole, parts, strict=True)):
+            expected = p.detach().chunk(2)[place] if i in EXPERTS else p.detach()
+            if not torch.equal(q.detach().full_tensor(), expected):  # type: ignore[attr-defined]
+                wrong.append(f"{kind}: parameter {i} {shapes[i]}")
+    return wrong
+
+
 class Net(nn.Module):
     """Two projections and a stack of experts, each for `fully_shard`."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gathered_cases import gathered_differences
 from ranks import run_ranks
-from sharded_cases import LAYOUTS, differences, fsdp2_differences, plain_shard_differences
+from sharded_cases import LAYOUTS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
 
@@ -48,6 +48,10 @@ def test_whole_state_dicts_of_torch() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plain_tensor_parallel_shards_have_the_bits_of_one_process(world_size: int) -> None:
     assert run_ranks(plain_shard_differences, world_size) == [[]] * world_size
+
+
+def test_expert_parallelism_with_fsdp2_has_the_bits_of_one_process() -> None:
+    assert run_ranks(expert_parallel_differences, 4) == [[]] * 4
 
 
 def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
