@@ -62,3 +62,53 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
     before = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before <= 2**25
+
+
+def trained_with_streams(cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool) -> tuple[list[torch.Tensor], MatrixOptimizer]:
+    """`busy`: the caller's stream has work, and takes and frees memory, between the steps."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in SHAPES]
+    optimizer = cls(params, lr=1e-2, precondition_frequency=2, refresh_method="qr", async_refresh=async_refresh)
+    for _ in range(8):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to("cuda")
+        optimizer.step()
+        if busy:
+            x = torch.randn(1024, 1024, device="cuda")
+            for _ in range(8):
+                x = x @ x / 32
+            del x
+            torch.full((64, 2**16), torch.nan, device="cuda")
+    return [p.detach().cpu() for p in params], optimizer
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_refreshes_beside_the_forward_are_there_for_the_next_step(busy: bool) -> None:
+    expected, plain = trained_with_streams(SOAP, async_refresh=False, busy=False)
+    found, optimizer = trained_with_streams(SOAP, async_refresh=True, busy=busy)
+    assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+    for theirs, ours in zip(plain.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("cls", [KLSOAP, StackedSOAP], ids=["KLSOAP", "StackedSOAP"])
+def test_refreshes_beside_the_forward_repeat_to_the_bit(cls: type[MatrixOptimizer]) -> None:
+    one, _ = trained_with_streams(cls, async_refresh=True, busy=False)
+    other, _ = trained_with_streams(cls, async_refresh=True, busy=True)
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+def test_the_host_does_not_wait_for_a_refresh_beside_the_forward() -> None:
+    params = [torch.nn.Parameter(torch.randn(48, 64, device="cuda")) for _ in range(4)]
+    optimizer = SOAP(params, precondition_frequency=1, refresh_method="qr", nonfinite="ignore", async_refresh=True)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    optimizer.state_dict()  # nothing is under way
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.state_dict()
