@@ -1,12 +1,17 @@
-"""Every annotated call of Lather is checked for shapes and types in these tests; jaxtyping has to be there before Lather is."""
+"""Every call of Lather that is annotated with shapes is checked in these tests; jaxtyping has to be there before Lather is."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
 
 import jaxtyping
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+import typechecker
+
+jaxtyping.jaxtyped = typechecker.jaxtyped_if_it_has_shapes
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
@@ -19,3 +24,24 @@ if not torch.cuda.is_available():
 def _one_thread() -> None:
     """Two workers share two cores."""
     torch.set_num_threads(1)
+
+
+FIRST = ("distributed", "train")
+"""Folders whose tests take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((place for place, name in enumerate(FIRST) if name in item.path.parts), len(FIRST)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """A worker has whole files, so that fixtures of modules are made once, and one has all the tests whose ranks want the cores for
+    themselves."""
+    config.option.loadscopereorder = False  # else files with many tests go first
+    return _ByFile(config, log)
+
+
+class _ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "distributed" if "/distributed/" in file else file

@@ -140,10 +140,10 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
 
 
 TRAINED = {
-    "two": (2, [(Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]),
     "four": (4, [(Case(pp=2, ep=2, recompute=ALL), "adamw"), (Case(pp=2), "soap")]),
 }
 TRAINED_IN_THE_GRID = {
+    "two": (2, [(Case(ep=2, schedule="sequential"), "adamw"), (Case(pp=2), "soap")]),
     "two more": (2, [(Case(pp=2), "adamw"), (Case(schedule="sequential"), "adamw")]),
     "four more": (4, [(Case(pp=2), "adamw"), (Case(replicas=2), "adamw"), (Case(ep=2), "soap")]),
     "four with soap": (4, [(Case(pp=2, ep=2), "soap"), (Case(replicas=2), "soap")]),

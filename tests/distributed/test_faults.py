@@ -19,12 +19,17 @@ RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError
 """Where rank 1 raises, how its last line begins; elsewhere it is killed."""
 
 
+IN_THE_GRID = ("backward", "shape", "save beside")
+PLACES = [pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID)) for place in fault_workers.PLACES]
+
+
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """All of them are started at once: most of the time is spent on that."""
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """All that are asked for are started at once: most of the time is spent on that."""
     folder = tmp_path_factory.mktemp("faults")
+    asked = [item.callspec.params["place"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     jobs = {}
-    for place in fault_workers.PLACES:
+    for place in asked:
         jobs[place] = Job.start(fault_workers.__file__, folder / place, place, 2)
         (folder / place / "text").mkdir()
         for number in range(4):
@@ -34,7 +39,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
         job.kill()
 
 
-@pytest.mark.parametrize("place", list(fault_workers.PLACES))
+@pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(jobs: dict[str, Job], place: str) -> None:
     job = jobs[place]
     pids = job.pids()

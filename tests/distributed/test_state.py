@@ -50,8 +50,8 @@ MESHES = {
 }
 ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap")
-LAYOUTS = {"adamw": ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2"), "soap": ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")}
-"""From each of these to each other one, for steps 6 to 8."""
+LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
+"""From each of these to the next one (SOAP: to the one before), in the grid to each other one, for steps 6 to 8."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
 """Of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
 STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
@@ -69,11 +69,15 @@ def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:
     return [(optimizer, *pair) for optimizer in RUNS for pair in itertools.pairwise([*names[optimizer], names[optimizer][0]])]
 
 
-def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
+def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]]:
     """Optimizer, from and to, where the latter are meshes of so many ranks."""
     own = {1: {"alone": ALONE}, **MESHES}[world_size]
-    pairs = [(optimizer, *pair) for optimizer, names in LAYOUTS.items() for pair in itertools.permutations(names, 2)]
-    return [(optimizer, first, second) for optimizer, first, second in pairs if second in own]
+    if every:
+        pairs = {optimizer: list(itertools.permutations(LAYOUTS, 2)) for optimizer in RUNS}
+    else:
+        around = list(itertools.pairwise([*LAYOUTS, LAYOUTS[0]]))
+        pairs = {"adamw": around, "soap": [(second, first) for first, second in around]}
+    return [(optimizer, *pair) for optimizer in RUNS for pair in pairs[optimizer] if pair[1] in own]
 
 
 @functools.cache
@@ -151,10 +155,10 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def resharded(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+def resharded(rank: int, world_size: int, folder: Path, every: bool = False) -> dict[str, list[tuple[float, float]]]:
     """Loss and gradient norm of steps 6 to 8 on meshes of this size, each begun with the others' step 5; their ends are saved."""
     found = {}
-    for optimizer, first, second in changes_of_layout(world_size):
+    for optimizer, first, second in changes_of_layout(world_size, every):
         trainee = Trainee(ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size)
         load_checkpoint(folder / optimizer / first / "step-00000005", trainee.state)
         found[f"{optimizer} {first} to {second}"] = [(result.loss, result.grad_norm) for result in trainee.train(6, 7, 8)]
@@ -244,17 +248,38 @@ def test_one_process_takes_over_every_bit(meshes: tuple[int, object], folder: Pa
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_layout_goes_on_from_any_other_as_the_uninterrupted_run(
+def test_a_layout_goes_on_from_another_as_the_uninterrupted_run(
     world_size: int, rounds: dict[int, list[Any]], alone: dict[str, list[tuple[float, float]]], folder: Path
 ) -> None:
-    """Saved on the first, loaded on the second; by rounding apart, since meshes add up in other orders."""
     by_rank = {
         1: lambda: [resharded(0, 1, folder)],
         2: lambda: run_ranks(resharded, 2, folder, timeout=500),
         4: lambda: [found for _, found in rounds[4]],
     }[world_size]()
-    changes = changes_of_layout(world_size)
+    check_resharded(changes_of_layout(world_size, every=False), by_rank, alone, folder)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.usefixtures("rounds")
+def test_any_layout_goes_on_from_any_other_as_the_uninterrupted_run(
+    world_size: int, alone: dict[str, list[tuple[float, float]]], folder: Path
+) -> None:
+    changes = changes_of_layout(world_size, every=True)
     assert len(changes) == 2 * {1: 4, 2: 4, 4: 12}[world_size]
+    by_rank = [resharded(0, 1, folder, True)] if world_size == 1 else run_ranks(resharded, world_size, folder, True, timeout=1000)
+    check_resharded(changes, by_rank, alone, folder)
+
+
+def check_resharded(
+    changes: list[tuple[str, str, str]],
+    by_rank: list[dict[str, list[tuple[float, float]]]],
+    alone: dict[str, list[tuple[float, float]]],
+    folder: Path,
+) -> None:
+    """Saved on the first, loaded on the second; by rounding apart, since meshes add up in other orders."""
+    assert changes
     for optimizer, first, second in changes:
         name = f"{first} to {second}"
         for found in by_rank:
