@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((place for place, name in enumerate(FIRST) if name in item.path.parts), len(FIRST)))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """A worker has whole files, so that fixtures of modules are made once, and one has all the tests whose ranks want the cores for
     themselves."""

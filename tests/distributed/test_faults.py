@@ -19,7 +19,7 @@ RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError
 """Where rank 1 raises, how its last line begins; elsewhere it is killed."""
 
 
-IN_THE_GRID = ("backward", "shape", "save beside")
+IN_THE_GRID = ("save beside",)
 PLACES = [pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID)) for place in fault_workers.PLACES]
 
 
