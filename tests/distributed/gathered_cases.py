@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import LAYOUTS, SHAPES, Spread, make_spread, trained
+from sharded_cases import LAYOUTS, SHAPES, Spread, make_spread, spread, trained, values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from lather.optim import SOAP
 
 CASES = (
     ("fsdp", "soap", torch.float32),
@@ -58,4 +65,50 @@ def rows_that_are_wrong(run: Spread) -> list[str]:
         whole = math.prod(piece.shape)
         if everywhere != whole or (piece.shape[0] >= run.mesh.size() and here == whole):
             wrong.append(f"{piece.key} of {tuple(piece.param.shape)}: {here} of {whole} here, {everywhere} on all ranks")
+    return wrong
+
+
+def changes(rank: int, world_size: int) -> list[str]:
+    """Options that change between steps or from saving to loading, scalars, and a parameter without elements."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    wrong = []
+    for ownership in ("whole", "replicated"):
+        shapes = ((6, 4), (0, 3), ())
+        whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
+
+        def spread_ones(tensors: list[Tensor]) -> list[Tensor]:
+            return [spread(x, mesh, [Shard(0) if x.dim() else Replicate()]) for x in tensors]
+
+        def run(optimizer: SOAP, params: list[nn.Parameter], steps: range, spread_out: bool, shapes: Any = shapes) -> None:
+            for step in steps:
+                grads = values(10 + step, torch.float32, shapes)
+                for p, grad in zip(params, spread_ones(grads) if spread_out else grads, strict=True):
+                    p.grad = grad
+                optimizer.step()
+
+        options = {"precondition_frequency": 2, "max_update_rms": 0.5, "max_precond_dim": 5}
+        one = SOAP(whole, **options)
+        parts = [nn.Parameter(x) for x in spread_ones([p.detach() for p in whole])]
+        many = SOAP(parts, **options, ownership=ownership)
+        run(one, whole, range(3), False)
+        run(many, parts, range(3), True)
+        before = [p.detach().full_tensor() for p in parts]
+        for name, value in (("max_precond_dim", 8), ("ownership", {"whole": "replicated", "replicated": "whole"}[ownership])):
+            kept, many.param_groups[0][name] = many.param_groups[0][name], value
+            with pytest.raises(ValueError, match="was changed after its state was made"):
+                many.step()
+            many.param_groups[0][name] = kept
+        wrong += [f"{ownership}: {i} changed" for i, p in enumerate(parts) if not torch.equal(p.detach().full_tensor(), before[i])]
+        fresh = [nn.Parameter(p.detach().clone()) for p in parts]
+        other = SOAP(fresh, precondition_frequency=2, max_precond_dim=8, ownership=ownership)
+        other.init_state()
+        other.load_state_dict(many.state_dict())  # with its options: other factors
+        run(one, whole, range(3, 6), False)
+        run(other, fresh, range(3, 6), True)
+        wrong += [f"{ownership}: {i}" for i, (p, q) in enumerate(zip(fresh, whole, strict=True)) if not torch.equal(p.full_tensor(), q)]
+        other.param_groups[0]["state_dtype"] = torch.float64
+        run(other, fresh, range(6, 7), True)
+        kept_now = other.state[fresh[0]]["exp_avg"]
+        if kept_now.numel() and kept_now.dtype != torch.float64:
+            wrong.append(f"{ownership}: state_dtype")
     return wrong

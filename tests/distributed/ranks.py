@@ -1,4 +1,4 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no child outlives the call.
+"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call.
 
 Annotations are not checked in ranks, which would take most of their time: the same functions are called with the check in one process.
 Ranks are forked from a server that has imported what they need, which takes seconds each, and has done nothing else.

@@ -23,7 +23,7 @@ from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP, para
 KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
     "soap_rotate": (SOAP, {"second_moment": "rotate", "use_decoupled_weight_decay": False, "max_update_rms": 0.5}),
-    "kl_soap": (KLSOAP, {"weight_decay_method": "l2"}),
+    "kl_soap": (KLSOAP, {"weight_decay_method": "l2", "async_refresh": True}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
 }

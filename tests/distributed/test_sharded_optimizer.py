@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gathered_cases import gathered_differences
+from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
 from sharded_cases import LAYOUTS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
@@ -27,6 +27,10 @@ def test_every_layout_with_every_rule_has_the_bits_of_one_process(world_size: in
 
 def test_state_in_rows_has_the_bits_of_one_process() -> None:
     assert run_ranks(gathered_differences, 4) == [[]] * 4
+
+
+def test_options_that_change_are_refused_or_carried_out() -> None:
+    assert run_ranks(changes, 2) == [[]] * 2
 
 
 def reshard(folder: Path, names: Sequence[str], kinds: Kinds, timeout: float) -> None:

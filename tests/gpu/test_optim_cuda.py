@@ -67,7 +67,8 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
 def trained_with_streams(cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool) -> tuple[list[torch.Tensor], MatrixOptimizer]:
     """`busy`: the caller's stream has work, and takes and frees memory, between the steps."""
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in SHAPES]
+    shapes = [*SHAPES, (768, 1024), (768, 1024)]  # a QR of these takes far longer than the host needs for a step
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes]
     optimizer = cls(params, lr=1e-2, precondition_frequency=2, refresh_method="qr", async_refresh=async_refresh)
     for _ in range(8):
         for p in params:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from optim_helpers import KINDS, all_same, make, parameters, run, same_state
 from torch import Tensor
 
-from lather.optim import KLSOAP, SOAP, eigenbasis
+from lather.optim import KLSOAP, SOAP, eigenbasis, precision
 
 SOAP_KINDS = [kind for kind in KINDS if kind.startswith("soap")]
 KL_KINDS = [kind for kind in KINDS if not kind.startswith("soap")]
@@ -54,16 +55,24 @@ def test_it_may_differ_per_group() -> None:
     assert all_same(params, others)
 
 
-def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+RETRIED = {"precondition_frequency": 1, "refresh_method": "cholesky_qr"}
+"""With `cholesky_qr_breaks`: on a CPU these refreshes, too, end later than their step."""
+
+
+@pytest.fixture
+def cholesky_qr_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(rows: Tensor, method: str) -> tuple[Tensor, Tensor]:
         out, failed = real(rows, method)
         return out, failed | (method == "cholesky_qr")
 
     real = eigenbasis.orthonormal_rows
     monkeypatch.setattr(eigenbasis, "orthonormal_rows", breaks)
-    options = {"precondition_frequency": 1, "refresh_method": "cholesky_qr"}
+
+
+@pytest.mark.usefixtures("cholesky_qr_breaks")
+def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     params, others = parameters([(6, 4)] * 2), parameters([(6, 4)] * 2)
-    a, b = SOAP(params, **options), SOAP(others, async_refresh=True, **options)
+    a, b = SOAP(params, **RETRIED), SOAP(others, async_refresh=True, **RETRIED)
     run(a, params, range(4))
     run(b, others, range(4))
     assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)  # the last are under way
@@ -75,12 +84,18 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state(monkeypatc
 
 @pytest.mark.parametrize("kind", ["soap", "kl_soap"])
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "pieces"])
+@pytest.mark.usefixtures("cholesky_qr_breaks")
 def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
     params = parameters()
-    a = make(kind, params, async_refresh=True, precondition_frequency=1)
+    a = make(kind, params, async_refresh=True, **RETRIED)
     run(a, params, range(5))
+    assert a._refreshing
     others = copy.deepcopy(params)
-    b = make(kind, others, async_refresh=True, precondition_frequency=1)
+    b = make(kind, others, async_refresh=True, **RETRIED)
+    run(b, others, range(2))
+    assert b._refreshing  # what is loaded must not be refreshed by this
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p.data)
     if how == "state_dict":
         b.load_state_dict(a.state_dict())
     elif how == "pickle":
@@ -90,10 +105,28 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
         saved = {(i, piece.key): piece.value for i, p in enumerate(params) for piece in a.state_pieces() if piece.param is p}
         for piece in b.state_pieces():
             piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is piece.param), piece.key])
+    assert not a._refreshing
     assert same_state(a, params, b, others)
     run(a, params, range(5, 8))
     run(b, others, range(5, 8))
     assert all_same(params, others)
+
+
+def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    streams: precision.SideStreams = {}
+    with precision.beside(streams, []):
+        pass
+    assert list(precision.on_streams(range(5), streams, 3)) == list(range(5))
+    assert len({id(stream) for stream in streams.values()}) == 4
+    precision.join(streams)
 
 
 def test_only_true_and_false() -> None:

@@ -333,3 +333,15 @@ def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPa
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"train\.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'"):
         pick_device("cuda")
+
+
+def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(make_model: MakeModel, tokens: Tokens) -> None:
+    model = make_model()
+    optimizer = build_optimizer(OptimConfig(precondition_frequency=2, async_refresh=True), model.named_parameters())
+    assert isinstance(optimizer, SOAP)
+    step, counts = train_step(model, optimizer), []
+    for number in range(6):
+        counts.append(step(tokens(number), 1e-3).refreshes_done)
+        assert sum(counts) == optimizer.counters["refreshes_done"]
+        optimizer.state_dict()  # as a checkpoint does: what is under way is counted
+    assert [count > 0 for count in counts] == [False, True, True, False, True, False]

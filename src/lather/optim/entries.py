@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lather.optim.exchange import Transfer, to_holders, to_owners
@@ -147,15 +147,14 @@ def _batches(states: States, sharding: Sharding) -> Iterator[tuple[list[Entry], 
     for p, group, state in states:
         share = sharding.share_of(p)
         assert share is not None
-        mesh, placements = sharding.mesh_of(p, group)
         for name, kept in state_entries(share.layout, group).items():
             shape = kept_shape(name, kept, share.layout)
-            if not share.elementwise or share.travels:
-                placements = ((Shard(0) if shape else Replicate()),) * mesh.ndim
+            is_cut_alike = share.elementwise and not share.travels
+            mesh, placements = sharding.mesh_of(p, group) if is_cut_alike else sharding.rows_of(p, group, shape)
             entry = Entry(p, name, shape, kept.dtype, share, mesh, placements)
             key = (share.spread.ranks, kept.dtype, entry.is_cut_alike)
             size = math.prod(entry.shape) * kept.dtype.itemsize
-            if room.get(key, 0) < size:
+            if key not in alike or room[key] < size:
                 alike.setdefault(key, []).append(([], []))
                 room[key] = AT_ONCE
             room[key] -= size

@@ -1,9 +1,10 @@
-"""A matrix of which no rank can keep the whole state: `ownership="replicated"`.
+"""A matrix of which no rank can keep the whole state from step to step: `ownership="replicated"`.
 
 Every rank of its mesh keeps some rows of each entry of state. In a step the gradient and the rows are gathered, one parameter at a time;
 all ranks compute the whole, each for itself and so with equal numbers; then a rank keeps its rows and changes what it has of the parameter.
-State is 1/N per rank as ever. The price is N times the arithmetic, and that the whole state travels in every step: it is for a matrix that
-would not fit otherwise.
+What is kept is about 1/N; during its own step one parameter has all of its state on every rank, and nothing else's. The price is N times
+the arithmetic, and that the whole state travels in every step. Ranks are taken to compute alike: on different devices or libraries they
+might turn an eigenvector differently, and rows would no longer be those of one basis.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from lather.optim.buckets import Bucket, apply_
 from lather.optim.exchange import to_owners
@@ -26,9 +26,9 @@ from lather.optim.state import Entry, compute_dtype, kept_shape, state_entries
 
 
 def rows_of(p: Tensor, group: Mapping[str, Any], sharding: Sharding, shape: tuple[int, ...]) -> Spread:
-    """Which rows of an entry of this shape each rank keeps: those of a DTensor that is cut along dim 0 on every axis of the mesh."""
-    mesh, _ = sharding.mesh_of(p, group)
-    return spread_on(mesh, shape, (Shard(0),) * mesh.ndim)
+    """Which rows of an entry of this shape each rank keeps."""
+    mesh, placements = sharding.rows_of(p, group, shape)
+    return spread_on(mesh, shape, placements)
 
 
 def initial_rows(p: Tensor, group: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
@@ -67,11 +67,6 @@ class Gathered:
         self._boxes = {}
         for name, view in self.bucket.views[0].items():
             spread = rows_of(p, group, sharding, tuple(view.shape))
-            if tuple(rows[name].shape) != spread.box.size or rows[name].dtype != view.dtype:
-                raise ValueError(
-                    f"the state of a parameter of shape {layout.shape} has {tuple(rows[name].shape)} {rows[name].dtype} of {name} here, "
-                    f"expected {spread.box.size} {view.dtype}: options on which it depends are not to be changed between steps"
-                )
             self._boxes[name] = spread.box
             self._whole(spread, rows[name], view)
 

@@ -137,7 +137,7 @@ class MatrixOptimizer(StatefulOptimizer):
                 raise ValueError(f"{name}: {error}") from None
             spread = self._sharding.spread_of(p, group)
             num = len(spread.ranks) if spread is not None and group["ownership"] == "replicated" else 1
-            size = -(-layout_bytes(layout, group) // num)
+            size = layout_bytes(layout, group, num)
             if group["max_state_bytes"] is not None and size > group["max_state_bytes"]:
                 raise ValueError(
                     f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "

@@ -178,14 +178,17 @@ def _coordinates(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def spread_of_shard(shape: Sequence[int], dim: int | None, group: dist.ProcessGroup) -> Spread:
-    """Of a plain tensor that is one of equal shards along `dim`, or a copy."""
+    """Of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for a group in another order of ranks."""
     num, whole = dist.get_world_size(group), list(shape)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks != tuple(sorted(ranks)):
+        raise ValueError(f"tp_group has its ranks in the order {list(ranks)}: make it with ascending ranks (new_group(sort_ranks=True))")
     boxes = [Box.whole(shape)] * num
     if dim is not None:
         whole[dim] *= num
         offsets = [tuple(position * shape[dim] if d == dim else 0 for d in range(len(shape))) for position in range(num)]
         boxes = [Box(offset, tuple(shape)) for offset in offsets]
-    return Spread(tuple(whole), tuple(dist.get_process_group_ranks(group)), tuple(boxes), dist.get_rank(group))
+    return Spread(tuple(whole), ranks, tuple(boxes), dist.get_rank(group))
 
 
 def spread_key(p: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...] | None:

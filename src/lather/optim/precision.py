@@ -80,8 +80,9 @@ def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int) -> It
         yield from items
         return
     current = torch.cuda.current_stream()
-    for number in range(len(streams), num_streams):
-        streams[number] = torch.cuda.Stream()
+    for number in range(num_streams):
+        if number not in streams:
+            streams[number] = torch.cuda.Stream()
     used = [streams[number] for number in range(num_streams)]
     for stream in used:
         stream.wait_stream(current)

@@ -106,16 +106,46 @@ class Sharding:
     def plan(self, params: Params) -> None:
         """Owners for those that have none yet; those of others stay. Every rank of their meshes calls it with the same parameters.
 
-        Raises ValueError, on all of these, if the parameters are not the same.
+        Raises ValueError, on all of these, if the parameters are not the same, or if options on which what is kept depends have changed.
         """
         new: dict[tuple[int, ...], list[tuple[Tensor, dict[str, Any], Spread]]] = {}
         for p, group in params:
             spread = self.spread_of(p, group)
             if spread is not None and id(p) not in self._shares:
                 new.setdefault(spread.ranks, []).append((p, group, spread))
+            elif spread is not None and not self._still_fits(p, group):
+                raise ValueError(
+                    f"matrix_layout, max_precond_dim, precondition_1d, ownership or a limit on the update of a sharded parameter of shape "
+                    f"{spread.shape} was changed after its state was made: save its state_dict(), make the optimizer anew with the new "
+                    "options, and load what still fits"
+                )
         for ranks in sorted(new, key=lambda ranks: (-len(ranks), ranks)):
             self._check_same(ranks, new[ranks])
             self._plan_mesh(ranks, new[ranks])
+
+    def forget_changed(self, params: Params) -> None:
+        """All shares, if options on which one depends have changed: `plan` makes them anew. For loading, which replaces all state."""
+        if not all(self._still_fits(p, group) for p, group in params):
+            self._shares.clear()
+            self._loads.clear()
+            self._exchanges.clear()
+
+    def _still_fits(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        share = self.share_of(p)
+        return share is None or (share.layout, share.is_gathered) == self._layout_and_way(share.spread, group)
+
+    @staticmethod
+    def _layout_and_way(spread: Spread, group: Mapping[str, Any]) -> tuple[Layout, bool]:
+        """The layout of a whole parameter, and whether all ranks gather it."""
+        layout = layout_of(spread.shape, group)
+        return layout, layout.kind != "elements" and group["ownership"] == "replicated"
+
+    def rows_of(self, p: Tensor, group: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """How an entry of state of this shape is cut into rows along dim 0, on every axis of the parameter's mesh."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh, _ = self.mesh_of(p, group)
+        return mesh, ((Shard(0) if shape else Replicate()),) * mesh.ndim
 
     def _check_same(self, ranks: tuple[int, ...], members: Sequence[tuple[Tensor, dict[str, Any], Spread]]) -> None:
         text = repr(
@@ -143,10 +173,7 @@ class Sharding:
         for others, theirs in self._loads.items():
             if set(ranks) <= set(others):  # only then do all ranks here know of it
                 loads = {rank: load + theirs[rank] for rank, load in loads.items()}
-        layouts = [layout_of(spread.shape, group) for _, group, spread in members]
-        alike = [
-            layout.kind != "elements" and group["ownership"] == "replicated" for (_, group, _), layout in zip(members, layouts, strict=True)
-        ]
+        layouts, alike = zip(*[self._layout_and_way(spread, group) for _, group, spread in members], strict=True)
         matrices = [i for i, layout in enumerate(layouts) if layout.kind != "elements" and not alike[i]]
         units = dict(zip(matrices, share_out([(members[i][2], layouts[i]) for i in matrices], loads), strict=True))
         done = self._loads.setdefault(ranks, dict.fromkeys(ranks, 0.0))

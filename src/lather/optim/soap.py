@@ -131,7 +131,7 @@ class SOAP(MatrixOptimizer):
         bucket_bytes: bound on the temporary memory of a step (that of one matrix is the least).
         num_streams: CUDA streams over which the batches of the update are spread (the most that any group asks for).
         ownership: of a parameter that is spread over ranks: "whole", every matrix has one rank that keeps its state and works on it; or
-            "replicated", for a matrix whose state no rank can keep: all keep rows of it, gather them in every step and compute the same.
+            "replicated", for a matrix whose state no rank can keep: all keep rows of it, gather them in each step and compute the same.
         tp_group: ranks that have one tensor-parallel shard each of the parameters whose group has a `partition_dim`: 0 or 1, the dim
             along which they were cut in equal parts, or None where every rank has a copy.
 

@@ -70,10 +70,14 @@ def kept_shape(name: str, entry: Entry, layout: Layout) -> tuple[int, ...]:
     return layout.moment_shape if name.startswith("exp_avg") else (*layout.lead, *entry.shape)
 
 
-def layout_bytes(layout: Layout, options: Mapping[str, Any]) -> int:
-    """Bytes of state of a parameter, the step counter included."""
-    per_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in state_entries(layout, options).values())
-    return layout.batch * per_matrix + STEP_BYTES
+def layout_bytes(layout: Layout, options: Mapping[str, Any], num_ranks: int = 1) -> int:
+    """Bytes of state of a parameter, the step counter included; if its rows are cut among ranks, of the one that has most."""
+    total = STEP_BYTES
+    for name, entry in state_entries(layout, options).items():
+        shape = kept_shape(name, entry, layout)
+        rows = -(-shape[0] // num_ranks) if shape else 1
+        total += rows * math.prod(shape[1:]) * entry.dtype.itemsize
+    return total
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """State is stacked anew if some of it is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
         which layouts depend was changed. Raises ValueError, before it changes anything, for state that no longer fits.
         """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._is_gathered(p) and self.state.get(p):
+                    for name, entry in state_entries(self._sharding.layout_of(p, group), group).items():
+                        self.state[p][name] = self.state[p][name].to(entry.dtype)
         kept = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p) and self._owns(p)]
         groups = {id(group) for group in self.param_groups}
         current = [
@@ -223,6 +228,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return checked
 
     def _load_exactly(self, saved: dict[str, Any]) -> None:
+        self._sharding.forget_changed([(p, group) for group in self.param_groups for p in group["params"]])
+        self._plan()
         spread = []
         for p, group, state in self._saved_states(saved):
             if state and self._sharding.share_of(p) is not None:

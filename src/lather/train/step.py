@@ -73,7 +73,7 @@ class StepResult:
     """Rows per MoE block and expert, on CPU."""
     optimizer_seconds: float
     refreshes_done: int
-    """That ended in this step; with `optim.async_refresh` they began in the one before."""
+    """Since the step before; with `optim.async_refresh` it was that one which began them."""
     refreshes_skipped: int
     skipped: bool
 
@@ -84,13 +84,13 @@ class TrainStep:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
         """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
+        self._refreshes_before = self._refreshes()
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
         """`tokens_BS` has one token more per sequence than is trained on. A step that is not finite changes nothing, on any rank."""
         batch = self.engine.gradients(tokens_BS)
         norm = grad_norm(self.engine.parameters, self.engine.mesh)
         finite = math.isfinite(batch.loss + norm.item())
-        before = self._refreshes()
         start = self._now()
         if finite:
             if self.max_grad_norm:
@@ -101,7 +101,8 @@ class TrainStep:
             self.engine.balance(batch.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
-        done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes(), before, strict=True)])
+        before, self._refreshes_before = self._refreshes_before, self._refreshes()
+        done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes_before, before, strict=True)])
         return StepResult(
             loss=batch.loss,
             balance_loss=batch.balance_loss,
