@@ -24,6 +24,7 @@ from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.engine import Engine
 from lather.train.loop import train
+from tiny_model import TINY
 
 PLACES: dict[str, tuple[type, str]] = {
     "forward": (Segments, "_attend"),
@@ -53,21 +54,7 @@ def config_of(folder: Path, place: str) -> Config:
     return config_from_mapping(
         {
             "run_dir": str(folder / "run"),
-            "model": {
-                "model_type": "deepseek_v2",
-                "vocab_size": 264,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "moe_intermediate_size": 8,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 2,
-                "kv_lora_rank": 8,
-                "qk_nope_head_dim": 4,
-                "qk_rope_head_dim": 4,
-                "v_head_dim": 4,
-                "n_routed_experts": 4,
-                "max_position_embeddings": 64,
-            },
+            "model": {"model_type": "deepseek_v2", **TINY},
             "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
             "optim": {"name": "adamw", "warmup_steps": 0},
             "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},

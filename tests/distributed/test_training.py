@@ -24,25 +24,11 @@ from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.loop import DivergedError, Outcome, train
 from lather.train.metrics import TIME_FIELDS, StepRow, read_rows
+from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
-    "n_routed_experts": 4,
-    "max_position_embeddings": 64,
-    "aux_loss_alpha": 0.01,
-    "tie_word_embeddings": True,
-}
+MODEL: dict[str, Any] = {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": True}
 EVERYTHING: dict[str, Any] = {
     "data": {"packed_attention": True},
     "moe": {"z_loss_coefficient": 0.01, "bias_update_rate": 0.01},

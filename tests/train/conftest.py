@@ -16,25 +16,9 @@ from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.data import prepare
 from lather.train.metrics import StepRow
+from tiny_model import TINY, VOCAB_SIZE
 
-VOCAB_SIZE = 264
-
-MODEL: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
-    "n_routed_experts": 4,
-    "max_position_embeddings": 64,
-    "aux_loss_alpha": 0.01,
-    "tie_word_embeddings": True,
-}
+MODEL: dict[str, Any] = {**TINY, "num_hidden_layers": 2, "aux_loss_alpha": 0.01, "tie_word_embeddings": True}
 
 
 @pytest.fixture
