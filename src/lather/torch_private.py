@@ -6,6 +6,9 @@ how to extend it, but in a module with an underscore. Without it that count woul
 `base_of` is the tensor that a view was made of: `cross_entropy_` marks it, too, as overwritten. Without it a base could go on to be read
 as if it still held logits.
 
+`disable_dynamo` marks what `torch.compile` is to run as it is; the public `torch.compiler.disable` imports the compiler at once. Without it
+compiling an optimizer's step would trace every branch of its engine.
+
 `foreach_*` do one operation on a list of tensors, in few kernels on CUDA; torch's own optimizers are built on them. Without them they
 become loops of the operation of that name: the same numbers, a kernel launch for each tensor.
 
@@ -45,6 +48,7 @@ __all__ = [
     "TorchDispatchMode",
     "base_of",
     "check_torch_version",
+    "disable_dynamo",
     "dualpipev_actions",
     "finish_gradient_reduction",
     "foreach_add_",
@@ -68,6 +72,7 @@ STAGES_OF_A_RANK = 2
 """How many stages torch looks ahead for parameters to gather: all that a rank of DualPipeV has. Its default, 3, gives the same table, but
 looks for a third stage through the rest of the table at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
+disable_dynamo = torch._disable_dynamo
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_

@@ -27,8 +27,9 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import SOAP, MatrixOptimizer
-from lather.optim.buckets import TEMPORARIES
-from lather.optim.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.engine.plan import TEMPORARIES
+from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.rules.soap import SOAPRule
 
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
@@ -220,8 +221,8 @@ def test_groups_of_equal_options_are_worked_on_together(monkeypatch: pytest.Monk
     params = parameters([(4, 6)] * 6)
     optimizer = SOAP([{"params": [p], "name": str(index)} for index, p in enumerate(params)])
     sizes: list[int] = []
-    original = SOAP._update
-    monkeypatch.setattr(SOAP, "_update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
+    original = SOAPRule.update
+    monkeypatch.setattr(SOAPRule, "update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
     run(optimizer, params, range(1))
     optimizer.param_groups[3]["lr"] = 0.5
     run(optimizer, params, range(1, 2))
@@ -231,8 +232,8 @@ def test_groups_of_equal_options_are_worked_on_together(monkeypatch: pytest.Monk
 def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters([(8, 8)] * 7)
     sizes: list[int] = []
-    original = SOAP._update
-    monkeypatch.setattr(SOAP, "_update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
+    original = SOAPRule.update
+    monkeypatch.setattr(SOAPRule, "update", lambda self, g, *rest: (sizes.append(len(g)), original(self, g, *rest))[1])
     per_matrix = (TEMPORARIES * 64 + 64 // SYMMETRIC_BLOCKS) * 4
     for matrices in (3, 7, 100):
         optimizer = SOAP(params, bucket_bytes=matrices * per_matrix)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.optim.eigenbasis import is_still_diagonal, rayleigh_quotients
 from lather.optim.functional import (
     get_eigenbasis_eigh,
     get_eigenbasis_qr,
@@ -14,6 +13,7 @@ from lather.optim.functional import (
     precondition,
     update_eigenbasis_and_momentum,
 )
+from lather.optim.linalg.eigenbasis import is_still_diagonal, rayleigh_quotients
 
 METHODS = ["qr", "cholesky_qr", "auto"]
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from optim_helpers import CLASSES, FEW_KINDS, KINDS, all_same, give_gradients, make, parameter, parameters, run, same, snapshot
 
-from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP, buckets, kl_soap, optimizer, refresh, soap, state, stateful
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim.engine import optimizer, plan, state, stateful
+from lather.optim.rules import bases, kl_soap, soap
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -293,14 +295,14 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(kind: st
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(stateful, "make_buckets")],
-    "allocation": [(state.Entry, "allocate")],
+    "allocation": [(state.KeptEntry, "allocate")],
     "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl")],
-    "adam": [(soap, "adam_update"), (kl_soap, "adam_update")],
+    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis")],
     "precondition": [(soap, "precondition"), (kl_soap, "precondition")],
-    "refresh": [(refresh, "update_eigenbasis_and_momentum")],
-    "gather": [(buckets.Chunk, "gradients")],
-    "apply": [(buckets.Chunk, "apply")],
-    "store": [(buckets.Chunk, "store")],
+    "refresh": [(bases, "update_eigenbasis_and_momentum")],
+    "gather": [(plan.Chunk, "gradients")],
+    "apply": [(plan.Chunk, "_apply")],
+    "store": [(plan.Chunk, "store")],
 }
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.optim import eigenbasis, kronecker
 from lather.optim.functional import (
     adam_update,
     init_kronecker_factors,
@@ -12,7 +11,8 @@ from lather.optim.functional import (
     update_kronecker_factors,
     update_kronecker_factors_kl,
 )
-from lather.optim.kronecker import bias_corrected_beta
+from lather.optim.linalg import eigenbasis, kronecker
+from lather.optim.linalg.kronecker import bias_corrected_beta
 
 LETTERS = "acd"
 
@@ -172,6 +172,6 @@ def test_adam_in_plain_numbers(nesterov: bool, correct_bias: bool) -> None:
 
 def test_shape_annotations_are_checked_here() -> None:
     with pytest.raises(TypeError):
-        eigenbasis.precondition("abc", {}, "in")  # type: ignore[arg-type]
+        kronecker.precondition("abc", {}, "in")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         eigenbasis.get_eigenbasis_svd(torch.zeros(2, 3, 4))

@@ -29,7 +29,7 @@ def test_each_parameter_is_claimed_once_and_by_the_right_group() -> None:
     assert named(experts) == {"experts.up"}
     assert named(rest) == {"embed_tokens.weight", "positions.weight", "mixer.bias", "experts.bias"}
     assert experts["matrix_layout"] == "per_expert"
-    assert rest["max_precond_dim"] == 0
+    assert rest["rule"] == "adamw"
 
 
 def test_other_names_for_experts_and_for_adam() -> None:
@@ -52,7 +52,7 @@ def test_groups_make_an_optimizer_that_steps() -> None:
 
 
 def test_empty_groups_are_left_out() -> None:
-    assert [group["max_precond_dim"] for group in parameter_groups(nn.LayerNorm(3))] == [0]
+    assert [group["rule"] for group in parameter_groups(nn.LayerNorm(3))] == ["adamw"]
 
 
 def test_experts_may_be_stacked() -> None:

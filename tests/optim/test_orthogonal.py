@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.functional import get_eigenbasis_qr
-from lather.optim.orthogonal import orthonormal_rows, pick_refresh_method
+from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method
 
 SIZES = [1, 2, 31, 32, 33, 63, 64, 65, 100]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lather.optim.layout import layout_of
-from lather.optim.owners import assign, matrices_of, matrix_cost, rows_of_copies, share_out
-from lather.optim.placement import Box, Spread, boxes_of, chunk
+from lather.optim import Matrix
+from lather.optim.engine.layout import layout_of
+from lather.optim.rules.soap import SOAPRule
+from lather.optim.sharded.owners import assign, matrices_of, rows_of_copies, share_out
+from lather.optim.sharded.placement import Box, Spread, boxes_of, chunk
 
-OPTIONS = {"matrix_layout": "per_expert", "max_precond_dim": 8192, "precondition_1d": False, "max_update_rms": 0.0}
+RULE = SOAPRule(matrix_layout="per_expert")
 
 
 def spread(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Placement], position: int = 0) -> Spread:
@@ -85,23 +87,23 @@ def test_a_matrix_stays_where_there_is_room() -> None:
 
 
 def test_experts_that_are_whole_on_every_rank_alike_never_travel() -> None:
-    layout = layout_of((8, 3, 4), OPTIONS)
+    layout = layout_of((8, 3, 4), RULE)
     where = spread((8, 3, 4), (4,), [Shard(0)])
     units = share_out([(where, layout)] * 3, {})
     assert all(unit.stays and unit.owner == unit.number // 2 for some in units for unit in some)
 
 
 def test_uneven_experts_are_shared_out() -> None:
-    layout = layout_of((2, 3, 4), OPTIONS)
+    layout = layout_of((2, 3, 4), RULE)
     units = share_out([(spread((2, 3, 4), (4,), [Shard(0)]), layout)] * 6, {})
     owners = [unit.owner for some in units for unit in some]
     assert sorted(owners.count(position) for position in range(4)) == [3, 3, 3, 3]
 
 
 def test_loads_of_before_count() -> None:
-    layout = layout_of((4, 4), OPTIONS)
+    layout = layout_of((4, 4), RULE)
     where = spread((4, 4), (2,), [Shard(0)])
-    cost = matrix_cost((4, 4), (0, 1))
+    cost = RULE.cost(Matrix((4, 4), 2))
     assert cost == 4**3 + 4**3 + 16 * 8
     units = share_out([(where, layout)] * 4, {0: 2 * cost})
     assert [unit.owner for some in units for unit in some].count(1) == 3
@@ -121,5 +123,5 @@ def test_copies_are_cut_among_their_holders_once(shape: tuple[int, ...], placeme
 
 
 def test_matrices_of_layouts() -> None:
-    assert [box.offset for box in matrices_of(layout_of((3, 2, 4), OPTIONS))] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    assert matrices_of(layout_of((3, 4), OPTIONS)) == [Box((0, 0), (3, 4))]
+    assert [box.offset for box in matrices_of(layout_of((3, 2, 4), RULE))] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert matrices_of(layout_of((3, 4), RULE)) == [Box((0, 0), (3, 4))]

@@ -10,10 +10,11 @@ from optim_helpers import KINDS, all_same, clones, make, parameters, run
 PROBE = """
 import os, sys
 import torch
-from lather.optim import SOAP, refresh, soap
+from lather.optim import SOAP
+from lather.optim.rules import bases, soap
 
 backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-update, turn = soap.soap_update, refresh.update_eigenbasis_and_momentum
+update, turn = soap.SOAPRule.update, bases.update_eigenbasis_and_momentum
 
 
 def now():
@@ -23,8 +24,8 @@ def now():
 def probe(setting):
     exec(setting)
     seen = []
-    soap.soap_update = lambda *a: (seen.append(now()), update(*a))[1]
-    refresh.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(now()), turn(*a, **k))[1]
+    soap.SOAPRule.update = lambda *a: (seen.append(now()), update(*a))[1]
+    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(now()), turn(*a, **k))[1]
     before = now()
     p = torch.nn.Parameter(torch.randn(4, 4))
     p.grad = torch.randn(4, 4)

@@ -22,7 +22,7 @@ from optim_helpers import (
 )
 
 from lather.optim import KLSOAP, SOAP, StackedSOAP
-from lather.optim import optimizer as optimizer_module
+from lather.optim.rules.adamw import AdamWRule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -154,8 +154,14 @@ def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_fused: bool
 ) -> None:
     taken: list[int] = []
-    original = optimizer_module.fused_adamw
-    monkeypatch.setattr(optimizer_module, "fused_adamw", lambda run, decay: (taken.append(run.last - run.first), original(run, decay)))
+    original = AdamWRule.step_whole
+
+    def step_whole(self: AdamWRule, weights: list[torch.Tensor], *rest: Any) -> bool:
+        done = original(self, weights, *rest)
+        taken.extend([len(weights)] * done)
+        return done
+
+    monkeypatch.setattr(AdamWRule, "step_whole", step_whole)
     params = [parameter(7, dtype=dtype), parameter(5, dtype=dtype), parameter(4, 4, dtype=dtype)]
     run(SOAP(params), params, range(1))
     assert taken == ([2] if is_fused else [])

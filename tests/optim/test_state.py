@@ -9,7 +9,7 @@ import pytest
 import torch
 from optim_helpers import FEW_KINDS, KINDS, all_same, clones, give_gradients, make, parameter, parameters, run, run_both, same, same_state
 
-from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, StackedSOAP
 from lather.optim.schedules import LinearFrequency
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -224,5 +224,13 @@ def test_a_misfit_of_kl_soap_and_of_a_layout() -> None:
         KLSOAP(parameters([(4, 6)]), 1e-2).load_state_dict(trained(SOAP, (4, 6)))
     saved = trained(StackedSOAP, (2, 4, 6))
     saved["param_groups"][0]["matrix_layout"] = "per_expert"
-    with pytest.raises(ValueError, match=r"exp_avg \(8, 6\), expected \(2, 4, 6\)"):
+    with pytest.raises(ValueError, match="'per_expert' is not valid for StackedSOAP"):
         StackedSOAP(parameters([(2, 4, 6)]), 1e-2).load_state_dict(saved)
+    del saved["param_groups"][0]["rule"]  # as a release without it saved
+    with pytest.raises(ValueError, match=r"exp_avg \(8, 6\), expected \(2, 4, 6\)"):
+        KLSOAP(parameters([(2, 4, 6)]), 1e-2).load_state_dict(saved)
+
+
+def test_state_of_another_rule_is_refused_even_if_it_fits() -> None:
+    with pytest.raises(ValueError, match=r"saved group 0 has rule 'soap', this optimizer's has 'adamw'"):
+        AdamW(parameters([(4,)])).load_state_dict(trained(SOAP, (4,)))

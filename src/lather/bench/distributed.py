@@ -32,9 +32,11 @@ from lather.console import wide_console
 from lather.errors import require
 from lather.models.families import FAMILIES, build_model
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
-from lather.optim.layout import layout_of
-from lather.optim.owners import matrix_cost, share_out
-from lather.optim.placement import Spread, boxes_of
+from lather.optim.engine.layout import layout_of
+from lather.optim.rules.adamw import AdamWRule
+from lather.optim.rules.soap import SOAPRule
+from lather.optim.sharded.owners import share_out
+from lather.optim.sharded.placement import Spread, boxes_of
 from lather.parallel.launch import launch
 from lather.parallel.world import World
 from lather.torch_private import linalg_eigh as eigh_of_torch
@@ -244,8 +246,9 @@ def plan_row(preset: str, num_ranks: int) -> Row:
     options = SOAP([{**group, "params": list(group["params"])} for group in groups]).param_groups
     wanted, spreads = [], {}
     for group in options:
+        rule = AdamWRule() if group.get("rule") == "adamw" else SOAPRule(matrix_layout=group["matrix_layout"])
         for p in group["params"]:
-            layout = layout_of(tuple(p.shape), group)
+            layout = layout_of(tuple(p.shape), rule)
             if layout.kind != "elements":
                 key = tuple(p.shape)
                 if key not in spreads:
@@ -254,7 +257,7 @@ def plan_row(preset: str, num_ranks: int) -> Row:
     loads, counts, stays = [0.0] * num_ranks, [0] * num_ranks, 0
     for (_, layout), units in zip(wanted, share_out(wanted, {}), strict=True):
         for unit in units:
-            loads[unit.owner] += matrix_cost(layout.inner, layout.factor_dims)
+            loads[unit.owner] += layout.rule.cost(layout.matrix)
             counts[unit.owner] += 1
             stays += unit.stays
     imbalance = max(loads) * num_ranks / sum(loads)

@@ -3,15 +3,10 @@
 All take a leading batch dim and run on CPU and CUDA.
 """
 
-from lather.optim.adam import adam_update
-from lather.optim.eigenbasis import (
-    get_eigenbasis_eigh,
-    get_eigenbasis_qr,
-    get_eigenbasis_svd,
-    precondition,
-    update_eigenbasis_and_momentum,
-)
-from lather.optim.kronecker import init_kronecker_factors, update_kronecker_factors, update_kronecker_factors_kl
+from lather.kernels.adam_in_basis import adam_in_basis as adam_update
+from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh, get_eigenbasis_qr, get_eigenbasis_svd, update_eigenbasis_and_momentum
+from lather.optim.linalg.kronecker import init_kronecker_factors, precondition, update_kronecker_factors, update_kronecker_factors_kl
+from lather.optim.linalg.newton_schulz import orthogonalize
 
 __all__ = [
     "adam_update",
@@ -19,6 +14,7 @@ __all__ = [
     "get_eigenbasis_qr",
     "get_eigenbasis_svd",
     "init_kronecker_factors",
+    "orthogonalize",
     "precondition",
     "update_eigenbasis_and_momentum",
     "update_kronecker_factors",

@@ -48,6 +48,6 @@ def parameter_groups(
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor"},
         "experts": {"matrix_layout": expert_layout},
-        "rest": {"matrix_layout": "tensor", "max_precond_dim": 0},
+        "rest": {"matrix_layout": "tensor", "rule": "adamw"},
     }
     return [{"params": params, **options[kind]} for kind, params in kinds.items() if params]

@@ -1,55 +1,59 @@
-"""What each option of the family may be, checked at construction; a bad value is named with its constraint."""
+"""Options of rules: their types, which say what range they have, and what is known of each from its field alone.
+
+A rule is a dataclass. Its field is all there is of an option: name, type with range, default, and documentation in the string under it.
+The check at construction, the documentation of the optimizers, `[optim]` of the trainer, `--help` and the tables of docs/ come from here.
+"""
 
 from __future__ import annotations
 
-import logging
+import ast
+import dataclasses
+import functools
+import inspect
 import math
+import sys
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from lather.optim.layout import MATRIX_LAYOUTS
 
-logger = logging.getLogger(__name__)
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What values an option may have: in words, and as a test."""
 
-PRECISIONS = ("highest", "high", "medium")
-REFRESH_METHODS = ("qr", "eigh", "cholesky_qr", "auto")
-WEIGHT_DECAY_METHODS = ("decoupled", "independent", "l2", "palm")
-
-OTHER_GROUP_KEYS = {"params", "param_names", "name", "partition_dim"}
-OTHER_GROUP_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""What a parameter group may hold besides options: torch's own keys, a label, the dim along which tensor-parallel shards were cut, and what
-torch's learning-rate schedulers leave there."""
-
-MAX_BF16_BETA = 1 - 2**-8
-"""Largest decay rate that bf16, with its 8 significant bits, can carry out."""
-
-Check = tuple[str, Callable[[Any], bool]]
-"""The constraint in words, and whether a value holds it."""
+    words: str
+    holds: Callable[[Any], bool]
 
 
 def is_finite_number(value: object) -> bool:
-    """A plain finite int or float (bool is not one)."""
+    """Whether it is a plain finite int or float (bool is not one)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: object, minimum: int) -> bool:
-    """An int of at least `minimum` (bool is not one)."""
+    """Whether it is an int of at least `minimum` (bool is not one)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
+def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
+    """Whether it is a plain finite number in [minimum, below)."""
     return is_finite_number(value) and minimum <= value < below
 
 
-def _one_of(*choices: str) -> Check:
-    return "one of " + ", ".join(repr(choice) for choice in choices), lambda value: isinstance(value, str) and value in choices
+def at_least(minimum: int, more: str = "") -> Range:
+    """The range of a count."""
+    return Range(f"an integer >= {minimum}{more}", lambda value: is_count(value, minimum))
 
 
-def _count(minimum: int, more: str = "") -> Check:
-    return f"an integer >= {minimum}{more}", lambda value: is_count(value, minimum)
+def _is_pair(betas: Any) -> bool:
+    return isinstance(betas, tuple | list) and len(betas) == 2 and all(is_number(beta, below=1.0) for beta in betas)
+
+
+def _is_rate(lr: Any) -> bool:
+    return is_number(float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
 
 
 def _is_state_dtype(value: Any) -> bool:
@@ -58,83 +62,107 @@ def _is_state_dtype(value: Any) -> bool:
     return value in (torch.float32, torch.float64, torch.bfloat16)
 
 
-_BOOL: Check = ("True or False", lambda value: isinstance(value, bool))
-_NON_NEGATIVE: Check = ("a number >= 0", _is_number)
-
-CONSTRAINTS: dict[str, Check] = {
-    "lr": ("a number >= 0", lambda lr: _is_number(float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr)),
-    "betas": (
-        "two numbers in [0, 1)",
-        lambda betas: isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_number(beta, below=1.0) for beta in betas),
-    ),
-    "shampoo_beta": ("a number below 1 (negative: betas[1])", lambda beta: _is_number(beta, -math.inf, 1.0)),
-    "eps": _NON_NEGATIVE,
-    "weight_decay": _NON_NEGATIVE,
-    "use_decoupled_weight_decay": _BOOL,
-    "weight_decay_method": _one_of(*WEIGHT_DECAY_METHODS),
-    "use_nesterov": _BOOL,
-    "nesterov": _BOOL,
-    "precondition_frequency": ("an integer >= 1 or a callable of the step", lambda f: callable(f) or is_count(f, 1)),
-    "precondition_warmup_steps": _count(0),
-    "adam_warmup_steps": ("an integer", lambda steps: isinstance(steps, int) and not isinstance(steps, bool)),
-    "precondition_1d": _BOOL,
-    "max_precond_dim": _count(0, " (0: no preconditioning)"),
-    "trace_normalization": _BOOL,
-    "normalize_preconditioned_grads": _BOOL,
-    "correct_bias": _BOOL,
-    "initial_eigenvalue": ("a number > 0", lambda value: _is_number(value) and value > 0),
-    "second_moment": _one_of("permute", "rotate"),
-    "fp32_matmul_prec": _one_of(*PRECISIONS),
-    "use_eigh": _BOOL,
-    "refresh_method": _one_of(*REFRESH_METHODS),
-    "qr_fp32_matmul_prec": _one_of(*PRECISIONS),
-    "use_adaptive_criteria": _BOOL,
-    "adaptive_update_tolerance": ("a number in (0, 1) or None", lambda tol: tol is None or (is_finite_number(tol) and 0 < tol < 1)),
-    "power_iter_steps": _count(1),
-    "max_update_rms": ("a number >= 0 (0: no clipping)", _is_number),
-    "matrix_layout": _one_of(*MATRIX_LAYOUTS),
-    "stagger_refresh": _BOOL,
-    "async_refresh": _BOOL,
-    "ownership": _one_of("whole", "replicated"),
-    "maximize": _BOOL,
-    "nonfinite": _one_of("raise", "skip", "ignore"),
-    "state_dtype": (
-        "torch.float32, torch.float64, torch.bfloat16 or {'moments': dtype, 'bases': dtype} of fp32 or bf16",
-        _is_state_dtype,
-    ),
-    "max_state_bytes": ("an integer >= 1 or None", lambda size: size is None or is_count(size, 1)),
-    "batched": _BOOL,
-    "bucket_bytes": _count(1),
-    "num_streams": _count(1),
-}
+Rate = Annotated[float | Tensor, Range("a number >= 0", _is_rate)]
+NonNegative = Annotated[float, Range("a number >= 0", is_number)]
+Positive = Annotated[float, Range("a number > 0", lambda value: is_number(value) and value > 0)]
+Decay = Annotated[float, Range("a number in [0, 1)", lambda beta: is_number(beta, below=1.0))]
+Betas = Annotated[tuple[float, float], Range("two numbers in [0, 1)", _is_pair)]
+Count = Annotated[int, at_least(1)]
+Steps = Annotated[int, at_least(0)]
+Interval = Annotated[
+    int | Callable[[int], int], Range("an integer >= 1 or a callable of the step", lambda f: callable(f) or is_count(f, 1))
+]
+Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
+Precision = Literal["highest", "high", "medium"]
+StateDtype = Annotated[
+    torch.dtype | Mapping[str, torch.dtype] | str,
+    Range("torch.float32, torch.float64, torch.bfloat16 or {'moments': dtype, 'bases': dtype} of fp32 or bf16", _is_state_dtype),
+]
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option out of range, naming value and constraint."""
-    for name, value in options.items():
-        if name in CONSTRAINTS and not CONSTRAINTS[name][1](value):
-            raise ValueError(f"{name}={value!r} is not valid: give {CONSTRAINTS[name][0]}")
-    dtype, betas = options.get("state_dtype"), options.get("betas", (0.0, 0.0))
-    moments = dtype.get("moments") if isinstance(dtype, Mapping) else dtype
-    if moments is torch.bfloat16 and max(betas) > MAX_BF16_BETA:
-        raise ValueError(
-            f"betas={tuple(betas)!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
-            f"what it was. Give betas up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
-        )
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of a rule, as its field has it."""
+
+    name: str
+    hint: Any
+    """Its type, without the range."""
+    default: Any
+    """`dataclasses.MISSING` if it has none."""
+    range: Range | None
+    """None: whatever the type allows."""
 
 
-def arguments_of(local_names: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among a constructor's `locals()`."""
-    return {name: value for name, value in local_names.items() if name not in ("self", "params", "tp_group", "__class__")}
+@functools.cache
+def options_of(rule: type) -> dict[str, Option]:
+    """Every option of a rule by name, in the order of its fields; `tp_group`, which is not a group's, is left out."""
+    found = {}
+    hints = _annotations(rule)
+    for field in dataclasses.fields(rule):
+        if field.metadata.get("group", True):
+            hint, own = _hint_and_range(hints[field.name])
+            found[field.name] = Option(field.name, hint, field.default, own)
+    return found
 
 
-def refresh_interval(step: int, options: Mapping[str, Any]) -> int:
-    """f(t): the steps between refreshes at step t. Raises ValueError if a callable gives anything but an integer >= 1."""
-    f = options["precondition_frequency"]
-    interval = f(step) if callable(f) else f
-    if not is_count(interval, 1):
-        raise ValueError(f"precondition_frequency gives {interval!r} for step {step}: it must give an integer >= 1")
-    return int(interval)
+def _annotations(rule: type) -> dict[str, Any]:
+    """The types of its fields. `typing.get_type_hints` would evaluate a lambda in a range without its module's names."""
+    found = {}
+    for cls in reversed(rule.__mro__):
+        names = vars(sys.modules[cls.__module__])
+        for name, hint in inspect.get_annotations(cls).items():
+            found[name] = eval(hint, names, dict(vars(cls))) if isinstance(hint, str) else hint
+    return found
+
+
+def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
+    if typing.get_origin(annotation) is Annotated:
+        hint, *more = typing.get_args(annotation)
+        return hint, next((one for one in more if isinstance(one, Range)), None)
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        words = "one of " + ", ".join(repr(choice) for choice in choices)
+        return annotation, Range(words, lambda value: isinstance(value, str) and value in choices)
+    if annotation is bool:
+        return bool, Range("True or False", lambda value: isinstance(value, bool))
+    return annotation, None
+
+
+def check(rule: Any) -> None:
+    """Raise ValueError for an option of the rule that is out of range, with value and constraint."""
+    for name, option in options_of(type(rule)).items():
+        value = getattr(rule, name)
+        if option.range is not None and not option.range.holds(value):
+            raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
+
+
+@functools.cache
+def documentation_of(rule: type) -> dict[str, str]:
+    """The string under the field of each option; nothing where the source is not at hand. Reading the source takes a while."""
+    found: dict[str, str] = {}
+    for cls in reversed(rule.__mro__):
+        found |= _strings_under_fields(cls)
+    return found
+
+
+def _strings_under_fields(cls: type) -> dict[str, str]:
+    body = _classes_of(cls.__module__).get(cls.__qualname__, [])
+    found = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            found[statement.target.id] = " ".join(after.value.value.split())  # type: ignore[union-attr]
+    return found
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
+    """The bodies of a module's top-level classes by name."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def saveable(value: Any) -> Any:
@@ -145,16 +173,8 @@ def saveable(value: Any) -> Any:
 
 
 def dtype_option(value: Any) -> Any:
-    """The inverse, for `state_dtype`."""
+    """`state_dtype` from what `saveable` made of it, or from text: "bfloat16", or "moments=bfloat16" for {"moments": torch.bfloat16}."""
     if isinstance(value, str):
-        return getattr(torch, value, value)
+        part, equals, name = value.partition("=")
+        return {part: dtype_option(name)} if equals else getattr(torch, value, value)
     return {key: dtype_option(one) for key, one in value.items()} if isinstance(value, Mapping) else value
-
-
-def comparable(value: Any) -> Any:
-    """A hashable stand-in for the value of an option."""
-    if isinstance(value, Mapping):
-        return tuple(value.items())
-    if isinstance(value, list):
-        return tuple(value)
-    return id(value) if callable(value) else value

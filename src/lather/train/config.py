@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
-from lather.optim.soap import check_soap_options
+from lather.optim.rules.soap import SOAPRule
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -94,7 +94,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         try:
-            check_soap_options(self.soap_options())
+            SOAPRule(**self.soap_options())
         except ValueError as error:
             raise ConfigError(f"optim.{error}") from None
         require(self.adam_warmup_steps >= 1, "optim.adam_warmup_steps", self.adam_warmup_steps, "at least 1 step")

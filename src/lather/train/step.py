@@ -32,9 +32,8 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
         return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
     groups = parameter_groups(named)
     for group in groups:
-        if group.get("max_precond_dim") == 0:
+        if group.get("rule") == "adamw":
             group["betas"] = config.adam_betas
-            group["max_update_rms"] = 0.0
     # A gradient that is not finite has already made the step be skipped when the optimizer is called.
     return SOAP(groups, **config.soap_options(), nonfinite="ignore")
 

@@ -1,0 +1,173 @@
+"""What a step must know of the gradients before it changes anything: whether they are dense, real and finite, and which experts got no
+token. One pass over each gradient, and one synchronisation with the device in all; with parameters that are spread over ranks, one more for
+each mesh, in which its ranks agree.
+
+Both are read off the 2-norm. It is infinite also where only the squares overflow, which second moments and factors would not survive, and
+zero also where they all underflow, which adds nothing to a factor. Of a spread parameter the squares of all parts are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.optim.engine.roster import ParamInfo
+from lather.optim.sharded.placement import is_dtensor, local, local_grad
+from lather.torch_private import foreach_norm
+
+GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup]
+"""The process group of some ranks."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found."""
+
+    usable: list[ParamInfo]
+    """The parameters that take the step."""
+    idle: dict[int, list[bool]]
+    """id of a parameter with experts -> which of those got no token (an exactly zero gradient)."""
+    num_bad: int
+    """Gradients that are passed over since they are not finite."""
+
+
+def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspection:
+    """A spread parameter is used if any rank has a gradient of it; every rank of its mesh finds the same.
+
+    Raises TypeError for a gradient that is sparse, complex or spread otherwise than its parameter, and ValueError, on all ranks of the
+    meshes, for a non-finite one whose group says "raise".
+    """
+    here: list[ParamInfo] = []
+    spread: list[ParamInfo] = []
+    for one in params:
+        grad = one.param.grad
+        if one.spread is not None:
+            _check_spread_gradient(one)
+            spread.append(one)
+        elif grad is not None:
+            here.append(one)
+        if grad is not None and (grad.layout is not torch.strided or grad.is_complex()):
+            kind = "complex" if grad.is_complex() else "sparse"
+            raise TypeError(
+                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
+            )
+    own = _norms(here)
+    norms: dict[int, list[float]] = dict(zip(own, read_together(list(own.values())), strict=True))
+    bad = _bad_ones(here, norms)
+    offender = next((one.name for one in bad if one.settings.rule.nonfinite == "raise"), None)
+    used = {id(one) for one in here}
+    meshes = {one.spread.ranks for one in spread if one.spread is not None}
+    for ranks in sorted(meshes, key=lambda ranks: (len(ranks), ranks)):
+        some = [one for one in spread if one.spread is not None and one.spread.ranks == ranks]
+        present, of_mesh, elsewhere = _agree(some, group_of(ranks), raises=offender is not None)
+        used |= present
+        norms |= of_mesh
+        bad += (more := _bad_ones([one for one in some if id(one) in present], norms))
+        offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+        offender = offender or ("a parameter of other ranks" if elsewhere else None)
+    if offender is not None:
+        raise ValueError(
+            f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
+            "learning rate, or set nonfinite='skip' to pass over the parameter"
+        )
+    if not bad and not spread:
+        usable = here
+    else:
+        passed_over = {id(one) for one in bad}
+        usable = [one for one in params if id(one) in used and id(one) not in passed_over]
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.layout.has_experts}
+    return Inspection(usable, idle, len(bad))
+
+
+def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
+    """Whether all gradients that there are, on all ranks, are exactly zero."""
+    zero: dict[Any, bool] = {(): True}
+    for one in params:
+        ranks = () if one.spread is None else one.spread.ranks
+        zero[ranks] = zero.get(ranks, True) and (one.param.grad is None or not local(one.param.grad).any())
+    for ranks in sorted(filter(None, zero), key=lambda ranks: (len(ranks), ranks)):
+        device = next(local(one.param).device for one in params if one.spread is not None and one.spread.ranks == ranks)
+        found = torch.tensor(float(zero[ranks]), device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(ranks))
+        zero[ranks] = bool(found)
+    return all(zero.values())
+
+
+def _check_spread_gradient(one: ParamInfo) -> None:
+    grad = one.param.grad
+    if grad is not None and grad.dtype != one.param.dtype:
+        raise TypeError(f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks they must be equal")
+    if grad is not None and is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+        found = tuple(grad.placements) if is_dtensor(grad) else "none"
+        raise TypeError(
+            f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
+            "give it as grad.redistribute(placements=parameter.placements)"
+        )
+
+
+def _bad_ones(params: Sequence[ParamInfo], norms: Mapping[int, list[float]]) -> list[ParamInfo]:
+    """Those whose gradients are not finite, where their group cares."""
+    if all(map(math.isfinite, chain.from_iterable(norms.values()))):
+        return []
+    return [one for one in params if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, norms[id(one)]))]
+
+
+def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[set[int], dict[int, list[float]], bool]:
+    """What the ranks of a mesh find together: which parameters have a gradient, their norms, and whether any rank must raise."""
+    device = local(some[0].param).device
+    parts = [torch.tensor([float(raises), *(float(one.param.grad is not None) for one in some)], dtype=torch.float64, device=device)]
+    own = _norms(some)
+    for one in some:
+        assert one.spread is not None
+        squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
+        if one.num_norms:
+            first = one.spread.box.offset[0] if one.layout.has_experts else 0
+            squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / one.spread.num_copies
+        parts.append(squares)
+    found = torch.cat(parts)
+    dist.all_reduce(found, group=group)
+    elsewhere, *rest = found.tolist()
+    present = {id(one) for one, count in zip(some, rest[: len(some)], strict=True) if count}
+    stops = list(accumulate((one.num_norms for one in some), initial=len(some)))
+    norms = {
+        id(one): [_root(square, one.wide) for square in rest[start:stop]] for one, (start, stop) in zip(some, pairwise(stops), strict=True)
+    }
+    return present, norms, elsewhere > 0
+
+
+def _root(square: float, dtype: torch.dtype) -> float:
+    """Infinite, too, where `dtype` cannot hold it."""
+    root = math.sqrt(square)
+    return math.inf if root > torch.finfo(dtype).max else root
+
+
+def _norms(params: Sequence[ParamInfo]) -> dict[int, Tensor]:
+    """id -> the norm of each expert's gradient that is here, or of the whole as one; in order, of those that are measured."""
+    norms: dict[int, Tensor] = {}
+    whole: dict[torch.dtype, list[ParamInfo]] = {}
+    for one in params:
+        if one.layout.has_experts:
+            grad = local_grad(one.param)
+            norms[id(one)] = torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)
+        elif one.num_norms:
+            whole.setdefault(one.wide, []).append(one)
+    for dtype, same in whole.items():
+        grads = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
+        norms.update(zip(map(id, same), [norm.view(1) for norm in foreach_norm(grads, 2, dtype=dtype)], strict=True))
+    return norms
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """The values of 1-D tensors of any device on the host, with one synchronisation in all where they share a device."""
+    if not tensors:
+        return []
+    joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()
+    stops = list(accumulate(len(x) for x in tensors))
+    return [joined[start:stop] for start, stop in pairwise([0, *stops])]

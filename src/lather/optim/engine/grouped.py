@@ -1,0 +1,130 @@
+"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lather.optim.engine.layout import Layout, layout_of
+from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
+from lather.optim.engine.state import layout_bytes
+from lather.optim.options import options_of
+from lather.optim.rule import Matrix, Rule
+from lather.optim.sharded.placement import Spread
+from lather.optim.sharded.sharding import Sharding
+
+GIB = 2**30
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Parameters in groups of plain values."""
+
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        self._default, self._rules = rule, {_name_of(type(rule)): type(rule)}
+        self._roster: Roster | None = None
+        self._sharding = Sharding(rule.tp_group)
+        super().__init__(params, {name: getattr(rule, name) for name in options_of(type(rule))})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
+
+        A parameter that is given twice (tied weights) counts once. Keys that are no options are kept and ignored, but for near-misses.
+        """
+        rule, given = self._rule_of(param_group)
+        check_keys(param_group, rule)
+        given = {**given, **{key: param_group[key] for key in options_of(rule) if key in param_group}}
+        own = group_options(given, rule, self._default)
+        made = rule(**own)
+        plain = {name: getattr(made, name) if name != "lr" else own[name] for name in own}
+        group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": _name_of(rule)}
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        for name in self.defaults.keys() - group.keys():  # torch has filled in those of the optimizer's own rule
+            del added[name]
+        self._rules[_name_of(rule)] = rule
+        try:
+            self._check_group(added, made)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._roster = None
+
+    def _rule_of(self, group: Mapping[str, Any]) -> tuple[type[Rule], dict[str, Any]]:
+        """The rule that a group names, and the options that come with it."""
+        named = group.get("rule", type(self._default))
+        if isinstance(named, Rule):
+            return type(named), {name: getattr(named, name) for name in options_of(type(named))}
+        if isinstance(named, str):
+            from lather.optim.rules import find_rule  # which imports this module
+
+            return self._rules.get(named) or find_rule(named), {}
+        found = getattr(named, "rule", named)  # of a class of optimizers, that of its rule
+        if not (isinstance(found, type) and issubclass(found, Rule)):
+            raise TypeError(f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, or an instance")
+        return found, {}
+
+    def _check_group(self, group: dict[str, Any], rule: Rule) -> None:
+        settings = GroupSettings.of(group, type(rule))
+        is_for_matrices = not rule.on(Matrix((2, 2), 2)).elementwise
+        for name, p in zip(names_of(group), group["params"], strict=True):
+            spread = self._sharding.spread_of(p, group, name)
+            if p.is_complex():
+                raise TypeError(f"{name} is complex ({p.dtype}); {_name_of(type(rule))} takes real parameters: give it to torch.optim.Adam")
+            if rule.matrix_layout != "tensor" and p.dim() == 1 and is_for_matrices:
+                raise ValueError(
+                    f"{name} has shape {tuple(p.shape)}, but matrix_layout={rule.matrix_layout!r} needs a matrix: "
+                    "put it in a group with matrix_layout='tensor'"
+                )
+            try:
+                layout = _layout(p, settings.rule, spread)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            size = layout_bytes(layout, len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1)
+            if rule.max_state_bytes is not None and size > rule.max_state_bytes:
+                raise ValueError(
+                    f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "
+                    f"({rule.max_state_bytes / GIB:.3f} GiB): lower max_precond_dim or set sides='smaller' for one-sided preconditioning, "
+                    "use the matrix_layout ('per_expert', 'stacked') with the smaller factors, spread the state of a sharded parameter "
+                    "over its ranks (ownership='replicated'), or raise the limit"
+                )
+
+    def _current_roster(self) -> Roster:
+        """The roster, made anew if parameters or options have changed; raises ValueError for an option that is out of range by now."""
+        if self._roster is None or not self._roster.is_current(self.param_groups):
+            self._roster = self._make_roster()
+            self._sharding.plan(self._roster.params)
+        return self._roster
+
+    def _make_roster(self) -> Roster:
+        groups, params = [], []
+        for group in self.param_groups:
+            settings = GroupSettings.of(group, self._rules[group["rule"]])
+            groups.append(settings)
+            for name, p in zip(names_of(group), group["params"], strict=True):
+                spread = self._sharding.spread_of(p, group)
+                params.append(ParamInfo(p, settings, name, _layout(p, settings.rule, spread), spread))
+        return Roster(groups, params)
+
+
+def _layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
+    """Of the whole parameter."""
+    if spread is None:
+        return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
+    return layout_of(spread.shape, rule)
+
+
+def _each_once(params: Any) -> Any:
+    """The parameters (or (name, parameter) pairs) without repetitions, in order."""
+    if isinstance(params, Tensor | set):  # torch takes the one and refuses the other
+        return params
+    items = list(params)
+    return list({id(item[1] if isinstance(item, tuple) else item): item for item in items}.values())
+
+
+def _name_of(rule: type[Rule]) -> str:
+    """Under which groups and saved optimizers have it."""
+    return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

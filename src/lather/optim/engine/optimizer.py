@@ -1,0 +1,278 @@
+"""`MatrixOptimizer`, the torch Optimizer under every rule: a step looks at the gradients, and then walks its plan.
+
+collect      check every gradient and interval before anything is changed; create missing state; plan, if anything is new; count the step
+statistics   of rules that have them as a phase of their own
+refresh      new bases where they are due, for rules whose update wants them first
+update       the rule's update, and the change of the parameters
+refresh      for all other rules; with `async_refresh` beside what the caller does until the next step
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, ClassVar, Concatenate, ParamSpec
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.optim.optimizer import ParamsT
+
+from lather.optim.engine.gradients import are_zero, inspect_gradients
+from lather.optim.engine.members import Member
+from lather.optim.engine.plan import Plan, Run, runs_of
+from lather.optim.engine.precision import beside, matmul_precision, no_autocast, on_streams
+from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, launch, refresh
+from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.stateful import StatefulOptimizer
+from lather.optim.options import Option, documentation_of, options_of, saveable
+from lather.optim.rule import NOBODY, RefreshingRule, Rule
+from lather.optim.sharded.sharding import Exchange
+from lather.torch_private import disable_dynamo
+
+P = ParamSpec("P")
+
+
+def constructor(rule: Callable[P, Rule]) -> Callable[Concatenate[Any, ParamsT, P], None]:
+    """The `__init__` of a rule's optimizer: parameters, then the options of the rule, whose names and types editors and mypy see."""
+
+    def __init__(self: MatrixOptimizer, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
+        MatrixOptimizer.__init__(self, params, rule(*args, **options))
+
+    own = inspect.signature(rule)
+    first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
+    __init__.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
+    return __init__
+
+
+class _Documented(type):
+    """Classes whose documentation goes on with the options of their rule, read when somebody asks for it."""
+
+    @property
+    def __doc__(cls) -> str:  # type: ignore[override]
+        own, rule = vars(cls).get("__doc__") or cls.__name__, vars(cls).get("rule")
+        if rule is None:
+            return own
+        options, texts = options_of(rule), documentation_of(rule)
+        lines = [f"    {name}: {texts.get(name, '')}{_default(option)}" for name, option in options.items()]
+        return "\n".join([own, "", "Args:", "    params: as `MatrixOptimizer` takes them.", *lines])
+
+
+def _default(option: Option) -> str:
+    return "" if option.default is MISSING else f" Default: {saveable(option.default)!r}."
+
+
+class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
+    """An optimizer whose groups each have a rule.
+
+    Args:
+        params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may differ per group; a group may also have
+            a rule of its own: `{"params": ..., "rule": "muon", "momentum": 0.9}`, by name, as a rule's class or as an instance.
+        rule: of groups that name none.
+
+    Raises:
+        ValueError, TypeError: at construction, for a value out of range or a parameter that the layout cannot take; names the remedy.
+
+    State per parameter, flat keys: `step`, and what the rule keeps. All but `step` are views of a stack that parameters with equal matrices
+    share. With `async_refresh`, `state` is not to be read between a step and the next, or a `state_dict()`.
+    """
+
+    rule: ClassVar[type[Rule]]
+    """Of a subclass."""
+
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        self._plan: Plan | None = None
+        self._stagger: tuple[Roster, Stagger] | None = None
+        super().__init__(params, rule)
+
+    # --- the step ---------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        Raises TypeError for sparse or complex gradients and, under `nonfinite="raise"`, ValueError for non-finite ones; in both cases
+        nothing has been changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with record_function("lather.optim.collect"):
+            plan = self._collect()
+        if plan is None:
+            return loss
+        try:
+            with no_autocast():
+                for one in plan.gathered:
+                    self._work_alike(one, plan.idle)
+                self._walk(plan.runs, plan.exchanges, plan.members)
+        except BaseException:
+            self._plan = None
+            for exchange in plan.exchanges:
+                exchange.forget(plan.members)
+            raise
+        return loss
+
+    def _collect(self) -> Plan | None:
+        """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
+
+        torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
+        only: it creates the state and counts for nothing.
+        """
+        self._finish_refreshes()
+        roster = self._current_roster()
+        found = inspect_gradients(roster.params, self._sharding.group_of)
+        only_state = not self.state and not any([settings.lr for settings in roster.groups])
+        if only_state and are_zero(roster.params, self._sharding.group_of):
+            self._create_state(found.usable)
+            return None
+        plan = self._current_plan(found.usable)
+        self._count_step(plan.runs, found.idle)
+        self._count("nonfinite_skipped", found.num_bad)
+        plan.count_step()
+        plan.idle = found.idle
+        return plan
+
+    def _current_plan(self, usable: list[ParamInfo]) -> Plan:
+        """The plan of the last step, if it still holds for these parameters."""
+        assert self._roster is not None
+        rates = [settings.lr for settings in self._roster.groups]
+        key = (self._roster, [id(one) for one in usable], list(map(rates.index, rates)))
+        if self._plan is None or self._plan.key != key or not self._plan.holds(self.state):
+            self._plan = None
+            self._plan = self._make_plan(usable, key)
+        return self._plan
+
+    def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> Plan:
+        """Raises ValueError before anything has changed."""
+        steps = {id(one.param): int(state["step"]) if (state := self.state.get(one.param)) else 0 for one in usable}
+        for _, due in {(id(one.rule), steps[id(one.param)]): one for one in usable if one.layout.dims}.items():
+            due.rule.due(steps[id(due.param)] + 1)  # type: ignore[attr-defined]
+        self._bring_buckets_up_to_date()
+        self._create_state(usable)
+        numbers: dict[object, int] = {}
+        for settings in key[0].groups:  # type: ignore[attr-defined]
+            settings.number = numbers.setdefault(settings.key(), len(numbers))
+        alive = [one for one in usable if one.param.numel()]
+        exchanges = self._sharding.exchanges(alive)
+        exchange_of = {id(one.param): number for number, exchange in enumerate(exchanges) for one in exchange.params}
+        taking = {id(one.param): one for one in alive}
+        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking, steps, exchange_of)]
+        gathered = [one for one in alive if self._is_gathered(one.param)]
+        return Plan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
+
+    # --- its phases -------------------------------------------------------------------------------------------------------------------
+
+    def _walk(self, runs: list[Run], exchanges: list[Exchange], members: Mapping[int, Member]) -> None:
+        statistics = [run for run in runs if run.has_statistics]
+        if statistics or any([exchange.has_statistics for exchange in exchanges]):
+            with record_function("lather.optim.statistics"):
+                coming = [exchange if exchange.has_statistics else None for exchange in exchanges]
+                self._work_through(statistics, coming, members, is_last=False)
+        due = [run for run in runs if run.due is not NOBODY]
+        if early := [run for run in due if run.rule.refreshes_first and not run.is_async]:
+            self._refresh_bases(early)
+        with record_function("lather.optim.update"):
+            self._work_through(runs, exchanges, members, is_last=True)
+        if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
+            self._refresh_bases(late)
+        if beside_the_next := [run for run in due if run.is_async]:
+            with record_function("lather.optim.launch_refresh"):
+                self._launch_refreshes(beside_the_next)
+
+    def _work_alike(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
+        """All phases for one parameter that is gathered on all its ranks."""
+        from lather.optim.sharded.gathered import Gathered  # imports DTensor
+
+        state = self.state[one.param]
+        whole = Gathered(one, self._sharding, state)
+        step = int(state["step"])
+        runs = runs_of(whole.bucket, {id(one.param): one}, {id(one.param): step - 1}, {})
+        self._count_step(runs, idle)
+        self._walk(runs, [], {})
+        self._finish_refreshes()
+        whole.keep(*one.rates())
+
+    def _work_through(self, runs: list[Run], exchanges: Sequence[Exchange | None], members: Mapping[int, Member], *, is_last: bool) -> None:
+        """The runs whose gradients are here, while the first others travel; then exchange by exchange, the next one on its way."""
+        coming, leaving = deque(filter(None, exchanges)), deque[Exchange]()
+        if coming:
+            coming[0].launch_in()
+        self._work_on([run for run in runs if run.exchange is None] if exchanges else runs, is_last=is_last)
+        for number, exchange in enumerate(exchanges):
+            if exchange is None:
+                continue
+            coming.popleft()
+            if coming:
+                coming[0].launch_in()
+            exchange.finish_in(members)
+            self._work_on([run for run in runs if run.exchange == number], is_last=is_last)
+            if is_last:
+                exchange.launch_out(members)
+                leaving.append(exchange)
+                if len(leaving) > 1:
+                    leaving.popleft().finish_out()
+        for exchange in leaving:
+            exchange.finish_out()
+
+    def _work_on(self, runs: list[Run], *, is_last: bool) -> None:
+        left = [run for run in runs if not run.take_whole()] if is_last else runs
+        for precision in dict.fromkeys([run.rule.fp32_matmul_prec for run in left]):
+            some = [run for run in left if run.rule.fp32_matmul_prec == precision]
+            chunks = [chunk for run in some for chunk in run.chunks]
+            with matmul_precision(precision):
+                for chunk in on_streams(chunks, self._streams, max([run.rule.num_streams for run in some])):
+                    chunk.take_update() if is_last else chunk.take_statistics()
+
+    def _refresh_bases(self, runs: list[Run]) -> None:
+        with record_function("lather.optim.engine.refresh"):
+            for precision, jobs in self._due(runs):
+                with matmul_precision(precision):
+                    refresh(jobs, self._count)
+
+    def _launch_refreshes(self, runs: list[Run]) -> None:
+        """Begin the refreshes at the end of a step; they are there for the next one, and go on beside what comes between."""
+        for precision, jobs in self._due(runs):
+            changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
+            with matmul_precision(precision), beside(self._streams, changed):
+                self._refreshing.append((precision, launch(jobs, self._count)))
+
+    def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
+        """What is refreshed in this step, by the precision that it asks for."""
+        jobs: dict[str, list[DimRefresh]] = {}
+        for run in runs:
+            rows = due_rows(run, self._staggering, self._count)
+            rule = run.rule
+            assert isinstance(rule, RefreshingRule)
+            for dim in run.bucket.dims if len(rows) else ():
+                jobs.setdefault(rule.qr_fp32_matmul_prec, []).append(DimRefresh(run, dim, rows, rule.methods(run.due.first)))
+        yield from jobs.items()
+
+    def _staggering(self) -> Stagger:
+        """Where each matrix stands in its interval."""
+        assert self._roster is not None
+        if self._stagger is None or self._stagger[0] is not self._roster:
+            costs = []
+            for one in self._roster.params:
+                if isinstance(one.settings.rule, RefreshingRule) and one.settings.rule.stagger_refresh:
+                    cost = one.rule.refresh_cost(one.layout.matrix) if isinstance(one.rule, RefreshingRule) else 0.0
+                    costs.append((id(one.param), one.layout.batch, cost))
+            self._stagger = (self._roster, Stagger.of(costs))
+        return self._stagger[1]
+
+    def _reset_buckets(self) -> None:
+        super()._reset_buckets()
+        self._plan, self._stagger = None, None
+
+    def _count_step(self, runs: list[Run], idle: dict[int, list[bool]]) -> None:
+        """t, what is due and who is idle, in runs that knew the step before. An interval that makes no sense raises before any of it."""
+        due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
+        for run, now in zip(runs, due, strict=True):
+            run.step += 1
+            run.due, run.idle = now, []
+            if idle and run.bucket.has_experts:
+                marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
+                run.idle = marks if any(marks) else []

@@ -1,0 +1,304 @@
+"""The plan of a step: which rows of which buckets are worked on together, in which pieces, and what travels.
+
+It is made when parameters, options or the set of gradients that are present have changed, and a step then walks it. The members of a bucket
+that have a gradient, the same step count and the same options form runs of neighbours, and a run is worked through in chunks small enough
+to bound temporary memory and, on a CPU, to stay in the cache.
+
+    Run     neighbouring members that take a step alike
+    Chunk   some rows of a run: gradients in, state as a batch, update out
+    Plan    all runs of a step, and the exchanges between ranks
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lather.optim.engine.buckets import Bucket
+from lather.optim.engine.members import Member, apply_
+from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.state import NORM, compute_dtype
+from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
+from lather.optim.rule import NOBODY, Due, RefreshingRule, State, column
+from lather.optim.sharded.sharding import Exchange
+from lather.torch_private import foreach_add_, foreach_copy_
+
+TEMPORARIES = 8
+"""Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
+
+CPU_CACHE_BYTES = 2**21
+"""On a CPU a chunk's gradients take at most this, so that the passes of an update find them in the cache (measured: 1 to 4 MiB)."""
+
+
+def cpu_count(count: int) -> int:
+    """At least `count` matrices, in a multiple of the threads: with three matrices the second of two threads waits for a while."""
+    threads = torch.get_num_threads()
+    return -(-max(1, count) // threads) * threads
+
+
+class Run:
+    """Members first to last (exclusive) of a bucket, which take a step with the same t and the same options."""
+
+    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: int | None) -> None:
+        """`step`: t of the step before; `exchange`: the number of the exchange that its members take part in."""
+        self.bucket, self.infos, self.step, self.exchange = bucket, list(infos), step, exchange
+        self.members = bucket.members[first : first + len(infos)]
+        self.rule, self.settings = infos[0].rule, infos[0].settings
+        self.keeps_norm, self.needs_weights, self.has_statistics = infos[0].keeps_norm, infos[0].needs_weights, infos[0].has_statistics
+        self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
+        self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
+        self.due: Due = NOBODY
+        """Of this step."""
+        self.idle: list[bool] = []
+        """Per row, whether it is an expert that got no token in this step; empty where none is."""
+        is_plain = all(member.index == () and info.spread is None for member, info in zip(self.members, infos, strict=True))
+        self.params = [member.param for member in self.members] if is_plain else None
+        """Where gradients are found at once; None: each member knows."""
+        self.flat: tuple[list[Tensor], dict[str, list[Tensor]]] | None = None
+        """Weights and state as flat tensors, for `Rule.step_whole`."""
+        if bucket.kind == "elements" and all(member.index is not None for member in self.members):
+            views = bucket.views[first : first + len(infos)]
+            states = {name: [view[name].view(-1) for view in views] for name in bucket.stacks}
+            self.flat = ([member.weight().view(-1) for member in self.members], states)
+        self.chunks = [Chunk(self, first, start, stop) for start, stop in self._pieces()]
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Rows in pieces of at most `bucket_bytes` of temporaries (but at least one matrix)."""
+        bucket, rule = self.bucket, self.rule
+        dtype, numel = compute_dtype(rule), math.prod(bucket.inner)
+        copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
+        block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
+        per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
+        count = rule.bucket_bytes // rule.num_streams // per_matrix
+        if bucket.device.type == "cpu":
+            count = min(count, cpu_count(CPU_CACHE_BYTES // (dtype.itemsize * numel)))
+        count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
+        for start in range(self.rows.start, self.rows.stop, count):
+            yield start, min(start + count, self.rows.stop)
+
+    def take_whole(self) -> bool:
+        """The whole run at once, by a kernel that the rule may have for it; False if there is none."""
+        if self.flat is None:
+            return False
+        grads = [p.grad for p in self.params] if self.params is not None else [member.grad() for member in self.members]
+        if not all(map(Tensor.is_contiguous, grads)):  # type: ignore[arg-type]
+            return False
+        weights, states = self.flat
+        return self.rule.step_whole(weights, [grad.view(-1) for grad in grads], states, self.step, self.settings.lr)  # type: ignore[union-attr]
+
+
+class Chunk:
+    """Rows start to stop of a bucket, all within one run."""
+
+    def __init__(self, run: Run, first: int, start: int, stop: int) -> None:
+        """`first`: number of the run's first member in the bucket."""
+        self.run, self.start, self.stop, self.dtype = run, start, stop, compute_dtype(run.rule)
+        self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
+        self._pieces: list[tuple[Member, int, int]] = []
+        first_row, members = run.bucket.first_row, run.bucket.members
+        i = bisect_right(first_row, start) - 1
+        while first_row[i] < stop:
+            low, high = max(start, first_row[i]), min(stop, first_row[i + 1])
+            self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
+            i += 1
+        self._lengths = [high - low for _, low, high in self._pieces]
+        is_whole = all(length == member.layout.batch for length, (member, _, _) in zip(self._lengths, self._pieces, strict=True))
+        self._params: list[Tensor] | None = None
+        """Whose gradients and weights are the batch as they are, one after the other."""
+        if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
+            self._params = [member.param for member, _, _ in self._pieces]
+            self._weights = [p.detach() for p in self._params]
+
+    def _as_parameters(self, batch: Tensor) -> list[Tensor]:
+        """Views of the batch (B, ...) in the shapes of parameters, for chunks of whole ones."""
+        return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
+
+    def _batch(self, parts: Sequence[Tensor]) -> Tensor:
+        """Parameters' tensors as one contiguous batch in the dtype of computation; a view if one suffices."""
+        if len(parts) == 1:
+            return (parts[0] if self.run.bucket.kind == "per_expert" else parts[0].unsqueeze(0)).to(self.dtype).contiguous()
+        out = parts[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
+        foreach_copy_(self._as_parameters(out), parts)
+        return out
+
+    def _gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The same for parts of parameters, of any layout."""
+        batches = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
+        if len(batches) == 1:
+            return batches[0].to(self.dtype).contiguous()
+        out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
+        foreach_copy_(list(out.split(self._lengths)), batches)
+        return out
+
+    def gradients(self) -> Tensor:
+        """(B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
+        if self._params is not None:
+            g = self._batch([p.grad for p in self._params])  # type: ignore[misc]
+        else:
+            g = self._gather([member.grad() for member, _, _ in self._pieces])
+        return -g if self.run.rule.maximize else g
+
+    def weights(self) -> Tensor:
+        """The parameters as a batch, for reading."""
+        return self._gather([member.weight() for member, _, _ in self._pieces])
+
+    def state(self) -> State:
+        """The state of these rows; `store` it after changing it."""
+        state = State(self._stacks)
+        for name, stack in self._stacks.items():
+            if stack.dtype != self.dtype:
+                state[name] = stack.to(self.dtype)
+        if self.run.idle:
+            offset = self.run.rows.start
+            marks = self.run.idle[self.start - offset : self.stop - offset]
+            state.active = index_on([row for row, mark in enumerate(marks) if not mark], self.run.bucket.device)
+        return state
+
+    def store(self, state: State) -> None:
+        """Round what was widened, and copy what a rule has put in place of an entry, into the kept tensors."""
+        for name, stack in self._stacks.items():
+            if state[name] is not stack:
+                stack.copy_(state[name])
+
+    def take_statistics(self) -> None:
+        """The phase of that name."""
+        state = self.state()
+        self.run.rule.statistics(self.gradients(), state, self.run.step)
+        self.store(state)
+
+    def take_update(self) -> None:
+        """The phase of that name, and the change of the weights."""
+        run, state = self.run, self.state()
+        if run.needs_weights:
+            state.weights = self.weights()
+        u = run.rule.update(self.gradients(), state, run.step)
+        if run.keeps_norm:
+            u = self._of_kept_norm(u, state)
+        self._apply(u)
+        self.store(state)
+
+    def _of_kept_norm(self, u: Tensor, state: State) -> Tensor:
+        """New weights: W - lr r U / |U|, scaled back to the norm r of the first step; W - lr U where r is 0."""
+        w, lr = state.weights, self.run.settings.lr
+        assert w is not None
+        if self.run.step == 1:
+            state[NORM] = norms(w)
+        r = column(state[NORM], u)
+        u = u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0)
+        new = w - lr * u
+        return new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
+
+    def _apply(self, u: Tensor) -> None:
+        """W = (1 - decay) W - lr U for what is here; updates that are to travel are put where they are sent from."""
+        lr, decay = self.run.infos[0].rates()
+        if self._params is not None:
+            apply_(self._weights, self._as_parameters(u), lr, decay)
+            return
+        changed: tuple[list[Tensor], list[Tensor]] = ([], [])
+        sent: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for (member, low, high), piece in zip(self._pieces, u.split(self._lengths), strict=True):
+            parts, updates = changed if member.update is None else sent
+            parts.append(member.layout.part(member.target(), low, high))
+            updates.append(member.layout.as_parameter(piece))
+        apply_(*changed, lr, decay)
+        if sent[0]:
+            foreach_copy_(*sent)
+
+
+def norms(x: Tensor) -> Tensor:
+    """Frobenius norm of each matrix of x (B, ...), (B,)."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+
+
+def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
+    """The rows as an index on a device, which is not waited for."""
+    index = torch.tensor(rows, dtype=torch.long)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+
+
+@dataclass
+class Plan:
+    """What a step does, for as long as it does the same."""
+
+    params: list[Tensor]
+    """Those that take the step."""
+    runs: list[Run]
+    exchanges: list[Exchange]
+    gathered: list[ParamInfo]
+    """Those that all ranks work on alike (`ownership="replicated"`)."""
+    members: Mapping[int, Member]
+    """By the id of the parameter, of those that take part in exchanges."""
+    key: tuple[object, ...]
+    """What it was made for."""
+    entries: list[Tensor]
+    """All entries of state of `params`, one after the other."""
+    counts: list[Tensor]
+    """Of these the step counts."""
+    steps: Tensor
+    """Their values."""
+    idle: dict[int, list[bool]] = field(default_factory=dict)
+    """In this step: id of a parameter with experts -> which of them got no token."""
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[ParamInfo],
+        runs: list[Run],
+        exchanges: list[Exchange],
+        gathered: list[ParamInfo],
+        members: Mapping[int, Member],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        key: tuple[object, ...],
+    ) -> Plan:
+        """Of parameters whose state is there."""
+        tensors = [one.param for one in params]
+        counts = [state[p]["step"] for p in tensors]
+        entries = [x for p in tensors for x in state[p].values()]
+        steps = torch.stack(counts) if counts else torch.zeros(0)
+        return cls(tensors, runs, exchanges, gathered, members, key, entries, counts, steps)
+
+    def holds(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
+        """Whether the state is what the plan was made for: the same tensors, with the step counts that it left."""
+        found: list[Tensor] = []
+        for p in self.params:
+            found += state.get(p, {}).values()
+        same = len(found) == len(self.entries) and all(map(operator.is_, found, self.entries))
+        return same and (not self.counts or torch.equal(torch.stack(self.counts), self.steps))
+
+    def count_step(self) -> None:
+        """One more, of all parameters."""
+        if self.counts:
+            foreach_add_(self.counts, 1)
+            self.steps += 1
+
+
+def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[Run]:
+    """The runs of a step.
+
+    Args:
+        taking: by the id of a parameter; those that are not there take no step.
+        steps: id of a parameter -> t of the step before.
+        exchange_of: id of a parameter -> the number of its exchange, if it has one.
+    """
+    runs: list[Run] = []
+    some: list[ParamInfo] = []
+    last_key: object = None
+    for i, member in enumerate([*bucket.members, None]):
+        key = None
+        info = None if member is None else taking.get(id(member.param))
+        if info is not None:
+            key = (steps[id(info.param)], exchange_of.get(id(info.param)), info.settings.number)
+        if some and key != last_key:
+            first = some[0].param
+            runs.append(Run(bucket, i - len(some), some, steps[id(first)], exchange_of.get(id(first))))
+            some = []
+        if info is not None:
+            some.append(info)
+        last_key = key
+    return runs

@@ -1,0 +1,212 @@
+"""The refresh phase: new bases for every matrix and dim that is due, in batches, and never more of them than are needed.
+
+Which rows of a bucket are due is known on the host (without idle experts); the rule's criterion narrows them; what is left is refreshed batch
+by batch. The devices' answers - which bases still fit, which refreshes failed - are read once each for all buckets.
+
+    refresh          all of it, now
+    launch, finish   the same in two halves: between them the device may work on other things, but nobody may change the state
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lather.optim.engine.gradients import read_together
+from lather.optim.engine.plan import Run, cpu_count, index_on
+from lather.optim.engine.state import compute_dtype
+from lather.optim.rule import RefreshingRule, State
+
+logger = logging.getLogger(__name__)
+
+FACTOR_TEMPORARIES = 8
+"""n x n matrices of temporary memory per factor that a refresh holds at once, beside four of a moment's size (gathered rows included)."""
+
+CPU_REFRESH_BYTES = 2**26
+"""Temporary memory of a batch on a CPU: more launches below, more cache misses above."""
+
+
+@dataclass(frozen=True)
+class DimRefresh:
+    """One dim of some rows of a run."""
+
+    run: Run
+    dim: int
+    rows: Sequence[int]
+    """Rows of the bucket, ascending."""
+    methods: tuple[str, ...]
+    """How, and what is tried next on those that fail."""
+
+    @property
+    def rule(self) -> RefreshingRule:
+        assert isinstance(self.run.rule, RefreshingRule)
+        return self.run.rule
+
+    def batches(self) -> Iterator[DimRefresh]:
+        """The same work in pieces that stay within `bucket_bytes` (at least one matrix each)."""
+        bucket, rule = self.run.bucket, self.rule
+        numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
+        per_matrix = numel * compute_dtype(rule).itemsize
+        count = rule.bucket_bytes // per_matrix
+        if bucket.device.type == "cpu":
+            count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
+        count = max(1, count) if rule.batched else 1
+        for i in range(0, len(self.rows), count):
+            yield replace(self, rows=self.rows[i : i + count])
+
+
+class _Rows(State):
+    """Some rows of a bucket's stacks, in the dtype of computation; each entry is gathered when the rule first asks for it.
+
+    Neighbouring rows are views, and putting them back costs nothing; others are gathered and scattered.
+    """
+
+    def __init__(self, job: DimRefresh) -> None:
+        super().__init__()
+        self._all, self._dtype = job.run.bucket.stacks, compute_dtype(job.rule)
+        first, last = job.rows[0], job.rows[-1] + 1
+        is_range = last - first == len(job.rows)
+        self._index: Any = slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._all[name][self._index].to(self._dtype)
+        return self[name]
+
+    def put_back(self) -> None:
+        """Changed entries into the stacks."""
+        for name, x in self.items():
+            if not (isinstance(self._index, slice) and self._all[name].dtype == self._dtype):
+                self._all[name][self._index] = x.to(self._all[name].dtype)
+
+
+Launched = list[tuple[DimRefresh, Tensor | None]]
+"""Batches of a refresh, and which of their rows fail, as the device will know; None: none can."""
+
+Count = Callable[[str, int], None]
+"""Is told how many bases were done, skipped, retried and failed."""
+
+
+def refresh(jobs: list[DimRefresh], count: Count) -> None:
+    """Refresh all of `jobs`."""
+    finish(launch(jobs, count), count)
+
+
+def launch(jobs: list[DimRefresh], count: Count) -> Launched:
+    """Give the device the work of `refresh`. It is waited for only where the rule's criterion or its method does."""
+    return _run(_without_good_ones(jobs, count))
+
+
+def finish(launched: Launched, count: Count) -> None:
+    """Retry what failed by the next method, count and report."""
+    count("refreshes_done", sum(len(batch.rows) for batch, _ in launched))
+    failed = _failures(launched)
+    while failed:
+        retried = [replace(job, methods=job.methods[1:]) for job in failed if len(job.methods) > 1]
+        count("refreshes_retried", sum(len(job.rows) for job in retried))
+        for job in failed:
+            if len(job.methods) == 1:
+                count("refreshes_done", -len(job.rows))
+                count("refreshes_failed", len(job.rows))
+                sizes = [job.run.bucket.inner[job.dim]] * 2
+                logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(job.rows), *sizes)
+        failed = _failures(_run(retried))
+
+
+def _without_good_ones(jobs: list[DimRefresh], count: Count) -> list[DimRefresh]:
+    """The jobs without the rows that the rule's criterion calls still good, where it has one."""
+    kept: list[DimRefresh] = []
+    asked: list[tuple[DimRefresh, Tensor]] = []
+    for job in jobs:
+        batches = [] if job.run.due.first else list(job.batches())
+        answers = [_fits(batch) for batch in batches]
+        if not batches or answers[0] is None:
+            kept.append(job)
+        asked += [(batch, good) for batch, good in zip(batches, answers, strict=True) if good is not None]
+    for (batch, _), flags in zip(asked, read_together([good for _, good in asked]), strict=True):
+        kept.append(replace(batch, rows=[row for row, is_good in zip(batch.rows, flags, strict=True) if not is_good]))
+        count("refreshes_skipped", sum(flags))
+    return [job for job in kept if len(job.rows)]
+
+
+def _fits(job: DimRefresh) -> Tensor | None:
+    rows = _Rows(job)
+    good = job.rule.fits(rows, job.dim)
+    rows.put_back()
+    return good
+
+
+def _run(jobs: list[DimRefresh]) -> Launched:
+    return [(batch, _run_batch(batch)) for job in jobs for batch in job.batches()]
+
+
+def _run_batch(job: DimRefresh) -> Tensor | None:
+    """Refresh one batch; returns which of its rows failed (they have not changed)."""
+    rows = _Rows(job)
+    failed = job.rule.refresh(rows, job.dim, job.methods[0], job.run.due.first)
+    rows.put_back()
+    return failed
+
+
+def _failures(results: Launched) -> list[DimRefresh]:
+    """The jobs narrowed to the rows that failed."""
+    answered = [(job, failed) for job, failed in results if failed is not None]
+    narrowed = []
+    for (job, _), flags in zip(answered, read_together([failed for _, failed in answered]), strict=True):
+        if any(flags):
+            narrowed.append(replace(job, rows=[row for row, bad in zip(job.rows, flags, strict=True) if bad]))
+    return narrowed
+
+
+@dataclass(frozen=True)
+class Stagger:
+    """Where every matrix stands in an interval, so that refreshes cost about the same at every step.
+
+    The matrices of all groups that stagger stand in one line, in order, and are as long as a refresh of theirs costs; a matrix that begins
+    at a fraction x of the line is refreshed floor(x f) steps before the interval f is full.
+    """
+
+    first: Mapping[int, float]
+    """id of a parameter -> the fraction at which its first matrix begins."""
+    width: Mapping[int, float]
+    """id of a parameter -> the length of each of its matrices."""
+
+    @staticmethod
+    def of(costs: Sequence[tuple[int, int, float]]) -> Stagger:
+        """From (id of the parameter, number of its matrices, cost of each)."""
+        total = sum(batch * cost for _, batch, cost in costs) or 1.0
+        first, width, place = {}, {}, 0.0
+        for key, batch, cost in costs:
+            first[key], width[key] = place, cost / total
+            place += batch * cost / total
+        return Stagger(first, width)
+
+    def shift(self, key: int, matrix: int, interval: int) -> int:
+        """Steps by which matrix number `matrix` of the parameter is early, 0 to interval - 1."""
+        return min(interval - 1, int((self.first[key] + matrix * self.width[key]) * interval + 1e-9))
+
+
+def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
+    """Rows of the bucket whose bases are refreshed in this step. Idle experts keep theirs, except for the first ones."""
+    due, rows = run.due, run.rows
+    if not run.bucket.dims or due.who == "nobody":
+        return []
+    if due.first:
+        return rows
+    found: Sequence[int] = rows
+    assert isinstance(run.rule, RefreshingRule)
+    if due.who == "interval" and run.rule.stagger_refresh:
+        line = stagger()
+        shifts = [line.shift(id(member.param), number, due.every) for member in run.members for number in member.numbers]
+        found = [row for row, shift in zip(rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
+    elif due.who == "interval" and run.step % due.every:
+        found = []
+    if run.idle:
+        idle = {row for row, mark in zip(rows, run.idle, strict=True) if mark}
+        count("refreshes_skipped", len(run.bucket.dims) * len(idle & set(found)))
+        found = [row for row in found if row not in idle]
+    return found

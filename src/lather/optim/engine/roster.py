@@ -1,0 +1,192 @@
+"""The parameters of an optimizer as its engine knows them: each with its group's rule, its layout, and where its parts are.
+
+A parameter group is a dict of plain values, as torch has it: the options of its rule by name, and `rule`, the rule's name. What stands
+there may change between steps, by schedulers or by hand; a roster holds for as long as nothing but learning rates has changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.optim.engine.layout import Layout
+from lather.optim.options import options_of
+from lather.optim.rule import Matrix, Rule
+from lather.optim.sharded.placement import Spread, local
+
+KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
+KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+"""What a parameter group may hold besides options: torch's own keys, a label, the rule, the dim along which tensor-parallel shards were cut,
+and what torch's learning-rate schedulers leave there."""
+
+MULTIPLIERS = ("_mult", "_multiplier", "_scale")
+"""Ends of keys that other trainers leave in groups, however like an option they begin."""
+
+OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
+"""Names that others have for our options."""
+
+LIKENESS = 0.8
+"""From which on an unknown key is taken for a misspelt option."""
+
+
+@dataclass(eq=False)
+class GroupSettings:
+    """A parameter group as it stood when the roster was made."""
+
+    group: dict[str, Any]
+    rule: Rule
+    names: tuple[str, ...]
+    """Of what is compared to see a change: `rule` and all options but the learning rate."""
+    values: list[Any]
+    ids: list[int]
+    """Of its parameters."""
+    lr: float
+    """In this step."""
+    number: int = 0
+    """Equal for groups whose parameters may share work in this step."""
+
+    @classmethod
+    def of(cls, group: dict[str, Any], rule: type[Rule]) -> GroupSettings:
+        """Raises ValueError for an option out of range."""
+        options = options_of(rule)
+        made = rule(**{name: group[name] for name in options})
+        names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
+        return cls(group, made, names, list(map(group.get, names)), list(map(id, group["params"])), float(group["lr"]))
+
+    def key(self) -> tuple[Any, ...]:
+        """All that a step's work depends on."""
+        return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
+
+
+@dataclass(eq=False)
+class ParamInfo:
+    """A parameter of the roster. Everything is known once for all steps, so that a step only reads it."""
+
+    param: Tensor
+    settings: GroupSettings
+    name: str
+    """That errors give it."""
+    layout: Layout
+    """Of the whole parameter."""
+    spread: Spread | None
+    """Where its parts are; None: this process has it to itself."""
+    num_norms: int = field(init=False)
+    """Norms that its gradient is judged by: of each expert, or one, or none."""
+    wide: torch.dtype = field(init=False)
+    """In which they are taken."""
+
+    def __post_init__(self) -> None:
+        is_measured = self.layout.has_experts or self.settings.rule.nonfinite != "ignore"
+        self.num_norms = (self.layout.batch if self.layout.has_experts else 1) if is_measured else 0
+        self.wide = torch.promote_types(self.param.dtype, torch.float32)
+
+    @property
+    def rule(self) -> Rule:
+        return self.layout.rule
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether the update is its new weights, of the norm that they had at first."""
+        return self.layout.rule.keep_norm and len(self.layout.inner) > 1
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether whoever computes the update has to have the weights."""
+        return self.layout.rule.couples_decay or self.keeps_norm
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether they are a phase of their own."""
+        return bool(self.layout.dims) and type(self.layout.rule).statistics is not Rule.statistics
+
+    def rates(self) -> tuple[float, float]:
+        """(lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, where U is the new weights."""
+        return (-1.0, 1.0) if self.keeps_norm else (self.settings.lr, self.layout.rule.decay(self.settings.lr))
+
+
+@dataclass
+class Roster:
+    """All parameters, group by group."""
+
+    groups: list[GroupSettings]
+    params: list[ParamInfo]
+    places: list[Any] = field(init=False)
+    """Where their data are in memory, and with what strides."""
+
+    def __post_init__(self) -> None:
+        self.places = self._places()
+
+    def _places(self) -> list[Any]:
+        places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in self.params]
+        return places + [one.param.stride() for one in self.params]
+
+    def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the parameter groups are those that it was made of, learning rates aside, which are read anew."""
+        if len(groups) != len(self.groups):
+            return False
+        for group, known in zip(groups, self.groups, strict=True):
+            if group is not known.group or list(map(id, group["params"])) != known.ids:
+                return False
+            if list(map(group.get, known.names)) != known.values:
+                return False
+        if self._places() != self.places:
+            return False
+        for known in self.groups:
+            known.lr = float(known.group["lr"])
+            if not 0 <= known.lr < math.inf:
+                return False  # which is refused when it is made anew
+        return True
+
+
+def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
+    """All options of a group of this rule: as given, else as the optimizer's own rule has them, else the rule's defaults.
+
+    The optimizer's own rule may have a rule of this class for vectors (SOAP has AdamW); then that is what it has.
+    """
+    on_vectors = default.on(Matrix((1,), 1))
+    source = on_vectors if type(on_vectors) is rule else default
+    found = {}
+    for name, option in options_of(rule).items():
+        if name in given:
+            found[name] = given[name]
+        elif name in options_of(type(source)) and (type(source) is rule or name in SHARED or option.default is MISSING):
+            found[name] = getattr(source, name)
+        else:
+            found[name] = option.default
+    return found
+
+
+SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
+"""Options that a group takes over from an optimizer of another rule."""
+
+
+def check_keys(group: Mapping[str, Any], rule: type[Rule]) -> None:
+    """Raise ValueError for a key that looks like a misspelt option. Others are left to whoever put them there."""
+    options = list(options_of(rule))
+    for key in sorted(set(group) - set(options) - KNOWN_KEYS):
+        near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, options, 1, LIKENESS)
+        if near and not key.endswith(MULTIPLIERS):
+            known = ", ".join(sorted([*options, *KNOWN_KEYS]))
+            raise ValueError(f"unknown option {key!r} in a parameter group: did you mean {near[0]!r}? Known options: {known}")
+
+
+def names_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """What errors call its parameters."""
+    names = group.get("param_names")
+    for index in range(len(group["params"])):
+        yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group"
+
+
+def comparable(value: Any) -> Any:
+    """A hashable stand-in for the value of an option."""
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    if isinstance(value, list):
+        return tuple(value)
+    return id(value) if callable(value) else value

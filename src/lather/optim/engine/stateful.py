@@ -1,0 +1,293 @@
+"""`StatefulOptimizer`: what an optimizer keeps, in buckets, and how it is saved and loaded.
+
+`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all its members. Of a parameter that is
+spread over ranks a rank keeps what it owns, maybe nothing, under the same keys as everybody. `state_dict` gives the entries of such
+parameters as DTensors cut along dim 0, whatever the plan of owners was, so that torch's tools for distributed checkpoints can take and
+reshard them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lather.optim.engine.buckets import Bucket, make_buckets
+from lather.optim.engine.grouped import GroupedOptimizer
+from lather.optim.engine.layout import Layout, layout_of
+from lather.optim.engine.members import Member, member_of
+from lather.optim.engine.precision import SideStreams, join, matmul_precision, no_autocast
+from lather.optim.engine.refresh import Launched, finish
+from lather.optim.engine.roster import ParamInfo
+from lather.optim.engine.state import StatePiece, check_state, kept_entries
+from lather.optim.options import dtype_option, options_of, saveable
+from lather.optim.rule import Rule
+from lather.optim.sharded.sharding import Sharding
+
+
+class StatefulOptimizer(GroupedOptimizer):
+    """State in buckets."""
+
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        self._buckets: list[Bucket] = []
+        self._streams = SideStreams()
+        self._counts: dict[str, int] = {}
+        self._refreshing: list[tuple[str, Launched]] = []
+        super().__init__(params, rule)
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Create the state of every parameter that has none, as it is before the first gradient (for loading checkpoints)."""
+        self._create_state(self._current_roster().params)
+
+    def _create_state(self, params: Sequence[ParamInfo]) -> None:
+        new = [one for one in params if not self.state.get(one.param)]
+        found = [member_of(one, self._sharding.share_of(one.param)) for one in new]
+        buckets = make_buckets(member for member in found if member is not None)
+        entries = {one.param: self._without_member(one) for one, member in zip(new, found, strict=True) if member is None}
+        for bucket in buckets:
+            entries |= {member.param: views for member, views in zip(bucket.members, bucket.views, strict=True)}
+        self._buckets += buckets
+        for one in new:
+            self.state[one.param] = {"step": torch.zeros((), dtype=torch.float32), **entries[one.param]}
+
+    def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
+        """The entries of a parameter of which this rank owns no matrix: nothing, or rows."""
+        if self._is_gathered(one.param):
+            from lather.optim.sharded.gathered import initial_rows  # imports DTensor
+
+            return initial_rows(one, self._sharding)
+        return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in kept_entries(one.layout).items()}
+
+    def _members(self) -> dict[int, Member]:
+        """By the id of the parameter."""
+        return {id(member.param): member for bucket in self._buckets for member in bucket.members}
+
+    def _bring_buckets_up_to_date(self) -> None:
+        """State is stacked anew if some of it is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
+        which layouts depend was changed. Raises ValueError, before it changes anything, for state that no longer fits.
+        """
+        roster = self._current_roster()
+        for one in roster.params:
+            if self._is_gathered(one.param) and self.state.get(one.param):
+                for name, entry in kept_entries(one.layout).items():
+                    self.state[one.param][name] = self.state[one.param][name].to(entry.dtype)
+        kept = [one for one in roster.params if self.state.get(one.param) and self._owns(one.param)]
+        members = [member for one in kept if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
+        wanted = {id(member.param): member for member in members}
+        current = [
+            (new := wanted.get(id(member.param))) is not None
+            and new.layout == member.layout
+            and kept_entries(new.layout) == bucket.entries
+            and type(new.layout.rule) is type(member.layout.rule)
+            and bucket.holds(number, self.state[member.param])
+            for bucket in self._buckets
+            for number, member in enumerate(bucket.members)
+        ]
+        if all(current) and len(current) == len(kept):
+            return
+        for member in members:
+            check_state(self.state[member.param], member.layout, f"the state of a parameter of shape {member.layout.shape}")
+        self._buckets = make_buckets(members, apart={id(one.param): int(self.state[one.param]["step"]) for one in kept})
+        for bucket in self._buckets:
+            for member, views in zip(bucket.members, bucket.views, strict=True):
+                for name, view in views.items():
+                    view.copy_(self.state[member.param][name])
+                    self.state[member.param][name] = view
+
+    def _finish_refreshes(self) -> None:
+        """Wait for those under way (`async_refresh`): before anything reads or changes the state."""
+        join(self._streams)
+        refreshing, self._refreshing = self._refreshing, []
+        for precision, launched in refreshing:
+            with matmul_precision(precision), no_autocast():
+                finish(launched, self._count)
+
+    def _owns(self, p: Tensor) -> bool:
+        share = self._sharding.share_of(p)
+        return share is None or bool(share.own)
+
+    def _is_gathered(self, p: Tensor) -> bool:
+        share = self._sharding.share_of(p)
+        return share is not None and share.is_gathered
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """What this rank keeps, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
+        self._finish_refreshes()
+        members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
+        for p, state in self.state.items():
+            member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
+            layout, entries = one.layout, kept_entries(one.layout)
+            for key, value in state.items():
+                if key == "step" or share is None:
+                    yield StatePiece(p, key, value, (0,) * value.dim(), tuple(value.shape))
+                    continue
+                shape = entries[key].shape_in(layout)
+                if share.is_gathered:
+                    from lather.optim.sharded.gathered import rows_of  # imports DTensor
+
+                    yield StatePiece(p, key, value, rows_of(one, self._sharding, shape).box.offset, shape)
+                elif member is not None and share.elementwise:
+                    yield StatePiece(p, key, value, share.region.offset, shape)
+                elif member is not None and layout.kind == "per_expert":
+                    for slot, number in enumerate(member.numbers):
+                        yield StatePiece(p, key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
+                elif member is not None:
+                    yield StatePiece(p, key, value, (0,) * value.dim(), shape)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, without options that are functions: like those of torch's learning-rate schedulers, they are not saved. dtypes are
+        saved by name.
+
+        Entries of parameters that are spread over ranks are DTensors on their mesh, cut along dim 0: all its ranks call this together.
+        """
+        self._finish_refreshes()
+        own = dict(self.state)
+        try:
+            if spread := self._spread_state():
+                from lather.optim.sharded.entries import whole_entries  # imports DTensor
+
+                self.state.update({p: {**own[p], **entries} for p, entries in whole_entries(spread, self._sharding).items()})
+            saved = super().state_dict()
+        finally:
+            self.state.update(own)
+        groups = [{key: saveable(value) for key, value in group.items() if not callable(value)} for group in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
+
+    def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
+        """Parameters that are spread over ranks, with their state."""
+        if not self._sharding.has_shares:
+            return []
+        roster = self._current_roster()
+        return [(one, self.state[one.param]) for one in roster.params if one.spread is not None and self.state.get(one.param)]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters.
+
+        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded. A state that does not fit
+        the parameters raises ValueError, and nothing has been changed. Of parameters that are spread over ranks all their ranks call this,
+        with whole entries or with DTensors.
+        """
+        final: dict[str, Any] = {}
+        self._finish_refreshes()
+        self._current_roster()
+
+        def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
+            final.update(self._checked(after_hooks))
+            return final
+
+        handles = [
+            self.register_load_state_dict_pre_hook(note),
+            self.register_load_state_dict_post_hook(lambda _: self._load_exactly(final), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A saved optimizer, with the options of this one where it has none, and this one's way to keep state; raises ValueError if it does
+        not fit."""
+        counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved["param_groups"])]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
+            )
+        groups = []
+        for number, (own, theirs) in enumerate(zip(self.param_groups, saved["param_groups"], strict=True)):
+            options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
+            group = {**options, **theirs, "ownership": own["ownership"]}
+            groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
+        checked = {**saved, "param_groups": groups}
+        for number, (p, layout, state) in enumerate(self._saved_states(checked)):
+            if state:
+                check_state(state, layout, f"the saved state of parameter {number} with shape {layout.shape}")
+        for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if own["rule"] != theirs["rule"]:
+                raise ValueError(
+                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
+                )
+            rule = self._rules[own["rule"]]
+            rule(**{name: theirs[name] for name in options_of(rule)})
+        return checked
+
+    def _load_exactly(self, saved: dict[str, Any]) -> None:
+        self._roster = None
+        self._sharding.forget_changed(self._make_roster().params)
+        infos = {id(one.param): one for one in self._current_roster().params}
+        spread = []
+        for p, _, state in self._saved_states(saved):
+            if state and self._sharding.share_of(p) is not None:
+                self.state[p] = {"step": _step_of(state)}
+                spread.append((infos[id(p)], state))
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                else:
+                    self.state[p][key] = deepcopy(value)
+        if spread:
+            from lather.optim.sharded.entries import load_entries
+
+            for p, entries in load_entries(spread, self._sharding).items():
+                self.state[p] |= entries
+        self._reset_buckets()
+        self._bring_buckets_up_to_date()
+
+    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
+        """(parameter, its layout under the saved options, its saved state)."""
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            rule = self._rules[group["rule"]]
+            try:
+                made = rule(**{name: saved_group.get(name, group[name]) for name in options_of(rule)})
+            except ValueError:  # options of another rule; `_checked` says so, if the state does not tell more
+                made = rule(**{name: group[name] for name in options_of(rule)})
+            for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
+                spread = self._sharding.spread_of(p, group)
+                shape, contiguous = (tuple(p.shape), p.is_contiguous()) if spread is None else (spread.shape, True)
+                yield p, layout_of(shape, made, contiguous=contiguous), state_dict["state"].get(saved_id, {})
+
+    def _reset_buckets(self) -> None:
+        self._buckets, self._streams, self._refreshing, self._roster = [], SideStreams(), [], None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_buckets()
+        self.__dict__.setdefault("_sharding", Sharding(None))  # torch comes here when it loads, too
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Views become tensors of their own: pickle would write the whole stack for each."""
+        if self._spread_state():
+            raise TypeError(
+                "an optimizer of parameters that are spread over ranks cannot be pickled or copied: process groups cannot; "
+                "save its state_dict() with torch.distributed.checkpoint"
+            )
+        self._finish_refreshes()
+        state = super().__getstate__()
+        apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
+        own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
+        return {**state, "state": defaultdict(dict, apart), **own}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Since construction, on this rank: factors refreshed; skipped by the criterion or for want of tokens; retried by QR after
+        Cholesky-QR; failed, so that their basis stays; and gradients skipped. Refreshes under way (`async_refresh`) count once they end."""
+        names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
+        return {name: self._counts.get(name, 0) for name in names}
+
+    def _count(self, name: str, more: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + more
+
+
+def _step_of(saved: Mapping[str, Any]) -> Tensor:
+    step = saved["step"]
+    step = step.full_tensor() if hasattr(step, "full_tensor") else torch.as_tensor(step)
+    return step.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,1 @@
+"""Pure functions on batches of matrices (B, m, n), in the letters of the papers."""

@@ -1,0 +1,74 @@
+"""The polar factor of matrices by Newton-Schulz iteration: products alone, no decomposition.
+
+Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients that
+is optimal step by step. X <- a X + (b A + c A^2) X with A = X X^T takes every singular value towards 1 and leaves the singular vectors.
+Shapes: x (B, m, n). Products are on the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3 flops with k = min(m, n).
+
+Trade-off: five steps of the quintic leave singular values between about 0.7 and 1.2, which an optimizer does not mind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lather.optim.linalg.kronecker import average_
+from lather.shapes import Float
+
+QUINTIC = ((3.4445, -4.7750, 2.0315),)
+
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""Of the published sequence, for singular values from 1e-3 on; the last is repeated."""
+
+COEFFICIENTS = {"quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
+
+
+def orthogonalize(
+    x: Float[Tensor, "b m n"],
+    steps: int = 5,
+    coefficients: Literal["quintic", "polar_express"] = "quintic",
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "b m n"]:
+    """About U V^T for each x = U S V^T, of the dtype of x; a matrix of zeros stays zeros.
+
+    Args:
+        x: not changed.
+        steps: of the iteration.
+        coefficients: of which set; of the last one as often as needed.
+        dtype: of the iteration; None: that of x, but bfloat16 for fp32 on CUDA.
+    """
+    dtype = dtype or (torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype)
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(dtype)
+    table = COEFFICIENTS[coefficients]
+    for step in range(steps):
+        a, b, c = table[min(step, len(table) - 1)]
+        gram = average_(y.new_zeros(len(y), y.shape[1], y.shape[1]), y, 0.0, 1.0)
+        polynomial = average_(gram.clone(), gram, b, c)
+        y = torch.baddbmm(y, polynomial, y, beta=a)
+    return (y.mT if x.shape[-2] > x.shape[-1] else y).to(x.dtype)
+
+
+def update_scale(shape: Sequence[int], scale: str | float) -> float:
+    """What an orthogonalised update (m, n) is multiplied with.
+
+    "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al., arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a
+    number.
+    """
+    m, n = shape
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    return math.sqrt(max(1.0, m / n)) if scale == "spectral" else float(scale)

@@ -1,0 +1,107 @@
+"""AdamW: for embeddings, heads, norms and biases, and for every parameter that another rule has no matrix in.
+
+Source: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101. Every element depends on itself alone, so parameters of all
+shapes are one batch, and torch's fused kernel takes what it can: one launch, no temporaries.
+
+On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register, differently from the others. What is last
+depends on where a parameter is cut, and its numbers must not: those elements of all parameters go through the kernel together, filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lather.kernels.adam_in_basis import adam_in_basis
+from lather.optim.engine.optimizer import MatrixOptimizer, constructor
+from lather.optim.options import Betas, NonNegative, Rate
+from lather.optim.rule import Entry, Matrix, Rule, State
+from lather.torch_private import foreach_copy_
+
+VECTOR = 16
+"""Elements in the longest vector register of a CPU."""
+
+
+@dataclass(frozen=True)
+class AdamWRule(Rule):
+    """Adam with decoupled weight decay."""
+
+    lr: Rate = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: NonNegative = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.01
+    """wd of `weight_decay_method`."""
+    _: KW_ONLY
+    nesterov: bool = False
+    """Momentum one step ahead."""
+    correct_bias: bool = True
+    """Divide the moments by 1 - beta^t."""
+
+    name: ClassVar[str] = "adamw"
+    elementwise: ClassVar[bool] = True
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        return {key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")}
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        g, options = self.decayed(g, s), {"betas": self.betas, "eps": self.eps}
+        return adam_in_basis(g, s["exp_avg"], s["exp_avg_sq"], t, correct_bias=self.correct_bias, nesterov=self.nesterov, **options)
+
+    def step_whole(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], t: int, lr: float
+    ) -> bool:
+        """By torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
+        dtype = states["exp_avg"][0].dtype
+        if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].device.type not in ("cpu", "cuda"):
+            return False
+        if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {dtype}:
+            return False
+        four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
+        if weights[0].device.type == "cuda":
+            self._fused(four, t, lr)
+            return True
+        stops = [len(x) // VECTOR * VECTOR for x in weights]
+        whole = [[x[:stop] for x, stop in zip(one, stops, strict=True) if stop] for one in four]
+        rests = [[x[stop:] for x, stop in zip(one, stops, strict=True) if stop < len(x)] for one in four]
+        filled = [torch.cat(one) for one in rests] if rests[0] else []
+        filled = [torch.nn.functional.pad(x, (0, -len(x) % VECTOR)) for x in filled]
+        self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)] if filled else whole, t, lr)
+        for kind in (0, 2, 3) if filled else ():
+            lengths = [len(rest) for rest in rests[kind]]
+            foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
+        return True
+
+    def _fused(self, four: Sequence[Sequence[Tensor]], t: int, lr: float) -> None:
+        weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
+        steps = torch.full((len(weights),), t - 1.0, dtype=torch.float32, device=weights[0].device)  # the kernel counts on
+        adamw(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            list(steps.unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=lr,
+            weight_decay=self.decay(lr) / lr,
+            eps=self.eps,
+            maximize=self.maximize,
+        )
+
+
+class AdamW(MatrixOptimizer):
+    """Adam with decoupled weight decay, with the engine's sharding, state dtypes and checkpoints."""
+
+    rule = AdamWRule
+    __init__ = constructor(AdamWRule)

@@ -1,0 +1,100 @@
+"""What rules with eigenbases share: which sides of a matrix have one, what is kept for it, and how it is refreshed.
+
+Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), V the second moment in the bases (`exp_avg_sq`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, ClassVar, Literal
+
+from torch import Tensor
+
+from lather.optim.linalg.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
+from lather.optim.options import Count, Range, at_least, is_number
+from lather.optim.rule import Entry, Matrix, RefreshingRule, State
+
+LONG = 8
+"""How many times as long the longer side is from which on `sides="auto"` leaves it out."""
+
+
+@dataclass(frozen=True)
+class BasisRule(RefreshingRule):
+    """Base of SOAP, KL-SOAP and SOAP-Muon."""
+
+    _: KW_ONLY
+    sides: Literal["both", "smaller", "larger", "auto"] = "both"
+    """Which sides of a matrix have a factor and a basis; auto: the smaller alone where the other is more than 8 times as long (LoRA's
+    4096 x 8 would keep 1,026 times its weights), else both."""
+    max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
+    """A longer dim has no factor; 0: none has one, so the group is AdamW."""
+    precondition_1d: bool = False
+    """Give vectors a factor, too; otherwise they are AdamW."""
+    refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "auto"
+    """qr and cholesky_qr: two ways to the same orthogonal iteration; auto: the faster of them for size and device; eigh: a whole
+    eigendecomposition, as the first bases are always."""
+    power_iter_steps: Count = 1
+    """Steps of orthogonal iteration per refresh."""
+    second_moment: Literal["permute", "rotate"] = "rotate"
+    """How V follows turning bases: its entries re-ordered with the columns, or turned with them (`lather.optim.linalg.eigenbasis`)."""
+    use_adaptive_criteria: bool = False
+    """Leave out bases that still diagonalise their factor to `adaptive_update_tolerance`."""
+    adaptive_update_tolerance: Annotated[
+        float | None, Range("a number in (0, 1) or None", lambda tol: tol is None or (is_number(tol, below=1.0) and tol > 0))
+    ] = None
+    """How well they must; None: 1e-7."""
+
+    has_eigenvalues: ClassVar[bool] = False
+    """Whether the eigenvalues that bases stand for are kept (`eigenvalues_i`)."""
+    turns_momentum: ClassVar[bool] = True
+    """Whether the momentum `exp_avg` is kept in the bases, and so turns with them."""
+
+    def dims(self, matrix: Matrix) -> tuple[int, ...]:
+        if 0 in matrix.shape or (matrix.num_dims < 2 and not self.precondition_1d):
+            return ()
+        wanted = tuple(range(len(matrix.shape)))
+        if matrix.is_matrix and self.sides != "both":
+            m, n = matrix.shape
+            smaller = int(m > n)
+            if self.sides != "auto" or max(m, n) > LONG * min(m, n):
+                wanted = (1 - smaller,) if self.sides == "larger" else (smaller,)
+        return tuple(dim for dim in wanted if matrix.shape[dim] <= self.max_precond_dim)
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        entries = {}
+        for dim in self.dims(matrix):
+            n = matrix.shape[dim]
+            entries[f"factor_{dim}"] = Entry((n, n))
+            entries[f"basis_{dim}"] = Entry((n, n), "basis", None)
+        return entries
+
+    def methods(self, first: bool) -> tuple[str, ...]:
+        if first or self.refresh_method == "eigh":
+            return ("eigh",)
+        return ("qr",) if self.refresh_method == "qr" else (self.refresh_method, "qr")
+
+    def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor:
+        return update_eigenbasis_and_momentum(
+            s[f"factor_{dim}"],
+            s[f"basis_{dim}"],
+            s["exp_avg"] if self.turns_momentum else None,
+            s["exp_avg_sq"],
+            dim,
+            method=method,
+            second_moment=self.second_moment,
+            power_iter_steps=self.power_iter_steps,
+            eigenvalues=s[f"eigenvalues_{dim}"] if self.has_eigenvalues else None,
+        )
+
+    def fits(self, s: State, dim: int) -> Tensor | None:
+        if not self.use_adaptive_criteria:
+            return None
+        k, q = s[f"factor_{dim}"], s[f"basis_{dim}"]
+        good = is_still_diagonal(k, q, self.adaptive_update_tolerance or DEFAULT_TOLERANCE)
+        if self.has_eigenvalues:
+            w, renewed = s[f"eigenvalues_{dim}"], good & ~is_zero(k)
+            w.copy_(w.where(~renewed[:, None], rayleigh_quotients(k, q)))
+        return good
+
+
+Warmup = Annotated[int, Range("an integer", lambda steps: isinstance(steps, int) and not isinstance(steps, bool))]

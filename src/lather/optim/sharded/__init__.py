@@ -1,0 +1,1 @@
+"""Parameters that are spread over ranks: who owns which matrix, what travels, and state that reshards."""
