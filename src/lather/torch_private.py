@@ -72,7 +72,7 @@ STAGES_OF_A_RANK = 2
 """How many stages torch looks ahead for parameters to gather: all that a rank of DualPipeV has. Its default, 3, gives the same table, but
 looks for a third stage through the rest of the table at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
 
-disable_dynamo = torch._disable_dynamo
+disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_

@@ -11,7 +11,7 @@ from optim_helpers import KINDS, all_same, make, parameters, run, same_state
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.engine import precision
+from lather.optim.engine import streams as precision
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 

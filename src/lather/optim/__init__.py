@@ -1,8 +1,15 @@
 """Matrix optimizers as ordinary torch optimizers: SOAP and its family, Muon, SOAP-Muon, AdamW, and rules of your own. Needs torch alone."""
 
-from lather.optim import functional, schedules
-from lather.optim.engine.optimizer import MatrixOptimizer, constructor
-from lather.optim.groups import parameter_groups
-from lather.optim.memory import state_bytes
-from lather.optim.rule import Due, Entry, Matrix, RefreshingRule, Rule, State
+from lather.optim import functional as functional
+from lather.optim import schedules as schedules
+from lather.optim.engine.optimizer import MatrixOptimizer as MatrixOptimizer
+from lather.optim.engine.optimizer import constructor as constructor
+from lather.optim.groups import parameter_groups as parameter_groups
+from lather.optim.memory import state_bytes as state_bytes
+from lather.optim.rule import Due as Due
+from lather.optim.rule import Entry as Entry
+from lather.optim.rule import Matrix as Matrix
+from lather.optim.rule import RefreshingRule as RefreshingRule
+from lather.optim.rule import Rule as Rule
+from lather.optim.rule import State as State
 from lather.optim.rules import *  # noqa: F403 - the optimizers: one line each, there

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import sys
 import typing
@@ -93,9 +94,13 @@ class Option:
     """None: whatever the type allows."""
 
 
-@functools.cache
 def options_of(rule: type) -> dict[str, Option]:
     """Every option of a rule by name, in the order of its fields; `tp_group`, which is not a group's, is left out."""
+    return _options_of(rule)
+
+
+@functools.cache
+def _options_of(rule: type) -> dict[str, Option]:
     found = {}
     hints = _annotations(rule)
     for field in dataclasses.fields(rule):
@@ -148,10 +153,11 @@ def documentation_of(rule: type) -> dict[str, str]:
 def _strings_under_fields(cls: type) -> dict[str, str]:
     body = _classes_of(cls.__module__).get(cls.__qualname__, [])
     found = {}
-    for statement, after in zip(body, body[1:], strict=False):
-        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            found[statement.target.id] = " ".join(after.value.value.split())  # type: ignore[union-attr]
+    for statement, after in itertools.pairwise(body):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            found[statement.target.id] = " ".join(after.value.value.split())
     return found
 
 

@@ -27,6 +27,8 @@ from lather.optim.options import Bytes, Count, Interval, NonNegative, Precision,
 
 R = TypeVar("R", bound="Rule")
 
+Tensors = Sequence[Tensor]
+
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that bf16 can carry out."""
 
@@ -172,9 +174,7 @@ class Rule:
         """The dims of the matrix that have a basis, ascending; each is refreshed by itself. Only a `RefreshingRule` has any."""
         return ()
 
-    def step_whole(
-        self, weights: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], t: int, lr: float
-    ) -> bool:
+    def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
         """Take the whole step of these flat tensors in place, if there is a kernel for it. Only elementwise rules are asked; the answer is
         whether it was done."""
         return False
@@ -228,7 +228,7 @@ class RefreshingRule(Rule):
 
     def due(self, t: int) -> Due:
         """What step t renews."""
-        return Due("interval", self.interval(t), first=t == 1)
+        return Due("everybody", first=True) if t == 1 else self.every_so_often(t)
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
         """Renew what dim `dim` has, and turn with it whatever is kept in its coordinates, in place. Returns which matrices failed (B,),
@@ -248,13 +248,14 @@ class RefreshingRule(Rule):
         dims = self.dims(matrix)
         return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
 
-    def interval(self, t: int) -> int:
-        """f(t), the steps between refreshes at step t. Raises ValueError if a callable gives anything but an integer >= 1."""
+    def every_so_often(self, t: int) -> Due:
+        """Every f(t) steps, or some at each step. Raises ValueError if a callable gives anything but an integer >= 1."""
         f = self.precondition_frequency
-        interval = f(t) if callable(f) else f
-        if not is_count(interval, 1):
-            raise ValueError(f"precondition_frequency gives {interval!r} for step {t}: it must give an integer >= 1")
-        return int(interval)
+        if callable(f):
+            f = f(t)
+            if not is_count(f, 1):
+                raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
+        return Due("interval", f) if self.stagger_refresh or t % f == 0 else NOBODY
 
 
 def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:

@@ -21,9 +21,9 @@ def adam_in_basis(
     exp_avg: Float[Tensor, "*dims"],
     exp_avg_sq: Float[Tensor, "*dims"],
     step: int,
-    *,
     betas: tuple[float, float],
     eps: float,
+    *,
     correct_bias: bool = True,
     nesterov: bool = False,
 ) -> Float[Tensor, "*dims"]:
@@ -39,8 +39,13 @@ def adam_in_basis(
         nesterov: the momentum one step ahead.
     """
     implementation = reference.adam_in_basis
-    if use_triton(g, exp_avg, exp_avg_sq) and g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous():
+    if _has_kernel_for(g) and g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous():
         from lather.kernels.adam_in_basis import triton
 
         implementation = triton.adam_in_basis
     return implementation(g, exp_avg, exp_avg_sq, step, betas=betas, eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+
+
+def _has_kernel_for(g: Tensor) -> bool:
+    """Whether Triton takes tensors of this one's device."""
+    return g.is_cuda and use_triton(g)

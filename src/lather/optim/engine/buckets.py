@@ -23,7 +23,8 @@ class Bucket:
         self.members = list(members)
         self.first_row = [0, *accumulate(member.layout.batch for member in members)]
         layout = members[0].layout
-        self.kind, self.inner, self.dims, self.has_experts = layout.kind, layout.inner, layout.dims, layout.has_experts
+        self.kind, self.inner, self.dims = layout.kind, layout.inner, layout.dims
+        self.has_experts = layout.kind == "per_expert" and bool(layout.dims)
         self.device, self.dtype = members[0].device, members[0].param.dtype
         self.entries = kept_entries(layout)
         self.stacks = {name: entry.allocate(self.first_row[-1], self.device) for name, entry in self.entries.items()}
@@ -35,7 +36,7 @@ class Bucket:
     def holds(self, number: int, state: Mapping[str, Tensor]) -> bool:
         """Whether the state of member `number` is still its views."""
         views = self.views[number]
-        return len(state) == len(views) + 1 and all([state.get(name) is view for name, view in views.items()])
+        return len(state) == len(views) + 1 and all(state.get(name) is view for name, view in views.items())
 
 
 def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:

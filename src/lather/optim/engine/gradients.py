@@ -61,17 +61,15 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
     own = _norms(here)
     norms: dict[int, list[float]] = dict(zip(own, read_together(list(own.values())), strict=True))
     bad = _bad_ones(here, norms)
-    offender = next((one.name for one in bad if one.settings.rule.nonfinite == "raise"), None)
-    used = {id(one) for one in here}
-    meshes = {one.spread.ranks for one in spread if one.spread is not None}
-    for ranks in sorted(meshes, key=lambda ranks: (len(ranks), ranks)):
+    offender = _offender(bad)
+    used = set(map(id, here))
+    for ranks in _meshes(spread) if spread else ():
         some = [one for one in spread if one.spread is not None and one.spread.ranks == ranks]
         present, of_mesh, elsewhere = _agree(some, group_of(ranks), raises=offender is not None)
         used |= present
         norms |= of_mesh
         bad += (more := _bad_ones([one for one in some if id(one) in present], norms))
-        offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
-        offender = offender or ("a parameter of other ranks" if elsewhere else None)
+        offender = offender or _offender(more) or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
             f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
@@ -82,22 +80,29 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
     else:
         passed_over = {id(one) for one in bad}
         usable = [one for one in params if id(one) in used and id(one) not in passed_over]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.layout.has_experts}
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
     return Inspection(usable, idle, len(bad))
+
+
+def _meshes(params: Sequence[ParamInfo]) -> list[tuple[int, ...]]:
+    """The ranks of each mesh, in one order everywhere."""
+    return sorted({one.spread.ranks for one in params if one.spread is not None}, key=lambda ranks: (len(ranks), ranks))
+
+
+def _offender(bad: Sequence[ParamInfo]) -> str | None:
+    """The name of the first whose group says "raise"."""
+    return next((one.name for one in bad if one.settings.rule.nonfinite == "raise"), None)
 
 
 def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
     """Whether all gradients that there are, on all ranks, are exactly zero."""
-    zero: dict[Any, bool] = {(): True}
-    for one in params:
-        ranks = () if one.spread is None else one.spread.ranks
-        zero[ranks] = zero.get(ranks, True) and (one.param.grad is None or not local(one.param.grad).any())
-    for ranks in sorted(filter(None, zero), key=lambda ranks: (len(ranks), ranks)):
+    zero = all(one.param.grad is None or not local(one.param.grad).any() for one in params)
+    for ranks in _meshes(params):
         device = next(local(one.param).device for one in params if one.spread is not None and one.spread.ranks == ranks)
-        found = torch.tensor(float(zero[ranks]), device=device)
+        found = torch.tensor(float(zero), device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(ranks))
-        zero[ranks] = bool(found)
-    return all(zero.values())
+        zero = bool(found)
+    return zero
 
 
 def _check_spread_gradient(one: ParamInfo) -> None:
@@ -128,7 +133,7 @@ def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool)
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
         if one.num_norms:
-            first = one.spread.box.offset[0] if one.layout.has_experts else 0
+            first = one.spread.box.offset[0] if one.has_experts else 0
             squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / one.spread.num_copies
         parts.append(squares)
     found = torch.cat(parts)
@@ -153,13 +158,13 @@ def _norms(params: Sequence[ParamInfo]) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     whole: dict[torch.dtype, list[ParamInfo]] = {}
     for one in params:
-        if one.layout.has_experts:
+        if one.has_experts:
             grad = local_grad(one.param)
             norms[id(one)] = torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)
         elif one.num_norms:
             whole.setdefault(one.wide, []).append(one)
     for dtype, same in whole.items():
-        grads = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
+        grads: Any = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
         norms.update(zip(map(id, same), [norm.view(1) for norm in foreach_norm(grads, 2, dtype=dtype)], strict=True))
     return norms
 
@@ -169,5 +174,4 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
     if not tensors:
         return []
     joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()
-    stops = list(accumulate(len(x) for x in tensors))
-    return [joined[start:stop] for start, stop in pairwise([0, *stops])]
+    return [joined[start:stop] for start, stop in pairwise([0, *accumulate(map(len, tensors))])]

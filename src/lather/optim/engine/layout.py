@@ -92,11 +92,6 @@ class Layout:
         """Leading dims of all other entries: one of experts under `per_expert`, otherwise none."""
         return (self.batch,) if self.kind == "per_expert" else ()
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether its matrices have statistics of their own, which stay as they are where there is no gradient."""
-        return self.kind == "per_expert" and bool(self.dims)
-
 
 def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:
     """The layout of a parameter under a rule and its `matrix_layout`.

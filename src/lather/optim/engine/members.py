@@ -19,7 +19,6 @@ from lather.optim.engine.layout import Layout
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.owners import Share
 from lather.optim.sharded.placement import Index, local, local_grad
-from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 
 @dataclass(eq=False)
@@ -82,16 +81,3 @@ def member_of(one: ParamInfo, share: Share | None) -> Member | None:
     if one.layout.kind == "per_expert":
         shape = (len(numbers), *shape[1:])
     return Member(one.param, one.layout.of_part(shape), numbers, None)
-
-
-def apply_(weights: Sequence[Tensor], updates: Sequence[Tensor], lr: float, decay: float) -> None:
-    """W = (1 - decay) W - lr U for tensors of equal dtypes, in place, rounded once to W's dtype."""
-    if not weights:
-        return
-    dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = list(weights) if dtype == weights[0].dtype else [weight.to(dtype) for weight in weights]
-    if decay:
-        foreach_mul_(wide, 1 - decay)
-    foreach_add_(wide, updates, alpha=-lr)
-    if dtype != weights[0].dtype:
-        foreach_copy_(weights, wide)

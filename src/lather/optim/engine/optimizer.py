@@ -10,10 +10,12 @@ refresh      for all other rules; with `async_refresh` beside what the caller do
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -21,29 +23,35 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.gradients import are_zero, inspect_gradients
 from lather.optim.engine.members import Member
-from lather.optim.engine.plan import Plan, Run, runs_of
-from lather.optim.engine.precision import beside, matmul_precision, no_autocast, on_streams
-from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, launch, refresh
+from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
+from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, finish, launch, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
+from lather.optim.engine.streams import beside, join, no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
+from lather.optim.sharded.placement import local
 from lather.optim.sharded.sharding import Exchange
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
+S = TypeVar("S")
 
 
-def constructor(rule: Callable[P, Rule]) -> Callable[Concatenate[Any, ParamsT, P], None]:
-    """The `__init__` of a rule's optimizer: parameters, then the options of the rule, whose names and types editors and mypy see."""
+def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
+    """Decorates the `__init__` of a rule's optimizer: callers give it the rule's options in place of the rule, and editors and mypy see
+    their names and types."""
 
-    def __init__(self: MatrixOptimizer, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
-        MatrixOptimizer.__init__(self, params, rule(*args, **options))
+    def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
+        def construct(self: S, params: ParamsT, /, *args: P.args, **options: P.kwargs) -> None:
+            init(self, params, rule(*args, **options))
 
-    own = inspect.signature(rule)
-    first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
-    __init__.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
-    return __init__
+        own = inspect.signature(rule)
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
+        construct.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
+        return construct
+
+    return decorate
 
 
 class _Documented(type):
@@ -105,7 +113,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if plan is None:
             return loss
         try:
-            with no_autocast():
+            is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+            with no_autocast() if is_autocast else nullcontext():
                 for one in plan.gathered:
                     self._work_alike(one, plan.idle)
                 self._walk(plan.runs, plan.exchanges, plan.members)
@@ -122,29 +131,45 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
         only: it creates the state and counts for nothing.
         """
-        self._finish_refreshes()
-        roster = self._current_roster()
+        if self._refreshing:
+            self._finish_refreshes()
+        if self._roster is None or not self._is_unchanged(self._roster):
+            self._current_roster()
+        roster = self._roster
+        assert roster is not None
         found = inspect_gradients(roster.params, self._sharding.group_of)
-        only_state = not self.state and not any([settings.lr for settings in roster.groups])
-        if only_state and are_zero(roster.params, self._sharding.group_of):
+        rates = [settings.lr for settings in roster.groups]
+        if not self.state and not any(rates) and are_zero(roster.params, self._sharding.group_of):
             self._create_state(found.usable)
             return None
-        plan = self._current_plan(found.usable)
-        self._count_step(plan.runs, found.idle)
-        self._count("nonfinite_skipped", found.num_bad)
-        plan.count_step()
+        key = (roster, list(map(id, found.usable)), list(map(rates.index, rates)))
+        plan = self._plan
+        if plan is None or plan.key != key or not plan.holds(self.state):
+            self._plan = None
+            plan = self._plan = self._make_plan(found.usable, key)
         plan.idle = found.idle
+        self._count_step(plan.runs, found.idle)
+        plan.count_step()
+        if found.num_bad:
+            self._count("nonfinite_skipped", found.num_bad)
         return plan
 
-    def _current_plan(self, usable: list[ParamInfo]) -> Plan:
-        """The plan of the last step, if it still holds for these parameters."""
-        assert self._roster is not None
-        rates = [settings.lr for settings in self._roster.groups]
-        key = (self._roster, [id(one) for one in usable], list(map(rates.index, rates)))
-        if self._plan is None or self._plan.key != key or not self._plan.holds(self.state):
-            self._plan = None
-            self._plan = self._make_plan(usable, key)
-        return self._plan
+    def _is_unchanged(self, roster: Roster) -> bool:
+        """Whether the parameter groups are those that the roster was made of, learning rates aside, which are read anew."""
+        if len(self.param_groups) != len(roster.groups):
+            return False
+        for group, known in zip(self.param_groups, roster.groups, strict=True):
+            if group is not known.group or list(map(id, group["params"])) != known.ids:
+                return False
+            if list(map(group.get, known.names)) != known.values:
+                return False
+        if _places(roster.params) != roster.places:
+            return False
+        for known in roster.groups:
+            known.lr = float(known.group["lr"])
+            if not 0 <= known.lr < math.inf:
+                return False  # which is refused when it is made anew
+        return True
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> Plan:
         """Raises ValueError before anything has changed."""
@@ -164,11 +189,16 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         gathered = [one for one in alive if self._is_gathered(one.param)]
         return Plan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
 
+    def _make_roster(self) -> Roster:
+        roster = super()._make_roster()
+        roster.places = _places(roster.params)
+        return roster
+
     # --- its phases -------------------------------------------------------------------------------------------------------------------
 
     def _walk(self, runs: list[Run], exchanges: list[Exchange], members: Mapping[int, Member]) -> None:
         statistics = [run for run in runs if run.has_statistics]
-        if statistics or any([exchange.has_statistics for exchange in exchanges]):
+        if statistics or any(exchange.has_statistics for exchange in exchanges):
             with record_function("lather.optim.statistics"):
                 coming = [exchange if exchange.has_statistics else None for exchange in exchanges]
                 self._work_through(statistics, coming, members, is_last=False)
@@ -180,8 +210,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(late)
         if beside_the_next := [run for run in due if run.is_async]:
-            with record_function("lather.optim.launch_refresh"):
-                self._launch_refreshes(beside_the_next)
+            self._launch_refreshes(beside_the_next)
 
     def _work_alike(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """All phases for one parameter that is gathered on all its ranks."""
@@ -219,16 +248,22 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             exchange.finish_out()
 
     def _work_on(self, runs: list[Run], *, is_last: bool) -> None:
-        left = [run for run in runs if not run.take_whole()] if is_last else runs
-        for precision in dict.fromkeys([run.rule.fp32_matmul_prec for run in left]):
-            some = [run for run in left if run.rule.fp32_matmul_prec == precision]
-            chunks = [chunk for run in some for chunk in run.chunks]
+        by_precision: dict[str, list[Run]] = {}
+        for run in runs:
+            if run.flat is None or not is_last or not run.take_whole():
+                by_precision.setdefault(run.rule.fp32_matmul_prec, []).append(run)
+        for precision, some in by_precision.items():
+            chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
+            num_streams = max([run.rule.num_streams for run in some])
             with matmul_precision(precision):
-                for chunk in on_streams(chunks, self._streams, max([run.rule.num_streams for run in some])):
-                    chunk.take_update() if is_last else chunk.take_statistics()
+                for chunk in chunks if num_streams == 1 else on_streams(chunks, self._streams, num_streams):
+                    if is_last:
+                        chunk.take_update()
+                    else:
+                        chunk.take_statistics()
 
     def _refresh_bases(self, runs: list[Run]) -> None:
-        with record_function("lather.optim.engine.refresh"):
+        with record_function("lather.optim.refresh"):
             for precision, jobs in self._due(runs):
                 with matmul_precision(precision):
                     refresh(jobs, self._count)
@@ -237,8 +272,16 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Begin the refreshes at the end of a step; they are there for the next one, and go on beside what comes between."""
         for precision, jobs in self._due(runs):
             changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
-            with matmul_precision(precision), beside(self._streams, changed):
+            launching = record_function("lather.optim.launch_refresh")
+            with launching, matmul_precision(precision), beside(self._streams, changed):
                 self._refreshing.append((precision, launch(jobs, self._count)))
+
+    def _finish_refreshes(self) -> None:
+        join(self._streams)
+        refreshing, self._refreshing = self._refreshing, []
+        for precision, launched in refreshing:
+            with matmul_precision(precision), no_autocast():
+                finish(launched, self._count)
 
     def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
         """What is refreshed in this step, by the precision that it asks for."""
@@ -272,7 +315,36 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):
             run.step += 1
+            if run.lr != run.settings.lr:
+                run.take_rates()
             run.due, run.idle = now, []
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
                 run.idle = marks if any(marks) else []
+
+
+FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+"""torch's three levels, for cuBLAS and for oneDNN."""
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
+
+    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
+    """
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
+            backend.fp32_precision = value
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+def _places(params: Sequence[ParamInfo]) -> list[Any]:
+    """Where the data of parameters are in memory, and with what strides."""
+    places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
+    return places + [one.param.stride() for one in params]

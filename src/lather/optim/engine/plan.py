@@ -16,18 +16,21 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lather.optim.engine.buckets import Bucket
-from lather.optim.engine.members import Member, apply_
+from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import NORM, compute_dtype
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rule import NOBODY, Due, RefreshingRule, State, column
-from lather.optim.sharded.sharding import Exchange
-from lather.torch_private import foreach_add_, foreach_copy_
+from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+
+if TYPE_CHECKING:
+    from lather.optim.sharded.sharding import Exchange
 
 TEMPORARIES = 8
 """Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
@@ -53,6 +56,7 @@ class Run:
         self.keeps_norm, self.needs_weights, self.has_statistics = infos[0].keeps_norm, infos[0].needs_weights, infos[0].has_statistics
         self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
+        self.take_rates()
         self.due: Due = NOBODY
         """Of this step."""
         self.idle: list[bool] = []
@@ -82,15 +86,18 @@ class Run:
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
 
+    def take_rates(self) -> None:
+        """Of W = (1 - decay) W - lr U, at the group's learning rate."""
+        self.lr, self.rates = self.settings.lr, self.infos[0].rates()
+
     def take_whole(self) -> bool:
-        """The whole run at once, by a kernel that the rule may have for it; False if there is none."""
-        if self.flat is None:
-            return False
+        """The whole run at once, of one that is `flat`, by a kernel that the rule may have for it; False if there is none."""
+        assert self.flat is not None
         grads = [p.grad for p in self.params] if self.params is not None else [member.grad() for member in self.members]
         if not all(map(Tensor.is_contiguous, grads)):  # type: ignore[arg-type]
             return False
         weights, states = self.flat
-        return self.rule.step_whole(weights, [grad.view(-1) for grad in grads], states, self.step, self.settings.lr)  # type: ignore[union-attr]
+        return self.rule.step_whole(weights, [grad.view(-1) for grad in grads], states, self.step, self.lr)  # type: ignore[union-attr]
 
 
 class Chunk:
@@ -100,6 +107,7 @@ class Chunk:
         """`first`: number of the run's first member in the bucket."""
         self.run, self.start, self.stop, self.dtype = run, start, stop, compute_dtype(run.rule)
         self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
+        self._is_wide = all(stack.dtype == self.dtype for stack in self._stacks.values())
         self._pieces: list[tuple[Member, int, int]] = []
         first_row, members = run.bucket.first_row, run.bucket.members
         i = bisect_right(first_row, start) - 1
@@ -119,7 +127,7 @@ class Chunk:
         """Views of the batch (B, ...) in the shapes of parameters, for chunks of whole ones."""
         return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
 
-    def _batch(self, parts: Sequence[Tensor]) -> Tensor:
+    def _batch(self, parts: list[Tensor]) -> Tensor:
         """Parameters' tensors as one contiguous batch in the dtype of computation; a view if one suffices."""
         if len(parts) == 1:
             return (parts[0] if self.run.bucket.kind == "per_expert" else parts[0].unsqueeze(0)).to(self.dtype).contiguous()
@@ -151,9 +159,8 @@ class Chunk:
     def state(self) -> State:
         """The state of these rows; `store` it after changing it."""
         state = State(self._stacks)
-        for name, stack in self._stacks.items():
-            if stack.dtype != self.dtype:
-                state[name] = stack.to(self.dtype)
+        if not self._is_wide:
+            state.update({name: stack.to(self.dtype) for name, stack in self._stacks.items()})
         if self.run.idle:
             offset = self.run.rows.start
             marks = self.run.idle[self.start - offset : self.stop - offset]
@@ -185,18 +192,18 @@ class Chunk:
 
     def _of_kept_norm(self, u: Tensor, state: State) -> Tensor:
         """New weights: W - lr r U / |U|, scaled back to the norm r of the first step; W - lr U where r is 0."""
-        w, lr = state.weights, self.run.settings.lr
+        w, lr = state.weights, self.run.lr
         assert w is not None
         if self.run.step == 1:
             state[NORM] = norms(w)
         r = column(state[NORM], u)
-        u = u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0)
-        new = w - lr * u
-        return new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
+        new = w - lr * (u * (r / column(norms(u), u).clamp_min(1e-30)).where(r > 0, 1.0))
+        scaled: Tensor = new * (r / column(norms(new), new).clamp_min(1e-30)).where(r > 0, 1.0)
+        return scaled
 
     def _apply(self, u: Tensor) -> None:
         """W = (1 - decay) W - lr U for what is here; updates that are to travel are put where they are sent from."""
-        lr, decay = self.run.infos[0].rates()
+        lr, decay = self.run.rates
         if self._params is not None:
             apply_(self._weights, self._as_parameters(u), lr, decay)
             return
@@ -211,9 +218,23 @@ class Chunk:
             foreach_copy_(*sent)
 
 
+def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
+    """W = (1 - decay) W - lr U for tensors of equal dtypes, in place, rounded once to W's dtype."""
+    if not weights:
+        return
+    dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
+    wide = weights if dtype == weights[0].dtype else [weight.to(dtype) for weight in weights]
+    if decay:
+        foreach_mul_(wide, 1 - decay)
+    foreach_add_(wide, updates, alpha=-lr)
+    if dtype != weights[0].dtype:
+        foreach_copy_(weights, wide)
+
+
 def norms(x: Tensor) -> Tensor:
     """Frobenius norm of each matrix of x (B, ...), (B,)."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+    found: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
+    return found
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:

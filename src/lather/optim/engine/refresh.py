@@ -1,7 +1,7 @@
 """The refresh phase: new bases for every matrix and dim that is due, in batches, and never more of them than are needed.
 
-Which rows of a bucket are due is known on the host (without idle experts); the rule's criterion narrows them; what is left is refreshed batch
-by batch. The devices' answers - which bases still fit, which refreshes failed - are read once each for all buckets.
+Which rows of a bucket are due is known on the host (without idle experts); the rule's criterion narrows them; what is left is refreshed
+batch by batch. The devices' answers - which bases still fit, which refreshes failed - are read once each for all buckets.
 
     refresh          all of it, now
     launch, finish   the same in two halves: between them the device may work on other things, but nobody may change the state

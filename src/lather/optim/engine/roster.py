@@ -7,8 +7,7 @@ there may change between steps, by schedulers or by hand; a roster holds for as 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -18,12 +17,12 @@ from torch import Tensor
 from lather.optim.engine.layout import Layout
 from lather.optim.options import options_of
 from lather.optim.rule import Matrix, Rule
-from lather.optim.sharded.placement import Spread, local
+from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""What a parameter group may hold besides options: torch's own keys, a label, the rule, the dim along which tensor-parallel shards were cut,
-and what torch's learning-rate schedulers leave there."""
+"""What a parameter group may hold besides options: torch's own keys, a label, the rule, the dim along which tensor-parallel shards were
+cut, and what torch's learning-rate schedulers leave there."""
 
 MULTIPLIERS = ("_mult", "_multiplier", "_scale")
 """Ends of keys that other trainers leave in groups, however like an option they begin."""
@@ -76,14 +75,17 @@ class ParamInfo:
     """Of the whole parameter."""
     spread: Spread | None
     """Where its parts are; None: this process has it to itself."""
+    has_experts: bool = field(init=False)
+    """Whether its matrices have statistics of their own, which stay as they are where there is no gradient."""
     num_norms: int = field(init=False)
     """Norms that its gradient is judged by: of each expert, or one, or none."""
     wide: torch.dtype = field(init=False)
     """In which they are taken."""
 
     def __post_init__(self) -> None:
-        is_measured = self.layout.has_experts or self.settings.rule.nonfinite != "ignore"
-        self.num_norms = (self.layout.batch if self.layout.has_experts else 1) if is_measured else 0
+        self.has_experts = self.layout.kind == "per_expert" and bool(self.layout.dims)
+        is_measured = self.has_experts or self.settings.rule.nonfinite != "ignore"
+        self.num_norms = (self.layout.batch if self.has_experts else 1) if is_measured else 0
         self.wide = torch.promote_types(self.param.dtype, torch.float32)
 
     @property
@@ -110,38 +112,14 @@ class ParamInfo:
         return (-1.0, 1.0) if self.keeps_norm else (self.settings.lr, self.layout.rule.decay(self.settings.lr))
 
 
-@dataclass
+@dataclass(eq=False)
 class Roster:
     """All parameters, group by group."""
 
     groups: list[GroupSettings]
     params: list[ParamInfo]
-    places: list[Any] = field(init=False)
+    places: list[Any] = field(default_factory=list)
     """Where their data are in memory, and with what strides."""
-
-    def __post_init__(self) -> None:
-        self.places = self._places()
-
-    def _places(self) -> list[Any]:
-        places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in self.params]
-        return places + [one.param.stride() for one in self.params]
-
-    def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameter groups are those that it was made of, learning rates aside, which are read anew."""
-        if len(groups) != len(self.groups):
-            return False
-        for group, known in zip(groups, self.groups, strict=True):
-            if group is not known.group or list(map(id, group["params"])) != known.ids:
-                return False
-            if list(map(group.get, known.names)) != known.values:
-                return False
-        if self._places() != self.places:
-            return False
-        for known in self.groups:
-            known.lr = float(known.group["lr"])
-            if not 0 <= known.lr < math.inf:
-                return False  # which is refused when it is made anew
-        return True
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from lather.optim.engine.buckets import Bucket, make_buckets
 from lather.optim.engine.grouped import GroupedOptimizer
 from lather.optim.engine.layout import Layout, layout_of
 from lather.optim.engine.members import Member, member_of
-from lather.optim.engine.precision import SideStreams, join, matmul_precision, no_autocast
-from lather.optim.engine.refresh import Launched, finish
+from lather.optim.engine.refresh import Launched
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import StatePiece, check_state, kept_entries
+from lather.optim.engine.streams import SideStreams
 from lather.optim.options import dtype_option, options_of, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.sharding import Sharding
@@ -102,11 +102,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _finish_refreshes(self) -> None:
         """Wait for those under way (`async_refresh`): before anything reads or changes the state."""
-        join(self._streams)
-        refreshing, self._refreshing = self._refreshing, []
-        for precision, launched in refreshing:
-            with matmul_precision(precision), no_autocast():
-                finish(launched, self._count)
+        raise NotImplementedError
 
     def _owns(self, p: Tensor) -> bool:
         share = self._sharding.share_of(p)
@@ -202,12 +198,12 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
         groups = []
-        for number, (own, theirs) in enumerate(zip(self.param_groups, saved["param_groups"], strict=True)):
+        for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
             options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
             group = {**options, **theirs, "ownership": own["ownership"]}
             groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
         checked = {**saved, "param_groups": groups}
-        for number, (p, layout, state) in enumerate(self._saved_states(checked)):
+        for number, (_, layout, state) in enumerate(self._saved_states(checked)):
             if state:
                 check_state(state, layout, f"the saved state of parameter {number} with shape {layout.shape}")
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):

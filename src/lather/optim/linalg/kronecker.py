@@ -1,4 +1,4 @@
-"""Kronecker products: factor statistics, exponential moving averages of a gradient's contractions with itself, and bases applied to a tensor.
+"""Kronecker products: factor statistics, averages of a gradient's contractions with itself, and bases applied to a tensor.
 
 Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas et al., arXiv:2409.11321, algorithm 3). For a matrix
 G (m x n) the factors are L = E[G G^T] and R = E[G^T G]; a tensor has one per dim, contracted over all other dims. The KL form

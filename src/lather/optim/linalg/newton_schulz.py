@@ -1,7 +1,8 @@
 """The polar factor of matrices by Newton-Schulz iteration: products alone, no decomposition.
 
-Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients that
-is optimal step by step. X <- a X + (b A + c A^2) X with A = X X^T takes every singular value towards 1 and leaves the singular vectors.
+Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients
+that is optimal step by step.
+X <- a X + (b A + c A^2) X with A = X X^T takes every singular value towards 1 and leaves the singular vectors.
 Shapes: x (B, m, n). Products are on the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3 flops with k = min(m, n).
 
 Trade-off: five steps of the quintic leave singular values between about 0.7 and 1.2, which an optimizer does not mind.

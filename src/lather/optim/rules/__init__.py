@@ -5,6 +5,7 @@ and its optimizer as part of `lather.optim`.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from lather.optim.engine.optimizer import MatrixOptimizer as _Optimizer
 from lather.optim.rule import Rule
@@ -28,7 +29,7 @@ def find_rule(name: str) -> type[Rule]:
         return RULES[name]
     module, colon, qualname = name.partition(":")
     try:
-        found = importlib.import_module(module) if colon else None
+        found: Any = importlib.import_module(module) if colon else None
         for part in qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:

@@ -16,11 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.options import Betas, NonNegative, Rate
-from lather.optim.rule import Entry, Matrix, Rule, State
+from lather.optim.rule import Entry, Matrix, Rule, State, Tensors
 from lather.torch_private import foreach_copy_
 
 VECTOR = 16
@@ -52,12 +53,10 @@ class AdamWRule(Rule):
         return {key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")}
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        g, options = self.decayed(g, s), {"betas": self.betas, "eps": self.eps}
-        return adam_in_basis(g, s["exp_avg"], s["exp_avg_sq"], t, correct_bias=self.correct_bias, nesterov=self.nesterov, **options)
+        m, v, nesterov = s["exp_avg"], s["exp_avg_sq"], self.nesterov
+        return adam_in_basis(self.decayed(g, s), m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
 
-    def step_whole(
-        self, weights: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], t: int, lr: float
-    ) -> bool:
+    def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
         """By torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
         dtype = states["exp_avg"][0].dtype
         if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].device.type not in ("cpu", "cuda"):
@@ -79,7 +78,7 @@ class AdamWRule(Rule):
             foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
         return True
 
-    def _fused(self, four: Sequence[Sequence[Tensor]], t: int, lr: float) -> None:
+    def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
         weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
         steps = torch.full((len(weights),), t - 1.0, dtype=torch.float32, device=weights[0].device)  # the kernel counts on
         adamw(
@@ -104,4 +103,7 @@ class AdamW(MatrixOptimizer):
     """Adam with decoupled weight decay, with the engine's sharding, state dtypes and checkpoints."""
 
     rule = AdamWRule
-    __init__ = constructor(AdamWRule)
+
+    @constructor(AdamWRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)

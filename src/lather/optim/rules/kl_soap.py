@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
@@ -78,15 +79,14 @@ class KLSOAPRule(BasisRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        options = {"betas": self.betas, "eps": self.eps, "correct_bias": self.correct_bias, "nesterov": self.nesterov}
-        u = adam_in_basis(precondition(self.decayed(g, s), bases, "in"), s["exp_avg"], s["exp_avg_sq"], t, **options)
+        x, m, v, nesterov = precondition(self.decayed(g, s), bases, "in"), s["exp_avg"], s["exp_avg_sq"], self.nesterov
+        u = adam_in_basis(x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
         return clip_rms(precondition(u, bases, "out"), self.max_update_rms)
 
     def due(self, t: int) -> Due:
         if t <= self.adam_warmup_steps:
             return NOBODY
-        first = t == self.adam_warmup_steps + 1
-        return Due("everybody" if first else "interval", self.interval(t), first)
+        return Due("everybody", first=True) if t == self.adam_warmup_steps + 1 else self.every_so_often(t)
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,27 @@ class KLSOAP(MatrixOptimizer):
     """SOAP with KL-corrected statistics that include the step's own gradient (arXiv:2509.03378)."""
 
     rule = KLSOAPRule
-    __init__ = constructor(KLSOAPRule)
+
+    @constructor(KLSOAPRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
 
 
 class REKLS(KLSOAP):
     """KLSOAP with a whole eigendecomposition of every factor at every step: the exact rule that KLSOAP follows from afar."""
 
     rule = REKLSRule
-    __init__ = constructor(REKLSRule)
+
+    @constructor(REKLSRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        MatrixOptimizer.__init__(self, params, rule)
 
 
 class StackedSOAP(KLSOAP):
     """KLSOAP in which a stack of experts (b, m, n) is one matrix with shared factors, refreshed by QR at every step."""
 
     rule = StackedSOAPRule
-    __init__ = constructor(StackedSOAPRule)
+
+    @constructor(StackedSOAPRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        MatrixOptimizer.__init__(self, params, rule)

@@ -11,12 +11,18 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
 from lather.optim.options import Count, Decay, NonNegative, Range, Rate, is_number
 from lather.optim.rule import Entry, Matrix, Rule, State
 from lather.optim.rules.adamw import AdamWRule
+
+
+def is_scale(value: object) -> bool:
+    """Whether it is one of the scales of an update."""
+    return value in ("match_rms_adamw", "spectral") or (is_number(value) and value != 0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class MuonRule(Rule):
     """Steps of Newton-Schulz; 3 cost no loss that was seen."""
     coefficients: Literal["quintic", "polar_express"] = "quintic"
     """Of Newton-Schulz: Jordan's at every step, or the sequence of the Polar Express."""
-    scale: Annotated[str | float, Range("'match_rms_adamw', 'spectral' or a number > 0", lambda scale: is_scale(scale))] = "match_rms_adamw"
+    scale: Annotated[str | float, Range("'match_rms_adamw', 'spectral' or a number > 0", is_scale)] = "match_rms_adamw"
     """match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's rates fit; spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the iteration; auto: bfloat16 on CUDA, that of the state's arithmetic on a CPU."""
@@ -72,11 +78,6 @@ class MuonRule(Rule):
         return float(self.steps * min(matrix.shape) * matrix.numel) if matrix.is_matrix else float(matrix.numel)
 
 
-def is_scale(value: object) -> bool:
-    """Whether it is one of the scales of an update."""
-    return value in ("match_rms_adamw", "spectral") or (is_number(value) and value != 0)
-
-
 def numerator(g: Tensor, b: Tensor, mu: float, nesterov: bool) -> Tensor:
     """B <- mu B + (1 - mu) G in place; then mu B + (1 - mu) G, or B without Nesterov."""
     b.lerp_(g, 1 - mu)
@@ -87,4 +88,7 @@ class Muon(MatrixOptimizer):
     """Momentum, orthogonalised by Newton-Schulz, per matrix and per expert; vectors take AdamW's step at the same rate."""
 
     rule = MuonRule
-    __init__ = constructor(MuonRule)
+
+    @constructor(MuonRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)

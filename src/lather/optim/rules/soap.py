@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
@@ -111,14 +112,15 @@ class SOAPRule(BasisRule):
         factors = s.by_dim("factor")
         if t == 1 and self.statistics_of == "gradient":
             update_kronecker_factors(factors, g, beta=0.0)
-        g = self.decayed(g, s)
+        if s.weights is not None:
+            g = self.decayed(g, s)
 
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        options = {"betas": self.betas, "eps": self.eps, "correct_bias": self.correct_bias, "nesterov": self.use_nesterov}
-        u = adam_in_basis(precondition(g, bases, "in"), s["exp_avg"], s["exp_avg_sq"], t, **options)
+        x, m, v, nesterov = precondition(g, bases, "in"), s["exp_avg"], s["exp_avg_sq"], self.use_nesterov
+        u = adam_in_basis(x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
         u = self._normalized(precondition(u, bases, "out"), factors)
 
-        x = g if self.statistics_of == "gradient" else precondition(s["exp_avg"], bases, "out")
+        x = g if self.statistics_of == "gradient" else precondition(m, bases, "out")
         beta = self.shampoo_beta if self.shampoo_beta >= 0 else self.betas[1]
         if t == 1 and self.statistics_of == "momentum":
             beta = 0.0
@@ -142,7 +144,7 @@ class SOAPRule(BasisRule):
             return NOBODY
         if t == self.adam_warmup_steps:
             return Due("everybody", first=True)
-        return Due("everybody" if t <= self.precondition_warmup_steps else "interval", self.interval(t))
+        return Due("everybody") if t <= self.precondition_warmup_steps else self.every_so_often(t)
 
     def methods(self, first: bool) -> tuple[str, ...]:
         return ("eigh",) if self.use_eigh else super().methods(first)
@@ -152,4 +154,7 @@ class SOAP(MatrixOptimizer):
     """Adam in the slowly turning eigenbasis of Shampoo's preconditioner (arXiv:2409.11321)."""
 
     rule = SOAPRule
-    __init__ = constructor(SOAPRule)
+
+    @constructor(SOAPRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)

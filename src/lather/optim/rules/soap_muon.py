@@ -12,11 +12,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
 from lather.optim.options import Count, Decay, Interval, NonNegative, Steps
-from lather.optim.rule import NOBODY, Due, Entry, Matrix, State
+from lather.optim.rule import NOBODY, Due, Entry, Matrix, Rule, State
 from lather.optim.rules.bases import BasisRule
 from lather.optim.rules.muon import MuonRule, numerator
 
@@ -67,7 +68,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
     def due(self, t: int) -> Due:
         if t <= self.muon_warmup_steps:
             return NOBODY if t < self.muon_warmup_steps else Due("everybody", first=True)
-        return Due("everybody" if t <= self.precondition_warmup_steps else "interval", self.interval(t))
+        return Due("everybody") if t <= self.precondition_warmup_steps else self.every_so_often(t)
 
     def cost(self, matrix: Matrix) -> float:
         return MuonRule.cost(self, matrix) + BasisRule.cost(self, matrix)
@@ -77,4 +78,7 @@ class SOAPMuon(MatrixOptimizer):
     """Muon whose momentum is preconditioned in an eigenbasis first; vectors take AdamW's step at the same rate."""
 
     rule = SOAPMuonRule
-    __init__ = constructor(SOAPMuonRule)
+
+    @constructor(SOAPMuonRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)

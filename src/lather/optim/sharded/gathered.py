@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lather.optim.engine.buckets import Bucket
-from lather.optim.engine.members import Member, apply_
+from lather.optim.engine.members import Member
+from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import KeptEntry, compute_dtype, kept_entries
 from lather.optim.sharded.exchange import to_owners

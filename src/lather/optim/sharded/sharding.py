@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.optim.engine.members import Member, apply_
+from lather.optim.engine.members import Member
+from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.engine.state import compute_dtype
 from lather.optim.rule import Rule
@@ -110,9 +111,9 @@ class Sharding:
                 new.setdefault(one.spread.ranks, []).append((one, one.spread))
             elif one.spread is not None and not self._still_fits(one):
                 raise ValueError(
-                    f"matrix_layout, max_precond_dim, precondition_1d, sides, ownership or a limit on the update of a sharded parameter of "
-                    f"shape {one.spread.shape} was changed after its state was made: save its state_dict(), make the optimizer anew with the "
-                    "new options, and load what still fits"
+                    "matrix_layout, max_precond_dim, precondition_1d, sides, ownership or a limit on the update of a sharded parameter "
+                    f"of shape {one.spread.shape} was changed after its state was made: save its state_dict(), make the optimizer anew "
+                    "with the new options, and load what still fits"
                 )
         for ranks in sorted(new, key=lambda ranks: (-len(ranks), ranks)):
             self._check_same(ranks, [one for one, _ in new[ranks]])
@@ -120,7 +121,7 @@ class Sharding:
 
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
         """All shares, if options on which one depends have changed: `plan` makes them anew. For loading, which replaces all state."""
-        if not all([self._still_fits(one) for one in params]):
+        if not all(self._still_fits(one) for one in params):
             self._shares.clear()
             self._loads.clear()
             self._exchanges = ([], [])
