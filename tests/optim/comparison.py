@@ -15,8 +15,10 @@ import jaxtyping
 import numpy as np
 import torch
 from reference import Array, Reference, ReferenceKLSOAP, ReferenceSOAP, project_out, unstacked
+from reference_muon import Reference as ReferenceOfMuon
+from reference_muon import ReferenceMuon, ReferenceSOAPMuon
 
-from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, Muon, SOAPMuon, StackedSOAP
 
 Shape = tuple[int, ...]
 Gradients = list[list[Array | None]]
@@ -25,11 +27,13 @@ Gradients = list[list[Array | None]]
 TOLERANCE = 1e-7
 """Of lr for parameters (a step is of its order), of the largest entry for state; rounding gives 1e-13 before eigenvectors amplify it."""
 
-CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference], dict[str, Any]]] = {
+CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon], dict[str, Any]]] = {
     "SOAP": (SOAP, ReferenceSOAP, {}),
     "KLSOAP": (KLSOAP, ReferenceKLSOAP, {}),
     "REKLS": (REKLS, ReferenceKLSOAP, {"refresh_method": "eigh", "precondition_frequency": 1}),
     "StackedSOAP": (StackedSOAP, ReferenceKLSOAP, {"matrix_layout": "stacked"}),
+    "Muon": (Muon, ReferenceMuon, {}),
+    "SOAPMuon": (SOAPMuon, ReferenceSOAPMuon, {}),
 }
 """Name -> the package's class, the reference's, and what the reference calls it."""
 
@@ -38,6 +42,7 @@ OF_THE_PACKAGE_ALONE = (
     "bucket_bytes",
     "fp32_matmul_prec",
     "max_state_bytes",
+    "newton_schulz_dtype",
     "nonfinite",
     "num_streams",
     "qr_fp32_matmul_prec",
@@ -130,7 +135,7 @@ def optimizer_of(kind: str, groups: Sequence[Group], start: Sequence[Array], **o
         return CLASSES[kind][0](own, **{"lr": 1e-2, "state_dtype": torch.float64, **options}), list(params)
 
 
-def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> Reference:
+def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> Reference | ReferenceOfMuon:
     """The reference with the meaning of the package's options."""
     _, reference, preset = CLASSES[kind]
     known = {key: value for key, value in {"lr": 1e-2, **preset, **options}.items() if key not in OF_THE_PACKAGE_ALONE}
@@ -211,16 +216,17 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
     got = {key: value.double().numpy() for key, value in ours.items()}
     worst = 0.0
     for key, value in expected.items():
-        if key.startswith(("factor", "eigenvalues")):
+        if key.startswith(("factor", "eigenvalues", "momentum_buffer", "row_moment", "norm")):
             worst = max(worst, relative(got[key], value))
         elif key.startswith("basis"):
             cosines = (got[key] * value).sum(-2)
             worst = max(worst, largest(np.abs(cosines) - 1.0))
-    v, m = expected["exp_avg_sq"], moment_in_parameter_coordinates(expected)
-    v_got, m_got = got["exp_avg_sq"], moment_in_parameter_coordinates(got)
-    if v_got.shape != v.shape:  # a stacked parameter without any factor keeps its moments in its own shape
-        v, m = unstacked(v, shape), unstacked(m, shape)
-    return max(worst, relative(v_got, v), relative(m_got, m))
+    for key in {"exp_avg", "exp_avg_sq"} & expected.keys():
+        wanted, found = (moment_in_parameter_coordinates(one) if key == "exp_avg" else one[key] for one in (expected, got))
+        if found.shape != wanted.shape:  # a stacked parameter without any factor keeps its moments in its own shape
+            wanted = unstacked(wanted, shape)
+        worst = max(worst, relative(found, wanted))
+    return worst
 
 
 def moment_in_parameter_coordinates(state: dict[str, Any]) -> Array:

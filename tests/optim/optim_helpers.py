@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
+from strangers import Lion, Shampoo
 from torch import Tensor
 
-from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim import KLSOAP, REKLS, SOAP, AdamW, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP
 
-KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
+SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "soap": (SOAP, {"precondition_frequency": 2}),
     "soap_per_expert": (SOAP, {"precondition_frequency": 2, "matrix_layout": "per_expert", "second_moment": "rotate"}),
     "soap_stacked": (SOAP, {"precondition_frequency": 3, "matrix_layout": "stacked"}),
+    "soap_orthogonalized": (SOAP, {"precondition_frequency": 2, "orthogonalize": True, "statistics_of": "momentum"}),
+    "soap_one_sided": (SOAP, {"precondition_frequency": 2, "sides": "smaller", "matrix_layout": "per_expert"}),
     "kl_soap": (KLSOAP, {"precondition_frequency": 3}),
     "kl_soap_per_expert": (KLSOAP, {"matrix_layout": "per_expert", "second_moment": "permute"}),
+    "kl_soap_floor": (KLSOAP, {"precondition_frequency": 2, "eigenvalue_floor": 1e-2, "sides": "auto"}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
 }
-"""Every optimizer and layout: name -> class and options."""
+"""The SOAP family: Adam in bases, of which one side is the whole or there is a warm-up of plain Adam."""
 
-FEW_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
+KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
+    **SOAP_KINDS,
+    "muon": (Muon, {}),
+    "muon_per_expert": (Muon, {"matrix_layout": "per_expert", "normalize": "row"}),
+    "muon_stacked": (Muon, {"matrix_layout": "stacked", "keep_norm": True}),
+    "soap_muon": (SOAPMuon, {"precondition_frequency": 2}),
+    "soap_muon_per_expert": (SOAPMuon, {"precondition_frequency": 2, "matrix_layout": "per_expert", "sides": "both"}),
+    "adamw": (AdamW, {}),
+    "shampoo": (Shampoo, {"precondition_frequency": 2, "lr": 1e-2}),
+    "shampoo_per_expert": (Shampoo, {"matrix_layout": "per_expert", "lr": 1e-2}),
+    "shampoo_stacked": (Shampoo, {"matrix_layout": "stacked", "lr": 1e-2}),
+    "lion": (Lion, {"lr": 1e-2}),
+    "lion_per_expert": (Lion, {"matrix_layout": "per_expert", "lr": 1e-2}),
+}
+"""Every optimizer and layout, the rules of `strangers` included: name -> class, of an optimizer or a rule, and options."""
+
+FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
+FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
 """Each layout and rule once."""
 
-CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}
+WITH_EXPERTS = ("soap_per_expert", "kl_soap_per_expert", "soap_one_sided", "soap_muon_per_expert", "shampoo_per_expert")
+"""Those that know which experts got no token."""
+
+SOAP_CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}
+CLASSES: dict[str, type[MatrixOptimizer]] = {**SOAP_CLASSES, "Muon": Muon, "SOAPMuon": SOAPMuon, "AdamW": AdamW}
 
 MATRICES = ((6, 4), (3, 4, 5), (6, 4))
 SHAPES = (*MATRICES, (5,), (), (0, 3))
@@ -32,21 +58,35 @@ SHAPES = (*MATRICES, (5,), (), (0, 3))
 FULL_RANK = {"adam_warmup_steps": 3, "state_dtype": torch.float64}
 """For comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first bases come when factors have full rank."""
 
+OF_BASES = ("adam_warmup_steps", "precondition_frequency")
+"""Options that tests give to every kind, for those that have bases."""
+
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
-    """The optimizer `kind` over parameters; those with fewer than two dims are in a group with layout "tensor"."""
+    """The optimizer `kind` over parameters; those with fewer than two dims are in a group with layout "tensor".
+
+    `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as `precondition_frequency` is.
+    """
     cls, preset = KINDS[kind]
     params = list(params)
     groups = [
         {"params": [p for p in params if p.dim() >= 2]},
         {"params": [p for p in params if p.dim() < 2], "matrix_layout": "tensor"},
     ]
-    return cls([group for group in groups if group["params"]], **{"lr": 1e-2, **preset, **options})
+    rule = cls if issubclass(cls, Rule) else cls.rule
+    merged = {"lr": 1e-2, **preset, **options}
+    if issubclass(cls, SOAPMuon) and "adam_warmup_steps" in merged:
+        merged["muon_warmup_steps"] = merged.pop("adam_warmup_steps")
+    for name in OF_BASES:
+        if name not in {field.name for field in fields(rule)}:
+            merged.pop(name, None)
+    groups = [group for group in groups if group["params"]]
+    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)  # type: ignore[arg-type]
 
 
 def coupled_decay(kind: str) -> dict[str, Any]:
     """The option under which weight decay is added to the gradient."""
-    return {"use_decoupled_weight_decay": False} if kind.startswith("soap") else {"weight_decay_method": "l2"}
+    return {"use_decoupled_weight_decay": False} if KINDS[kind][0] is SOAP else {"weight_decay_method": "l2"}
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
@@ -110,6 +150,11 @@ def largest_difference(params: Iterable[Tensor], others: Iterable[Tensor]) -> fl
     pairs = list(zip(params, others, strict=True))
     assert all(p.shape == q.shape for p, q in pairs)
     return max(float((p.detach().double() - q.detach().double()).abs().max()) for p, q in pairs if p.numel())
+
+
+def moment_of(optimizer: torch.optim.Optimizer, p: Tensor) -> str:
+    """Name of its first moment."""
+    return next(name for name in ("exp_avg", "momentum_buffer") if name in optimizer.state[p])
 
 
 def snapshot(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[Tensor]:

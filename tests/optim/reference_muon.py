@@ -1,7 +1,7 @@
 """Slow, literal Muon, NorMuon and SOAP-Muon in NumPy float64, to compare the package's optimizers with.
 
-Written from the specification alone (the rules' specification: "Newton-Schulz", "Muon", "SOAP-Muon"; the optimizer
-specification: "second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of
+Written from the specification alone (the rules' specification: "Newton-Schulz", "Muon", "SOAP-Muon", "Hyperball"; the optimizer
+specification: "Refresh", "second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of
 its code was read. Every matrix is handled on its own and nothing is batched, cached or skipped for speed.
 
 Names follow the specification: `w` is a parameter, `g` its gradient, `t` the 1-based step of that parameter, `b` the
@@ -24,6 +24,7 @@ from reference import (
     contraction,
     descending,
     eigh_descending,
+    is_nearly_diagonal,
     project_in,
     project_out,
     rotated_diagonal,
@@ -74,7 +75,7 @@ def scale_of(shape: Sequence[int], scale: str | float) -> float:
 
 @dataclass(kw_only=True)
 class Options:
-    """What Muon and SOAP-Muon have in common."""
+    """What Muon and SOAP-Muon have in common; with `normalize="row"` Muon is NorMuon."""
 
     lr: float
     momentum: float = 0.95
@@ -82,45 +83,51 @@ class Options:
     steps: int = 5
     coefficients: str = "quintic"
     scale: str | float = "match_rms_adamw"
-    weight_decay: float = 0.0
-    eps: float = 1e-8
+    normalize: str | None = None
+    beta2: float = 0.95
+    weight_decay: float = 0.01
+    weight_decay_method: str = "decoupled"
+    keep_norm: bool = False
     matrix_layout: str = "tensor"
+    maximize: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("matrix_layout", ("tensor", "per_expert", "stacked")), ("coefficients", tuple(COEFFICIENTS))):
+        for name, known in (
+            ("matrix_layout", ("tensor", "per_expert", "stacked")),
+            ("coefficients", tuple(COEFFICIENTS)),
+            ("normalize", (None, "row")),
+            ("weight_decay_method", ("decoupled", "independent", "palm", "l2")),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
 
 
 @dataclass(kw_only=True)
-class MuonOptions(Options):
-    """The options of Muon; with `normalize="row"` it is NorMuon."""
-
-    normalize: str | None = None
-    normalize_beta: float = 0.95
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.normalize not in (None, "row"):
-            raise ValueError(f"normalize={self.normalize!r} is unknown to the reference, which has None and 'row'")
-
-
-@dataclass(kw_only=True)
 class SOAPMuonOptions(Options):
-    """The options of SOAP-Muon; `adam_warmup_steps` steps are plain Muon."""
+    """The options of SOAP-Muon."""
 
-    beta2: float = 0.95
     shampoo_beta: float = 0.95
+    eps: float = 1e-8
     sides: str = "smaller"
+    max_precond_dim: int = 8192
     statistics_of: str = "momentum"
-    orthogonalize: bool = True
     precondition_frequency: int | Callable[[int], int] = 10
     precondition_warmup_steps: int = 0
-    adam_warmup_steps: int = 1
+    muon_warmup_steps: int = 1
+    refresh_method: str = "qr"
+    power_iter_steps: int = 1
+    second_moment: str = "rotate"
+    use_adaptive_criteria: bool = False
+    adaptive_update_tolerance: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("sides", ("smaller", "both")), ("statistics_of", ("momentum", "gradient"))):
+        for name, known in (
+            ("sides", ("smaller", "larger", "both", "auto")),
+            ("statistics_of", ("momentum", "gradient")),
+            ("refresh_method", ("qr", "eigh")),
+            ("second_moment", ("permute", "rotate")),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
 
@@ -132,23 +139,29 @@ def numerator(g: Array, matrix: MatrixState, options: Options) -> Array:
     return mu * b + (1 - mu) * g if options.nesterov else b.copy()
 
 
-def scaled_orthogonal(x: Array, options: Options) -> Array:
-    return scale_of(x.shape, options.scale) * orthogonalize(x, options.steps, options.coefficients)
-
-
 def with_norm_of(y: Array, x: Array) -> Array:
     """The matrix y with the Frobenius norm of x; zeros stay zeros."""
     norm = np.linalg.norm(y)
     return y * (np.linalg.norm(x) / norm) if norm > 0 else y
 
 
-def update_muon(g: Array, matrix: MatrixState, t: int, idle: bool, options: MuonOptions) -> Array:
-    u = orthogonalize(numerator(g, matrix, options), options.steps, options.coefficients)
+def with_norm(y: Array, norm: float) -> Array:
+    """The matrix y scaled to a Frobenius norm; unchanged where that is zero."""
+    return y * (norm / np.linalg.norm(y)) if norm > 0 and y.any() else y
+
+
+def scaled_orthogonal(x: Array, matrix: MatrixState, options: Options) -> Array:
+    """U: x orthogonalized, its rows evened if asked, scaled."""
+    u = orthogonalize(x, options.steps, options.coefficients)
     if options.normalize == "row":
         v = matrix["row_moment"]
-        v[...] = options.normalize_beta * v + (1 - options.normalize_beta) * np.mean(u * u, axis=1)
-        u = with_norm_of(u / (np.sqrt(v)[:, None] + options.eps), u)
+        v[...] = options.beta2 * v + (1 - options.beta2) * np.mean(u * u, axis=1)
+        u = with_norm_of(u / (np.sqrt(v)[:, None] + 1e-8), u)
     return scale_of(u.shape, options.scale) * u
+
+
+def update_muon(g: Array, matrix: MatrixState, t: int, idle: bool, options: Options) -> Array:
+    return scaled_orthogonal(numerator(g, matrix, options), matrix, options)
 
 
 def update_factors(x: Array, matrix: MatrixState, t: int, options: SOAPMuonOptions) -> None:
@@ -163,15 +176,30 @@ def first_bases(matrix: MatrixState) -> None:
         matrix[f"basis_{dim}"][...] = eigh_descending(k)[1]
 
 
-def refresh(matrix: MatrixState) -> None:
-    """One step of orthogonal iteration of each basis; V_new = (S_L o S_L) V (S_R o S_R)^T with S = Q_new^T Q_old."""
-    v, bases = matrix["exp_avg_sq"], by_dim(matrix, "basis")
+def refresh(matrix: MatrixState, options: SOAPMuonOptions) -> None:
+    """New bases, by orthogonal iteration or eigh; V follows. The momentum is in parameter coordinates and stays.
+
+    "rotate": V_new = (S_L o S_L) V (S_R o S_R)^T with S = Q_new^T Q_old; "permute": V is re-ordered with the columns.
+    """
+    tolerance = 1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
+    v, bases = matrix.get("exp_avg_sq"), by_dim(matrix, "basis")
     for dim, k in by_dim(matrix, "factor").items():
         q_old = bases[dim]
-        order = descending(rotated_diagonal(k, q_old))
-        q_new = np.linalg.qr(k @ q_old[:, order]).Q
-        s = q_new.T @ q_old
-        v[...] = apply_on_dim(s * s, v, dim)
+        if options.use_adaptive_criteria and is_nearly_diagonal(k, q_old, tolerance):
+            continue
+        order = None
+        if options.refresh_method == "eigh":
+            q_new = eigh_descending(k)[1]
+        else:
+            order = descending(rotated_diagonal(k, q_old))
+            q_new = q_old[:, order]
+            for _ in range(options.power_iter_steps):
+                q_new = np.linalg.qr(k @ q_new).Q
+        if options.second_moment == "rotate":
+            s = q_new.T @ q_old
+            v[...] = apply_on_dim(s * s, v, dim)
+        elif order is not None:
+            v[...] = np.take(v, order, axis=dim)
         bases[dim][...] = q_new
 
 
@@ -185,23 +213,22 @@ def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptio
     v, bases = matrix["exp_avg_sq"], by_dim(matrix, "basis")
     x = project_in(n, bases)
     v[...] = options.beta2 * v + (1 - options.beta2) * x**2
-    correction = 1 - options.beta2 ** (t - options.adam_warmup_steps)
-    y = x / (np.sqrt(v / correction) + options.eps)
+    y = x / (np.sqrt(v / (1 - options.beta2**t)) + options.eps)
     return project_out(with_norm_of(y, x), bases)
 
 
 def update_soap_muon(g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPMuonOptions) -> Array:
-    n = numerator(g, matrix, options)
+    n = numerator(g, matrix, options)  # 1.
     if not idle:
-        update_factors(n if options.statistics_of == "momentum" else g, matrix, t, options)
-    if t <= options.adam_warmup_steps:
-        return scaled_orthogonal(n, options)
-    if t == options.adam_warmup_steps + 1:
+        update_factors(n if options.statistics_of == "momentum" else g, matrix, t, options)  # 2.
+    has_bases = t > options.muon_warmup_steps and bool(by_dim(matrix, "basis"))
+    x = preconditioned(n, matrix, t, options) if has_bases else n  # 3.
+    u = scaled_orthogonal(x, matrix, options)  # 4.
+    if t == options.muon_warmup_steps:  # 5.
         first_bases(matrix)
-    elif not idle and is_refresh_due(t, options):
-        refresh(matrix)
-    result = preconditioned(n, matrix, t, options)
-    return scaled_orthogonal(result, options) if options.orthogonalize else result
+    elif t > options.muon_warmup_steps and not idle and is_refresh_due(t, options):
+        refresh(matrix, options)
+    return u
 
 
 class Reference:
@@ -220,7 +247,12 @@ class Reference:
 
     def new_state(self, shape: tuple[int, ...]) -> State:
         """Zeros, for a parameter of this shape, which is the merged one for a stacked parameter."""
-        return {"step": 0, "momentum_buffer": np.zeros(shape)}
+        state = {"step": 0, "momentum_buffer": np.zeros(shape)}
+        if self.options.normalize == "row":
+            state["row_moment"] = np.zeros(shape[:-1])
+        if self.options.keep_norm:
+            state["norm"] = np.zeros(shape[:-2])
+        return state
 
     def step(self, grads: list[np.ndarray | None]) -> None:
         """One step; a parameter whose gradient is None is left alone altogether."""
@@ -230,6 +262,7 @@ class Reference:
 
     def _step_parameter(self, i: int, g: Array) -> None:
         p, o = self.params[i], self.options
+        g = -g if o.maximize else g
         if g.shape != p.shape:
             raise ValueError(f"gradient {i} has shape {g.shape}, its parameter {p.shape}")
         merge = p.ndim == 3 and o.matrix_layout == "stacked"
@@ -239,8 +272,17 @@ class Reference:
         batched = w.ndim == 3
         for index in range(len(w)) if batched else [...]:
             idle = batched and not g[index].any()
-            u = self.update(g[index], state_of_matrix(state, index), state["step"], idle, o)
-            w[index] = (1 - o.lr * o.weight_decay) * w[index] - o.lr * u
+            coupled = g[index] + o.weight_decay * w[index] if o.weight_decay_method == "l2" else g[index]
+            matrix = state_of_matrix(state, index)
+            if o.keep_norm and state["step"] == 1:
+                state["norm"][index] = np.linalg.norm(w[index])
+            u = self.update(coupled, matrix, state["step"], idle, o)
+            if o.keep_norm:
+                r = float(state["norm"][index])
+                w[index] = with_norm(w[index] - o.lr * with_norm(u, r), r)
+            else:
+                rate = {"decoupled": o.lr, "independent": 1.0, "palm": o.lr**2, "l2": 0.0}[o.weight_decay_method]
+                w[index] = (1 - rate * o.weight_decay) * w[index] - o.lr * u
         if merge:
             p[...] = unstacked(w, p.shape)
 
@@ -248,13 +290,8 @@ class Reference:
 class ReferenceMuon(Reference):
     """Muon, and NorMuon with `normalize="row"`."""
 
-    options: MuonOptions
-    options_type = MuonOptions
+    options_type = Options
     update = staticmethod(update_muon)
-
-    def new_state(self, shape: tuple[int, ...]) -> State:
-        row_moment = {"row_moment": np.zeros(shape[:-1])} if self.options.normalize == "row" else {}
-        return {**super().new_state(shape), **row_moment}
 
 
 class ReferenceSOAPMuon(Reference):
@@ -266,9 +303,13 @@ class ReferenceSOAPMuon(Reference):
 
     def new_state(self, shape: tuple[int, ...]) -> State:
         *batch, m, n = shape
-        state = {**super().new_state(shape), "exp_avg_sq": np.zeros(shape)}
+        state = super().new_state(shape)
+        smaller = 0 if m <= n else 1
+        both = self.options.sides == "both" or (self.options.sides == "auto" and max(m, n) <= 8 * min(m, n))
+        wanted = {0, 1} if both else {1 - smaller if self.options.sides == "larger" else smaller}
         for dim, size in enumerate((m, n)):
-            if self.options.sides == "both" or dim == (0 if m <= n else 1):
+            if dim in wanted and size <= self.options.max_precond_dim:
+                state["exp_avg_sq"] = np.zeros(shape)
                 state[f"factor_{dim}"] = np.zeros((*batch, size, size))
                 state[f"basis_{dim}"] = np.zeros((*batch, size, size)) + np.eye(size)
         return state

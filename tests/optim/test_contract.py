@@ -8,6 +8,7 @@ import pytest
 import torch
 from optim_helpers import (
     FEW_KINDS,
+    FEW_SOAP_KINDS,
     FULL_RANK,
     KINDS,
     MATRICES,
@@ -26,7 +27,7 @@ from optim_helpers import (
 )
 from torch import Tensor
 
-from lather.optim import KLSOAP, SOAP
+from lather.optim import KLSOAP, SOAP, Muon
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -165,8 +166,11 @@ def test_strides_of_gradients_do_not_matter(kind: str) -> None:
     assert all_same(params, others)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_precond_dim": 0}, {"max_precond_dim": 4}], ids=["all", "none", "some"])
-@few_kinds
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in FEW_KINDS), *((kind, {"max_precond_dim": size}) for kind in FEW_SOAP_KINDS for size in (0, 4))],
+    ids=str,
+)
 def test_strides_of_parameters_do_not_matter(kind: str, options: dict[str, Any]) -> None:
     shapes = [(6, 4), (3, 4, 5)] + ([] if "stacked" in kind else [(4, 3, 2, 2)])
     params = parameters(shapes, torch.float64)
@@ -253,7 +257,7 @@ def test_learning_rate_schedulers_drive_the_rate_of_each_group() -> None:
     assert same(p.detach(), moved)
 
 
-@few_kinds
+@pytest.mark.parametrize("kind", FEW_SOAP_KINDS)
 def test_one_cycle_turns_rate_and_betas_as_for_adamw(kind: str) -> None:
     ours = parameters(dtype=torch.float64)
     theirs = clones(ours)
@@ -270,8 +274,27 @@ def test_one_cycle_turns_rate_and_betas_as_for_adamw(kind: str) -> None:
     assert largest_difference(ours, theirs) <= 1e-14
 
 
+def test_one_cycle_turns_rate_and_momentum_as_for_torchs_muon() -> None:
+    ours = parameters([(6, 4)])
+    theirs = clones(ours)
+    groups: list[Any] = [[{"params": params}] for params in (ours, theirs)]
+    groups[0].append({"params": [parameter(3)], "rule": "adamw"})  # of another rule: without momentum
+    optimizers = [Muon(groups[0], lr=1e-2), torch.optim.Muon(groups[1], lr=1e-2)]
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10) for one in optimizers]
+    seen = set()
+    for step in range(9):
+        run_both((optimizers[0], ours), (optimizers[1], theirs), range(step, step + 1))
+        rates, theirs_now = ([one.param_groups[0][key] for key in ("lr", "momentum")] for one in optimizers)
+        assert rates == theirs_now
+        seen.add(tuple(rates))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert len(seen) == 9
+    assert int(optimizers[0].state[ours[0]]["step"]) == 9
+
+
 def test_the_rate_may_be_a_tensor_that_changes() -> None:
-    for kind in ("soap", "kl_soap"):
+    for kind in ("soap", "kl_soap", "muon_per_expert", "soap_muon", "adamw", "shampoo", "lion"):
         params = parameters(dtype=torch.float64)
         others = clones(params)
         rate = torch.tensor(0.25)

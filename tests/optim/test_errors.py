@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import CLASSES, FEW_KINDS, KINDS, all_same, give_gradients, make, parameter, parameters, run, same, snapshot
+from optim_helpers import (
+    CLASSES,
+    FEW_KINDS,
+    FEW_SOAP_KINDS,
+    KINDS,
+    all_same,
+    give_gradients,
+    make,
+    parameter,
+    parameters,
+    run,
+    same,
+    snapshot,
+)
 
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
 from lather.optim.engine import optimizer, plan, state, stateful
-from lather.optim.rules import bases, kl_soap, soap
+from lather.optim.rules import bases, kl_soap, soap, soap_muon
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
@@ -62,7 +75,7 @@ def test_nonfinite_skip_passes_over_that_parameter_alone_and_counts(kind: str, v
     assert all(p.isfinite().all() for p in params)
 
 
-@few_kinds
+@pytest.mark.parametrize("kind", [*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "adamw"])
 def test_nonfinite_ignore_lets_it_through(kind: str) -> None:
     optimizer, params = with_a_bad_gradient(kind, torch.nan, nonfinite="ignore")
     optimizer.step()
@@ -192,8 +205,44 @@ BAD_OF_KL: list[tuple[str, Any]] = [
     ("adam_warmup_steps", -1),
     ("shampoo_beta", -1.0),
 ]
-BAD = [("SOAP", *bad) for bad in BAD_OPTIONS + BAD_OF_SOAP] + [
-    (name, *bad) for name in ("KLSOAP", "REKLS", "StackedSOAP") for bad in BAD_OPTIONS[::4] + BAD_OF_KL
+BAD_OF_MUON: list[tuple[str, Any]] = [
+    ("lr", -1e-3),
+    ("momentum", 1.0),
+    ("momentum", "0.9"),
+    ("nesterov", 1),
+    ("steps", 0),
+    ("steps", 2.0),
+    ("coefficients", "cubic"),
+    ("scale", "rms"),
+    ("scale", 0),
+    ("scale", -1.0),
+    ("scale", float("inf")),
+    ("scale", True),
+    ("newton_schulz_dtype", "float16"),
+    ("newton_schulz_dtype", torch.bfloat16),
+    ("normalize", "column"),
+    ("beta2", 1.0),
+    ("weight_decay", -1),
+    ("weight_decay_method", "coupled"),
+    ("keep_norm", "yes"),
+]
+BAD_OF_SOAP_MUON: list[tuple[str, Any]] = [
+    ("shampoo_beta", -1),
+    ("eps", -1e-8),
+    ("sides", "left"),
+    ("statistics_of", "weights"),
+    ("precondition_frequency", 0),
+    ("precondition_warmup_steps", -1),
+    ("muon_warmup_steps", 0),
+]
+BAD = [
+    *(("SOAP", *bad) for bad in BAD_OPTIONS + BAD_OF_SOAP),
+    *((name, *bad) for name in ("KLSOAP", "REKLS", "StackedSOAP") for bad in BAD_OPTIONS[::4] + BAD_OF_KL),
+    *((name, *bad) for name in ("Muon", "SOAPMuon") for bad in BAD_OF_MUON),
+    *(("SOAPMuon", *bad) for bad in BAD_OF_SOAP_MUON),
+    *(("AdamW", *bad) for bad in (("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("correct_bias", 0))),
+    *(("SOAP", *bad) for bad in (("sides", "left"), ("statistics_of", "weights"), ("orthogonalize", 1), ("keep_norm", 1))),
+    *(("KLSOAP", *bad) for bad in (("sides", "left"), ("eigenvalue_floor", -1e-3))),
 ]
 
 
@@ -223,8 +272,8 @@ def test_bad_options_are_refused_as_arguments_too(name: str, option: str) -> Non
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_options_that_nobody_knows_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match="momentum"):
-        CLASSES[name]([parameter(2, 2)], lr=1e-3, momentum=0.9)
+    with pytest.raises(TypeError, match="dampening"):
+        CLASSES[name]([parameter(2, 2)], lr=1e-3, dampening=0.9)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -235,8 +284,9 @@ def test_a_bad_group_leaves_the_optimizer_as_it_was(name: str) -> None:
         {"learning_rate": 1.0},
         {"max_state_bytes": 10},
         {"matrix_layout": "stacked", "params": [parameter(2, 2, 2, 2)]},
-        {"matrix_layout": "per_expert", "params": [parameter(3)]},
     ]
+    if name != "AdamW":  # to which shapes are all one
+        bad_groups.append({"matrix_layout": "per_expert", "params": [parameter(3)]})
     for bad in bad_groups:
         with pytest.raises(ValueError, match=r"lr|learning_rate|max_state_bytes|stacked|per_expert"):
             optimizer.add_param_group({"params": [parameter(3, 3)], **bad})
@@ -296,9 +346,9 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(stateful, "make_buckets")],
     "allocation": [(state.KeptEntry, "allocate")],
-    "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl")],
-    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis")],
-    "precondition": [(soap, "precondition"), (kl_soap, "precondition")],
+    "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl"), (soap_muon, "update_kronecker_factors")],
+    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis"), (soap_muon, "numerator")],
+    "precondition": [(soap, "precondition"), (kl_soap, "precondition"), (soap_muon, "precondition")],
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
     "apply": [(plan.Chunk, "_apply")],
@@ -312,7 +362,7 @@ class InjectedError(Exception):
 
 @pytest.mark.parametrize("call", [0, 1], ids=["first", "second"])
 @pytest.mark.parametrize("phase", FAULTS)
-@pytest.mark.parametrize("kind", ["soap_stacked", "kl_soap_per_expert"])
+@pytest.mark.parametrize("kind", ["soap_stacked", "kl_soap_per_expert", "soap_muon_per_expert"])
 def test_an_exception_in_any_phase_leaves_parameters_and_gradients_in_shape(
     kind: str, phase: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import FEW_KINDS, FULL_RANK, clones, give_gradients, make, parameter, parameters, run, run_both, same
+from optim_helpers import FEW_SOAP_KINDS, FULL_RANK, clones, give_gradients, make, parameter, parameters, run, run_both, same
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
 from lather.optim.engine import optimizer
 from lather.optim.engine.refresh import DimRefresh
 
-few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
+few_kinds = pytest.mark.parametrize("kind", FEW_SOAP_KINDS)
 
 # --- methods --------------------------------------------------------------------------------------------------------------------------
 

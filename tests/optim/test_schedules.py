@@ -5,7 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
-from optim_helpers import FEW_KINDS, make, parameter, run
+from optim_helpers import FEW_SOAP_KINDS, make, parameter, run
 
 from lather.optim.schedules import CosineFrequency, LinearFrequency, StepFrequency
 
@@ -73,12 +73,12 @@ def doubling(t: int) -> int:
     [1, 3, doubling, LinearFrequency(1, 4, 8), CosineFrequency(1, 4, 8), StepFrequency(1, 4, 4)],
     ids=["one", "three", "function", "linear", "cosine", "step"],
 )
-@pytest.mark.parametrize("kind", FEW_KINDS)
+@pytest.mark.parametrize("kind", [*FEW_SOAP_KINDS, "soap_muon_per_expert", "shampoo_per_expert", "shampoo"])
 def test_bases_are_refreshed_at_the_steps_that_the_interval_says(kind: str, frequency: Any) -> None:
-    p = parameter(3, 4, 4)
+    p = parameter(4, 4) if kind == "shampoo" else parameter(3, 4, 4)
     optimizer = make(kind, [p], precondition_frequency=frequency)
-    first = 1 if kind.startswith("soap") else 2  # of KL: the step after the warm-up
-    per_refresh = 2 * 3 if "per_expert" in kind else 2 if "stacked" in kind else 3
+    first = 1 if kind.startswith(("soap", "shampoo")) else 2  # of KL: the step after the warm-up
+    per_refresh = 2 * 3 if "per_expert" in kind else 2 if kind in ("stacked_soap", "shampoo") else 3
     expected, refreshed = [], []
     for t in range(1, 13):
         before = optimizer.counters["refreshes_done"]

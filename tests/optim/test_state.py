@@ -54,7 +54,7 @@ STATE_DTYPES = {
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES.values(), ids=STATE_DTYPES.keys())
-@pytest.mark.parametrize("kind", ["soap", "kl_soap_per_expert", "stacked_soap"])
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_state_of_other_dtypes_is_exact_too(kind: str, state_dtype: Any) -> None:
     params = parameters([(5, 6), (2, 4, 3), (6,)])
     optimizer = make(kind, params, state_dtype=state_dtype)
@@ -72,7 +72,7 @@ def test_state_of_other_dtypes_is_exact_too(kind: str, state_dtype: Any) -> None
     )
     wide = torch.float64 if state_dtype is torch.float64 else torch.float32
     for name, value in optimizer.state[params[0]].items():
-        expected = moments if name.startswith("exp_avg") else bases if name.startswith("basis") else wide
+        expected = moments if name.startswith(("exp_avg", "momentum_buffer")) else bases if name.startswith(("basis", "root")) else wide
         assert value.dtype == (torch.float32 if name == "step" else expected), name
 
 
@@ -119,18 +119,38 @@ def test_loaded_state_is_a_copy() -> None:
     assert same(first.state[p]["exp_avg"], before)
 
 
+ADAM = "exp_avg exp_avg_sq"
+BOTH_SIDES = "factor_0 factor_1 basis_0 basis_1"
+KEYS = {
+    **dict.fromkeys(["soap", "soap_per_expert", "soap_stacked", "soap_orthogonalized"], f"{ADAM} {BOTH_SIDES}"),
+    "soap_one_sided": f"{ADAM} factor_1 basis_1",
+    **dict.fromkeys(
+        ["kl_soap", "kl_soap_per_expert", "kl_soap_floor", "rekls", "stacked_soap"], f"{ADAM} {BOTH_SIDES} eigenvalues_0 eigenvalues_1"
+    ),
+    "muon": "momentum_buffer",
+    "muon_per_expert": "momentum_buffer row_moment",
+    "muon_stacked": "momentum_buffer norm",
+    "soap_muon": "momentum_buffer exp_avg_sq factor_1 basis_1",
+    "soap_muon_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
+    "adamw": ADAM,
+    **dict.fromkeys(["shampoo", "shampoo_per_expert", "shampoo_stacked"], "exp_avg factor_0 factor_1 root_0 root_1"),
+    **dict.fromkeys(["lion", "lion_per_expert"], "exp_avg"),
+}
+"""State of a matrix (6, 4)."""
+
+
 @every_kind
 def test_init_state_makes_the_keys_that_the_first_step_makes_and_changes_nothing(kind: str) -> None:
     params = parameters()
     others = clones(params)
     prepared, plain = make(kind, params), make(kind, others)
     prepared.init_state()
-    keys = {"step", "exp_avg", "exp_avg_sq", "factor_0", "factor_1", "basis_0", "basis_1"}
-    keys |= set() if kind.startswith("soap") else {"eigenvalues_0", "eigenvalues_1"}
-    assert prepared.state[params[0]].keys() == keys
-    assert prepared.state[params[-1]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert prepared.state[params[0]].keys() == {"step", *KEYS[kind].split()}
+    assert prepared.state[params[3]].keys() == {"step", "exp_avg", *([] if kind.startswith(("shampoo", "lion")) else ["exp_avg_sq"])}
     assert all(int(prepared.state[p]["step"]) == 0 for p in params)
-    assert torch.equal(prepared.state[params[0]]["basis_0"], torch.eye(6))
+    for p in (params[0], params[2]):
+        for name in [name for name in prepared.state[p] if name.startswith(("basis", "root"))]:
+            assert torch.equal(prepared.state[p][name], torch.eye(p.shape[int(name[-1])]))
     run_both((prepared, params), (plain, others), range(3))
     assert same_state(prepared, params, plain, others)
     assert all_same(params, others)
