@@ -140,6 +140,14 @@ def test_one_process_needs_no_group() -> None:
         Mesh.build(ParallelConfig(pp=2), CPU)
 
 
+def test_the_device_of_one_process_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_device`, which the thread of an asynchronous save calls, refuses a device without one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert Mesh.single(torch.device("cuda")).device == torch.device("cuda", 3)
+    assert Mesh.single(torch.device("cuda", 1)).device == torch.device("cuda", 1)
+    assert Mesh.single(CPU).device == CPU
+
+
 def test_the_quickstart_runs_on_four_ranks() -> None:
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
     check_parallel(replace(config, parallel=ParallelConfig(pp=2, ep=2)), 4)

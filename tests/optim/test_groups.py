@@ -25,7 +25,7 @@ def named(group: dict) -> set[str]:  # type: ignore[type-arg]
 
 def test_each_parameter_is_claimed_once_and_by_the_right_group() -> None:
     matrices, experts, rest = parameter_groups(Tiny())
-    assert named(matrices) == {"mixer.weight", "convolution.weight"}
+    assert named(matrices) == {"mixer.weight", "convolution.weight", "frozen"}
     assert named(experts) == {"experts.up"}
     assert named(rest) == {"embed_tokens.weight", "positions.weight", "mixer.bias", "experts.bias"}
     assert experts["matrix_layout"] == "per_expert"
@@ -35,7 +35,7 @@ def test_each_parameter_is_claimed_once_and_by_the_right_group() -> None:
 def test_other_names_for_experts_and_for_adam() -> None:
     groups = parameter_groups(Tiny(), expert_names=("convolution",), adam_names=("mixer",))
     assert [named(group) for group in groups] == [
-        {"experts.up"},
+        {"experts.up", "frozen"},
         {"convolution.weight"},
         {"embed_tokens.weight", "positions.weight", "mixer.weight", "mixer.bias", "experts.bias"},
     ]

@@ -104,14 +104,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _make_roster(self) -> Roster:
-        groups, params = [], []
+        groups, params, frozen = [], [], []
         for group in self.param_groups:
             settings = GroupSettings.of(group, self._rules[group["rule"]])
             groups.append(settings)
             for name, p in zip(names_of(group), group["params"], strict=True):
+                if not p.requires_grad and p.grad is None and not self.state.get(p):
+                    frozen.append(p)
+                    continue
                 spread = self._sharding.spread_of(p, group)
                 params.append(ParamInfo(p, settings, name, _layout(p, settings.rule, spread), spread))
-        return Roster(groups, params)
+        return Roster(groups, params, frozen)
 
 
 def _layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:

@@ -18,6 +18,7 @@ from dataclasses import MISSING
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
@@ -163,7 +164,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 return False
             if list(map(group.get, known.names)) != known.values:
                 return False
-        if _places(roster.params) != roster.places:
+        if _places(roster.params) != roster.places or (roster.frozen and _is_any_thawed(roster.frozen)):
             return False
         for known in roster.groups:
             known.lr = float(known.group["lr"])
@@ -325,6 +326,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
 FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 """torch's three levels, for cuBLAS and for oneDNN."""
+
+
+def _is_any_thawed(params: Sequence[Tensor]) -> bool:
+    return any(p.requires_grad or p.grad is not None for p in params)
 
 
 @contextmanager

@@ -118,6 +118,8 @@ class Roster:
 
     groups: list[GroupSettings]
     params: list[ParamInfo]
+    frozen: list[Tensor]
+    """Parameters that are left out for as long as they take no gradient."""
     places: list[Any] = field(default_factory=list)
     """Where their data are in memory, and with what strides."""
 
