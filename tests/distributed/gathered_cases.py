@@ -20,6 +20,9 @@ CASES = (
     ("hsdp", "soap_rotate", torch.float32),
     ("fsdp x tp", "stacked_soap", torch.float32),
     ("in another order", "kl_soap", torch.bfloat16),
+    ("tp", "mixed", torch.float32),
+    ("both on 0", "soap_muon", torch.bfloat16),
+    ("fsdp", "shampoo", torch.float32),
 )
 FREQUENCY = 3
 

@@ -6,11 +6,12 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from strangers import Lion, Shampoo
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,15 +19,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, StackedSOAP, parameter_groups
+from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP, parameter_groups
 
-KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
+KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
     "soap_rotate": (SOAP, {"second_moment": "rotate", "use_decoupled_weight_decay": False, "max_update_rms": 0.5}),
     "kl_soap": (KLSOAP, {"weight_decay_method": "l2", "async_refresh": True}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
+    "muon": (Muon, {"keep_norm": True, "normalize": "row"}),
+    "soap_muon": (SOAPMuon, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
+    "mixed": (SOAP.rule, {"keep_norm": True}),
+    "shampoo": (Shampoo, {"weight_decay": 0.1}),
+    "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
+"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups; shampoo and lion: rules of somebody else."""
+
+STRANGERS = ("shampoo", "lion")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((12, 8), (7, 5), (12, 8), (5, 6, 4), (3, 9), (4, 6, 4), (13,), (12, 8), (1, 4), (33,), (), (4, 6, 4))
 """Equal ones, uneven ones, experts, vectors, and parameters smaller than a mesh."""
@@ -103,16 +112,44 @@ def gradients(step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] =
     return found
 
 
-def make(kind: str, params: Sequence[Tensor], **options: Any) -> MatrixOptimizer:
+def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> MatrixOptimizer:
+    """The optimizer `kind` over these groups; a frequency is for rules that refresh."""
     cls, preset = KINDS[kind]
+    rule = cls if issubclass(cls, Rule) else cls.rule
+    known = {field.name for field in fields(rule)}
+    if "precondition_frequency" not in known:
+        options.pop("precondition_frequency", None)
+    if kind == "mixed":
+        for group in groups:
+            group.setdefault("rule", rule_for(group))
     merged = {"lr": 1e-2, **preset, **options}
+    return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)  # type: ignore[arg-type]
+
+
+def rule_for(group: dict[str, Any]) -> str:
+    """Of a group of the mixed optimizer."""
+    if group.get("matrix_layout") == "per_expert":
+        return "soap"
+    first = next(iter(group["params"]))
+    p = first[1] if isinstance(first, tuple) else first
+    return "muon" if p.dim() > 1 and p.shape[-1] != SHAPES[4][1] else "adamw"
+
+
+def make(kind: str, params: Sequence[Tensor], **options: Any) -> MatrixOptimizer:
     layout = "stacked" if kind == "stacked_soap" else "per_expert"
     groups = [
         {"params": [p for i, p in enumerate(params) if i in EXPERTS], "matrix_layout": layout},
-        {"params": [p for i, p in enumerate(params) if i not in EXPERTS and p.dim() > 1], "matrix_layout": "tensor"},
-        {"params": [p for p in params if p.dim() < 2], "matrix_layout": "tensor", "max_precond_dim": 0, "max_update_rms": 0.0},
+        {"params": [p for i, p in enumerate(params) if i not in (*EXPERTS, 4) and p.dim() > 1], "matrix_layout": "tensor"},
+        {"params": [params[4]], "matrix_layout": "tensor"},
+        {"params": [p for p in params if p.dim() < 2], "matrix_layout": "tensor", **without_bases(kind)},
     ]
-    return cls(groups, **merged)  # type: ignore[arg-type]
+    return build(kind, groups, **options)
+
+
+def without_bases(kind: str) -> dict[str, Any]:
+    """Options under which SOAP is AdamW."""
+    cls, _ = KINDS[kind]
+    return {"max_precond_dim": 0, "max_update_rms": 0.0} if issubclass(cls, SOAP | KLSOAP) else {}
 
 
 @functools.cache
@@ -162,19 +199,19 @@ def make_spread(kind: str, layout: Layout, dtype: torch.dtype, mesh: DeviceMesh 
     return Spread(params, make(kind, params, **options), mesh, placements, dtype)
 
 
-def cases() -> Iterator[tuple[str, torch.dtype, int]]:
+def cases(kinds: Sequence[str]) -> Iterator[tuple[str, torch.dtype, int]]:
     """(kind, dtype, frequency)."""
     for frequencies in ((1, 3), (3, 1)):
-        for kind in KINDS:
+        for kind in kinds:
             yield from zip([kind] * 2, (torch.float32, torch.bfloat16), frequencies, strict=True)
 
 
-def differences(rank: int, world_size: int, share: int) -> list[str]:
+def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
     """What is not bit for bit what one process computes, in every so-manieth case of each layout, another one for the next."""
     wrong = []
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
-        for kind, dtype, frequency in list(cases())[number % share :: share]:
+        for kind, dtype, frequency in list(cases(kinds))[number % share :: share]:
             expected, _ = trained(kind, dtype, 10, frequency)
             found = make_spread(kind, layout, dtype, mesh, precondition_frequency=frequency)
             found.run(range(10))
@@ -198,7 +235,7 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
     """Tensor-parallel shards that are plain tensors, on dims 0, 1 and None."""
     shapes, dims = ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)), (0, 1, None, 1, 0, None, 0)
     wrong = []
-    for kind, (cls, options) in KINDS.items():
+    for kind in KINDS:
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
         parts = [nn.Parameter(shards_of(p.detach(), dim, world_size)[rank]) for p, dim in zip(whole, dims, strict=True)]
 
@@ -209,8 +246,8 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
                 for p, shape, dim in zip(params, shapes, dims, strict=True)
             ]
 
-        one = cls(groups(whole, sharded=False), **{"lr": 1e-2, **options})  # type: ignore[arg-type]
-        many = cls(groups(parts, sharded=True), **{"lr": 1e-2, **options}, tp_group=dist.group.WORLD)  # type: ignore[arg-type]
+        one = build(kind, groups(whole, sharded=False))
+        many = build(kind, groups(parts, sharded=True), tp_group=dist.group.WORLD)
         for step in range(6):
             for p, q, dim, grad in zip(whole, parts, dims, values(1000 + step, torch.float32, shapes), strict=True):
                 p.grad, q.grad = grad, shards_of(grad, dim, world_size)[rank]
@@ -270,11 +307,11 @@ class Net(nn.Module):
         return torch.einsum("bi,eoi->beo", y, self.experts).square().mean()
 
 
-def fsdp2_differences(rank: int, world_size: int) -> list[str]:
+def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
     """Real `fully_shard`, alone and over tensor parallelism, which cuts dim 0 twice; gradients are those of FSDP2's own backward pass."""
     wrong = []
     for tp in (1, 2):
-        for kind, (cls, options) in KINDS.items():
+        for kind in kinds:
             one = Net()
             with torch.no_grad():
                 for p, x in zip(one.parameters(), values(0, torch.float32, [tuple(p.shape) for p in one.parameters()]), strict=True):
@@ -285,13 +322,8 @@ def fsdp2_differences(rank: int, world_size: int) -> list[str]:
                 parallelize_module(many, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
                 many.experts = nn.Parameter(distribute_tensor(many.experts.detach(), mesh["tp"], [Replicate()]))
             fully_shard(many, mesh=mesh["dp"])
-            preset = {"lr": 1e-2, **options}
             experts = "stacked" if kind == "stacked_soap" else "per_expert"
-
-            def optimizer(net: nn.Module, cls: Any = cls, preset: dict[str, Any] = preset, experts: str = experts) -> MatrixOptimizer:
-                return cls(parameter_groups(net, expert_layout=experts), **preset)  # type: ignore[no-any-return]
-
-            ours, alone = optimizer(many), optimizer(one)
+            ours, alone = (build(kind, parameter_groups(net, expert_layout=experts)) for net in (many, one))
             for step in range(5):
                 x = values(50 + step, torch.float32, [(world_size, 8)])[0]
                 shard = x[rank : rank + 1] if tp == 1 else x[rank // tp * 2 : rank // tp * 2 + 2]

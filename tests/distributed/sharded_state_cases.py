@@ -21,7 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
 from lather.optim import MatrixOptimizer
 
 Kinds = Sequence[tuple[str, torch.dtype]]
-KINDS: Kinds = (("soap", torch.float32), ("kl_soap", torch.bfloat16), ("stacked_soap", torch.float32))
+KINDS: Kinds = (
+    ("soap", torch.float32),
+    ("kl_soap", torch.bfloat16),
+    ("stacked_soap", torch.float32),
+    ("soap_muon", torch.bfloat16),
+    ("mixed", torch.float32),
+    ("shampoo", torch.float32),
+)
 FREQUENCY = 3
 SAVED_AFTER = 4
 """Steps: in the middle of an interval."""

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
-from sharded_cases import LAYOUTS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
+from sharded_cases import LAYOUTS, STRANGERS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
-    assert run_ranks(differences, world_size, 5 if world_size == 4 else 3) == [[]] * world_size
+    assert run_ranks(differences, world_size, 11 if world_size == 4 else 7) == [[]] * world_size
 
 
 @pytest.mark.grid
@@ -45,6 +45,10 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None
     reshard(tmp_path, ("1 plain", "2 fsdp", "2 tp", "4 fsdp"), KINDS[1:2], timeout=200)
 
 
+def test_a_checkpoint_of_other_rules_goes_on_in_another_layout(tmp_path: Path) -> None:
+    reshard(tmp_path, ("2 tp", "4 fsdp"), KINDS[3:], timeout=200)
+
+
 @pytest.mark.grid
 @pytest.mark.timeout(3000)
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other_for_every_rule(tmp_path: Path) -> None:
@@ -67,6 +71,13 @@ def test_expert_parallelism_with_fsdp2_has_the_bits_of_one_process() -> None:
 
 def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
     assert run_ranks(fsdp2_differences, 4) == [[]] * 4
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rules_of_strangers_have_the_bits_of_one_process(world_size: int) -> None:
+    """On every mesh, whole and cut along other dims, under FSDP2 and over tensor parallelism."""
+    assert run_ranks(differences, world_size, 4, STRANGERS) == [[]] * world_size
+    assert run_ranks(fsdp2_differences, world_size, STRANGERS) == [[]] * world_size
 
 
 def test_refusals_are_those_of_all_ranks() -> None:

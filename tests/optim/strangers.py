@@ -43,7 +43,7 @@ class Shampoo(RefreshingRule):
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> None:
         w, q = torch.linalg.eigh(s[f"factor_{dim}"])  # L = Q diag(w) Q^T
-        root = (w + 1e-4 * w[:, -1:].clamp_min(1e-30)).clamp_min(1e-30) ** -0.25
+        root = (w + 1e-4 * w[:, -1:]).clamp_min(1e-30).rsqrt().sqrt()  # not pow: on a CPU its bits depend on the size of the batch
         s[f"root_{dim}"].copy_(q * root[:, None] @ q.mT)
 
     def update(self, g: torch.Tensor, s: State, t: int) -> torch.Tensor:
