@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from reference_newton_schulz import orthogonalize, scale_of
 
 Array = npt.NDArray[np.float64]
 State = dict[str, Any]
@@ -45,6 +46,7 @@ class Options:
     max_update_rms: float = 0.0
     precondition_1d: bool = False
     max_precond_dim: int = 8192
+    sides: str = "both"
     matrix_layout: str = "tensor"
     maximize: bool = False
 
@@ -53,6 +55,7 @@ class Options:
             ("second_moment", ("permute", "rotate")),
             ("refresh_method", ("qr", "eigh")),
             ("matrix_layout", ("tensor", "per_expert", "stacked")),
+            ("sides", ("both", "smaller", "larger", "auto")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown to the reference, which has {known}")
@@ -72,6 +75,8 @@ class SOAPOptions(Options):
     trace_normalization: bool = False
     normalize_preconditioned_grads: bool = False
     second_moment: str = "permute"
+    statistics_of: str = "gradient"
+    orthogonalize: bool = False
     fp32_matmul_prec: str = "highest"
     use_eigh: bool = False
     qr_fp32_matmul_prec: str = "highest"
@@ -94,6 +99,7 @@ class KLSOAPOptions(Options):
     weight_decay_method: str = "decoupled"
     precondition_frequency: int | Callable[[int], int] = 1
     initial_eigenvalue: float = 1.0
+    eigenvalue_floor: float = 0.0
     second_moment: str = "rotate"
 
     def __post_init__(self) -> None:
@@ -177,7 +183,13 @@ def unstacked(matrix: Array, shape: tuple[int, ...]) -> Array:
 def dims_with_factor(matrix_shape: Sequence[int], options: Options) -> list[int]:
     if len(matrix_shape) == 1 and not options.precondition_1d:
         return []
-    return [dim for dim, size in enumerate(matrix_shape) if size <= options.max_precond_dim]
+    wanted = set(range(len(matrix_shape)))
+    if len(matrix_shape) == 2 and options.sides != "both":
+        m, n = matrix_shape
+        smaller = 0 if m <= n else 1
+        if options.sides != "auto" or max(m, n) > 8 * min(m, n):
+            wanted = {1 - smaller} if options.sides == "larger" else {smaller}
+    return [dim for dim in sorted(wanted) if matrix_shape[dim] <= options.max_precond_dim]
 
 
 def new_state(shape: tuple[int, ...], options: Options) -> State:
@@ -227,6 +239,8 @@ def clipped(u: Array, options: Options) -> Array:
 
 def normalized(u: Array, matrix: MatrixState, options: SOAPOptions) -> Array:
     factors = by_dim(matrix, "factor")
+    if options.orthogonalize and u.ndim == 2:
+        u = scale_of(u.shape, "match_rms_adamw") * orthogonalize(u)
     if options.trace_normalization and factors:
         u = u * np.sqrt(np.trace(factors[min(factors)]))
     if options.normalize_preconditioned_grads:
@@ -235,9 +249,13 @@ def normalized(u: Array, matrix: MatrixState, options: SOAPOptions) -> Array:
 
 
 def update_factors_soap(g: Array, matrix: MatrixState, t: int, options: SOAPOptions) -> None:
+    """From the gradient, or from the momentum as it is, without bias correction; the first one counts whole."""
     beta = options.shampoo_beta if options.shampoo_beta >= 0 else options.betas[1]
     if options.correct_bias:
         beta = 1 - (1 - beta) / (1 - beta ** (t + 1))
+    if options.statistics_of == "momentum":
+        g = project_out(matrix["exp_avg"], by_dim(matrix, "basis"))
+        beta = 0.0 if t == 1 else beta
     for dim, k in by_dim(matrix, "factor").items():
         k[...] = beta * k + (1 - beta) * contraction(g, dim)
 
@@ -253,7 +271,8 @@ def update_factors_kl(g: Array, matrix: MatrixState, t: int, options: KLSOAPOpti
         x = g
         for other in factors:
             if other != dim:
-                scale = 1 / np.sqrt(np.maximum(eigenvalues[other], options.eps))
+                w = np.maximum(eigenvalues[other], options.eigenvalue_floor * eigenvalues[other].mean())
+                scale = 1 / np.sqrt(np.maximum(w, options.eps))
                 x = apply_on_dim(np.diag(scale) @ bases[other].T, x, other)
         size_of_others = g.size / g.shape[dim]
         k[...] = beta * k + (1 - beta) / size_of_others * contraction(x, dim)

@@ -10,7 +10,7 @@ momentum, `n` the numerator, `k` a Kronecker factor, `q` its eigenbasis (columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,45 +32,7 @@ from reference import (
     state_of_matrix,
     unstacked,
 )
-
-COEFFICIENTS = {
-    "quintic": ((3.4445, -4.7750, 2.0315),),
-    "polar_express": (
-        (8.28721201814563, -23.595886519098837, 17.300387312530933),
-        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-        (1.875, -1.25, 0.375),
-    ),
-}
-
-
-def orthogonalize(x: np.ndarray, steps: int = 5, coefficients: str = "quintic") -> Array:
-    """Newton-Schulz of one matrix, on its smaller side; past the end of the sequence its last coefficients repeat."""
-    x = np.array(x, dtype=np.float64)
-    m, n = x.shape
-    if m > n:
-        return orthogonalize(x.T, steps, coefficients).T
-    x = x / (np.linalg.norm(x) + 1e-7)
-    sequence = COEFFICIENTS[coefficients]
-    for i in range(steps):
-        a, b, c = sequence[min(i, len(sequence) - 1)]
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def scale_of(shape: Sequence[int], scale: str | float) -> float:
-    """What an orthogonalized matrix of this shape is multiplied by."""
-    m, n = shape
-    if scale == "match_rms_adamw":
-        return float(0.2 * np.sqrt(max(m, n)))
-    if scale == "spectral":
-        return float(np.sqrt(max(1.0, m / n)))
-    return float(scale)
+from reference_newton_schulz import COEFFICIENTS, orthogonalize, scale_of
 
 
 @dataclass(kw_only=True)

@@ -50,6 +50,9 @@ BOTH: list[dict[str, Any]] = [
     {"refresh_method": "cholesky_qr"},
     {"refresh_method": "auto", "precondition_frequency": 1},
     {"maximize": True},
+    {"sides": "smaller"},
+    {"sides": "larger"},
+    {"sides": "smaller", "max_precond_dim": 5},
 ]
 SOAP_OPTIONS: list[dict[str, Any]] = [
     *BOTH,
@@ -65,6 +68,11 @@ SOAP_OPTIONS: list[dict[str, Any]] = [
     {"second_moment": "rotate", "precondition_frequency": 1},
     {"second_moment": "rotate", "use_adaptive_criteria": True, "adaptive_update_tolerance": 0.05, "use_eigh": True},
     {"use_eigh": True},
+    {"statistics_of": "momentum"},
+    {"statistics_of": "momentum", "correct_bias": False, "second_moment": "rotate"},
+    {"statistics_of": "momentum", "precondition_frequency": 1, "use_eigh": True},
+    {"orthogonalize": True},
+    {"orthogonalize": True, "statistics_of": "momentum", "sides": "smaller", "max_update_rms": 0.1},
 ]
 KL_OPTIONS: list[dict[str, Any]] = [
     *BOTH,
@@ -76,6 +84,9 @@ KL_OPTIONS: list[dict[str, Any]] = [
     {"nesterov": True, "correct_bias": False},
     {"initial_eigenvalue": 0.1},
     {"initial_eigenvalue": 20.0, "eps": 0.5},
+    {"eigenvalue_floor": 0.5},
+    {"eigenvalue_floor": 2.0, "second_moment": "permute"},
+    {"eigenvalue_floor": 1.0, "sides": "smaller"},
     {"second_moment": "permute"},
     {"second_moment": "permute", "precondition_frequency": 1},
     {"second_moment": "permute", "refresh_method": "eigh"},
@@ -151,6 +162,15 @@ def test_shortest_warm_up(kind: str, options: dict[str, Any]) -> None:
 def test_one_dimensional_parameters_preconditioned(kind: str, refresh_method: str, second_moment: str) -> None:
     options = {"precondition_1d": True, "adam_warmup_steps": 8, "refresh_method": refresh_method, "second_moment": second_moment}
     assert compare(kind, [Group([(5,), (3,), (5,), (4, 4)])], {**options, "precondition_frequency": 1}).is_rounding
+
+
+@pytest.mark.parametrize("kind", SINGLE_OPTIONS)
+def test_one_side_where_the_other_is_more_than_eight_times_as_long(kind: str) -> None:
+    """(2, 16) still has both; experts and stacks are judged by the matrices that they are."""
+    groups = [Group([(2, 17), (17, 2), (2, 16), (5, 6)]), Group([(2, 2, 17)], {"matrix_layout": "per_expert"})]
+    groups += [Group([(3, 6, 3)], {"matrix_layout": "stacked"})]
+    options = {"sides": "auto", "adam_warmup_steps": 9, "precondition_frequency": 2}
+    assert compare(kind, groups, options, steps=14).is_rounding
 
 
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
@@ -305,7 +325,10 @@ def test_tolerance_rejects_an_error_of_one_percent_in_every_layout(kind: str, la
         ("SOAP", {"precondition_warmup_steps": 8}, {"precondition_warmup_steps": 7}),
         ("SOAP", {"weight_decay": 0.3, "use_decoupled_weight_decay": False}, {"weight_decay": 0.303}),
         ("SOAP", {}, {"use_nesterov": True}),
+        ("SOAP", {}, {"statistics_of": "momentum"}),
+        ("SOAP", {}, {"orthogonalize": True}),
         ("KLSOAP", {}, {"initial_eigenvalue": 1.01}),
+        ("KLSOAP", {"eigenvalue_floor": 0.5}, {"eigenvalue_floor": 0.505}),
         ("KLSOAP", {}, {"nesterov": True}),
         *(
             ("KLSOAP", {"weight_decay": 0.3, "weight_decay_method": method}, {"weight_decay": 0.303})
