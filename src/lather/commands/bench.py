@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory | pipeline | distributed [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed | calls [options]`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ usage: lather bench BENCHMARK [OPTIONS]
   memory      what MoE layers keep for backward, what the loss needs, and the time of both
   pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
   distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
+  calls       Python calls of one optimizer step, counted
 
   lather bench BENCHMARK --help shows the options"""
 
@@ -38,5 +39,9 @@ def bench_command(arguments: list[str]) -> int:
         from lather.bench import distributed
 
         return distributed.run(parse_arguments(distributed.DistributedBenchmark, "lather bench distributed", arguments[1:]))
+    if name == "calls":
+        from lather.bench import calls
+
+        return calls.run(parse_arguments(calls.CallsBenchmark, "lather bench calls", arguments[1:]))
     given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
-    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline or distributed")
+    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline, distributed or calls")

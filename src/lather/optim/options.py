@@ -73,6 +73,10 @@ Steps = Annotated[int, at_least(0)]
 Interval = Annotated[
     int | Callable[[int], int], Range("an integer >= 1 or a callable of the step", lambda f: callable(f) or is_count(f, 1))
 ]
+Scale = Annotated[
+    str | float,
+    Range("'match_rms_adamw', 'spectral' or a number > 0", lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0)),
+]
 Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
 Precision = Literal["highest", "high", "medium"]
 StateDtype = Annotated[
@@ -141,7 +145,6 @@ def check(rule: Any) -> None:
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
 
 
-@functools.cache
 def documentation_of(rule: type) -> dict[str, str]:
     """The string under the field of each option; nothing where the source is not at hand. Reading the source takes a while."""
     found: dict[str, str] = {}

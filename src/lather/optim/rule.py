@@ -182,7 +182,8 @@ class Rule:
     def cost(self, matrix: Matrix) -> float:
         """Flops of a step, relative to other matrices': ranks share out matrices by it."""
         dims = self.dims(matrix)
-        return float(sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims)) or float(matrix.numel)
+        without = matrix.numel * (min(matrix.shape) if matrix.is_matrix else 1)
+        return float(sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims) or without)
 
     # --- weight decay: fields `weight_decay` (a number) and `weight_decay_method` -------------------------------------------------------
 

@@ -88,7 +88,7 @@ class Mesh:
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
         """The mesh of one process."""
-        if device.type == "cuda" and device.index is None:  # threads that save set theirs to it, and need a number
+        if str(device) == "cuda":  # threads that save set theirs to it, and need a number
             device = torch.device("cuda", torch.cuda.current_device())
         return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
 

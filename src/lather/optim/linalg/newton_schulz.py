@@ -41,7 +41,7 @@ def orthogonalize(
     x: Float[Tensor, "b m n"],
     steps: int = 5,
     coefficients: Literal["quintic", "polar_express"] = "quintic",
-    dtype: torch.dtype | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Float[Tensor, "b m n"]:
     """About U V^T for each x = U S V^T, of the dtype of x; a matrix of zeros stays zeros.
 
@@ -49,11 +49,11 @@ def orthogonalize(
         x: not changed.
         steps: of the iteration.
         coefficients: of which set; of the last one as often as needed.
-        dtype: of the iteration; None: that of x, but bfloat16 for fp32 on CUDA.
+        dtype: of the iteration; auto: that of x, but bfloat16 for fp32 on CUDA.
     """
-    dtype = dtype or (torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype)
+    automatic = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
     y = x.mT if x.shape[-2] > x.shape[-1] else x
-    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(dtype)
+    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(automatic if dtype == "auto" else getattr(torch, dtype))
     table = COEFFICIENTS[coefficients]
     for step in range(steps):
         a, b, c = table[min(step, len(table) - 1)]
@@ -73,3 +73,10 @@ def update_scale(shape: Sequence[int], scale: str | float) -> float:
     if scale == "match_rms_adamw":
         return 0.2 * math.sqrt(max(m, n))
     return math.sqrt(max(1.0, m / n)) if scale == "spectral" else float(scale)
+
+
+def with_norm_of(x: Tensor, y: Tensor) -> Tensor:
+    """Each matrix of y (B, m, n) scaled to the Frobenius norm that the one of x has; zeros stay zeros."""
+    norm, own = (torch.linalg.matrix_norm(one, keepdim=True) for one in (x, y))
+    scaled: Tensor = y * (norm / own.clamp_min(1e-30))
+    return scaled

@@ -21,8 +21,8 @@ from torch.optim.optimizer import ParamsT
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors_kl
-from lather.optim.options import Betas, Decay, NonNegative, Positive, Rate, Steps
-from lather.optim.rule import NOBODY, Due, Entry, Matrix, Rule, State, clip_rms
+from lather.optim.options import Betas, Decay, Interval, NonNegative, Positive, Rate, Steps
+from lather.optim.rule import Entry, Matrix, Rule, State, clip_rms
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.bases import BasisRule
 
@@ -42,6 +42,8 @@ class KLSOAPRule(BasisRule):
     weight_decay: NonNegative = 0.01
     """wd of `weight_decay_method`; coupled decay ("l2") comes after the statistics."""
     _: KW_ONLY
+    precondition_frequency: Interval = 1
+    """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "qr"
     """qr, cholesky_qr or auto: orthogonal iteration; eigh: whole eigendecompositions, as the first bases are always."""
     adam_warmup_steps: Steps = 1
@@ -83,10 +85,9 @@ class KLSOAPRule(BasisRule):
         u = adam_in_basis(x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
         return clip_rms(precondition(u, bases, "out"), self.max_update_rms)
 
-    def due(self, t: int) -> Due:
-        if t <= self.adam_warmup_steps:
-            return NOBODY
-        return Due("everybody", first=True) if t == self.adam_warmup_steps + 1 else self.every_so_often(t)
+    @property
+    def first_refresh(self) -> int:
+        return self.adam_warmup_steps + 1
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import bias_corrected_beta, precondition, update_kronecker_factors
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
-from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, Steps, is_number
-from lather.optim.rule import NOBODY, Due, Entry, Matrix, Rule, State, clip_rms, column, rms
+from lather.optim.options import Betas, NonNegative, Range, Rate, is_number
+from lather.optim.rule import Entry, Matrix, Rule, State, clip_rms, column, rms
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.bases import BasisRule, Warmup
 
@@ -50,10 +50,6 @@ class SOAPRule(BasisRule):
     """False: the same as `weight_decay_method="l2"`."""
     use_nesterov: bool = False
     """Adam's momentum one step ahead."""
-    precondition_frequency: Interval = 10
-    """Steps between refreshes of the eigenbases; in Python also a callable of the step (`lather.optim.schedules`)."""
-    precondition_warmup_steps: Steps = 0
-    """Refresh at every step up to this one."""
     adam_warmup_steps: Warmup = 1
     """Plain Adam for this many steps, then the first bases; made at least 1, and less than `precondition_warmup_steps` if that is set."""
     second_moment: Literal["permute", "rotate"] = "permute"
@@ -139,12 +135,9 @@ class SOAPRule(BasisRule):
             u = u / (1e-30 + column(rms(u), u))
         return clip_rms(u, self.max_update_rms) if self.max_update_rms else u
 
-    def due(self, t: int) -> Due:
-        if t < self.adam_warmup_steps:
-            return NOBODY
-        if t == self.adam_warmup_steps:
-            return Due("everybody", first=True)
-        return Due("everybody") if t <= self.precondition_warmup_steps else self.every_so_often(t)
+    @property
+    def first_refresh(self) -> int:
+        return self.adam_warmup_steps
 
     def methods(self, first: bool) -> tuple[str, ...]:
         return ("eigh",) if self.use_eigh else super().methods(first)

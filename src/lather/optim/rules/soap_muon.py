@@ -1,8 +1,7 @@
 """SOAP-Muon: the momentum, divided in an eigenbasis by the root of its second moment, then orthogonalised.
 
-Source: the recipes that join SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024) in training records of language models. B momentum, N
-its Nesterov numerator, K_i factors and Q_i bases of N, on the smaller side alone unless asked otherwise; V second moment in the bases.
-B stays in parameter space, so a refresh turns V alone. Until the first bases it is Muon.
+B momentum, N its Nesterov numerator, K_i factors and Q_i bases of N, V second moment in the bases. B stays in parameter space, so a refresh
+turns V alone. Until the first bases it is Muon. Joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024).
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
-from lather.optim.options import Count, Decay, Interval, NonNegative, Steps
-from lather.optim.rule import NOBODY, Due, Entry, Matrix, Rule, State
+from lather.optim.linalg.newton_schulz import with_norm_of
+from lather.optim.options import Count, Decay, NonNegative
+from lather.optim.rule import Entry, Matrix, Rule, State
 from lather.optim.rules.bases import BasisRule
-from lather.optim.rules.muon import MuonRule, numerator
+from lather.optim.rules.muon import MuonRule
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,6 @@ class SOAPMuonRule(MuonRule, BasisRule):
     """Momentum, preconditioned in an eigenbasis with its norm kept, then orthogonalised."""
 
     _: KW_ONLY
-    beta2: Decay = 0.95
-    """Decay rate of the second moment in the bases (and of the rows', with `normalize`)."""
     shampoo_beta: Decay = 0.95
     """Decay rate of the Kronecker factors."""
     eps: NonNegative = 1e-8
@@ -37,10 +34,6 @@ class SOAPMuonRule(MuonRule, BasisRule):
     """Which sides of a matrix have a factor and a basis; smaller: 2.75 times the weights of a 768 x 2048 matrix are kept, in all."""
     statistics_of: Literal["gradient", "momentum"] = "momentum"
     """What the factors are made of: the gradient, or N."""
-    precondition_frequency: Interval = 10
-    """Steps between refreshes of the eigenbases; in Python also a callable of the step (`lather.optim.schedules`)."""
-    precondition_warmup_steps: Steps = 0
-    """Refresh at every step up to this one."""
     muon_warmup_steps: Count = 1
     """Plain Muon for this many steps, then the first bases."""
 
@@ -53,25 +46,19 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         g = self.decayed(g, s)
-        n = x = numerator(g, s["momentum_buffer"], self.momentum, self.nesterov)
+        n = x = self.numerator(g, s)
         beta = 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**t)
         update_kronecker_factors(s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active)
-        bases = s.by_dim("basis") if t > self.muon_warmup_steps else {}
-        if bases:
+        if t > self.muon_warmup_steps and (bases := s.by_dim("basis")):
             x = precondition(n, bases, "in")
             v = s["exp_avg_sq"].mul_(self.beta2).addcmul_(x, x, value=1 - self.beta2)
-            y = x / ((v / (1 - self.beta2**t)).sqrt_().add_(self.eps))
-            norm, new_norm = (torch.linalg.matrix_norm(one, keepdim=True) for one in (x, y))
-            x = precondition(y * (norm / new_norm.clamp_min(1e-30)), bases, "out")
+            y = x / (v / (1 - self.beta2**t)).sqrt_().add_(self.eps)
+            x = precondition(with_norm_of(x, y), bases, "out")
         return self.finished(x, s)
 
-    def due(self, t: int) -> Due:
-        if t <= self.muon_warmup_steps:
-            return NOBODY if t < self.muon_warmup_steps else Due("everybody", first=True)
-        return Due("everybody") if t <= self.precondition_warmup_steps else self.every_so_often(t)
-
-    def cost(self, matrix: Matrix) -> float:
-        return MuonRule.cost(self, matrix) + BasisRule.cost(self, matrix)
+    @property
+    def first_refresh(self) -> int:
+        return self.muon_warmup_steps
 
 
 class SOAPMuon(MatrixOptimizer):
