@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import Bytes, Count, Interval, NonNegative, Precision, Rate, StateDtype, check, dtype_option, is_count
+from lather.optim.options import Bytes, Count, Interval, NonNegative, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
 
 R = TypeVar("R", bound="Rule")
 
@@ -219,6 +219,8 @@ class RefreshingRule(Rule):
     _: KW_ONLY
     precondition_frequency: Interval = 1
     """Steps between refreshes; in Python also a callable of the step (`lather.optim.schedules`)."""
+    precondition_warmup_steps: Steps = 0
+    """Refresh at every step up to this one."""
     stagger_refresh: bool = False
     """Spread refreshes over the steps of an interval by cost, so that no step pays for all of them."""
     async_refresh: bool = False
@@ -227,9 +229,23 @@ class RefreshingRule(Rule):
     qr_fp32_matmul_prec: Precision = "highest"
     """torch's fp32 matmul precision for refreshes; TF32 there loses small eigenvalues."""
 
+    @property
+    def first_refresh(self) -> int:
+        """The step that makes the first bases."""
+        return 1
+
     def due(self, t: int) -> Due:
-        """What step t renews."""
-        return Due("everybody", first=True) if t == 1 else self.every_so_often(t)
+        """What step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
+        if t <= self.first_refresh:
+            return Due("everybody", first=True) if t == self.first_refresh else NOBODY
+        f = self.precondition_frequency
+        if callable(f):
+            f = f(t)
+            if not is_count(f, 1):
+                raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
+        if t <= self.precondition_warmup_steps:
+            return Due("everybody")
+        return Due("interval", f) if self.stagger_refresh or t % f == 0 else NOBODY
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
         """Renew what dim `dim` has, and turn with it whatever is kept in its coordinates, in place. Returns which matrices failed (B,),
@@ -248,15 +264,6 @@ class RefreshingRule(Rule):
         """Flops of one refresh of a matrix, to first order; staggering spreads it evenly."""
         dims = self.dims(matrix)
         return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
-
-    def every_so_often(self, t: int) -> Due:
-        """Every f(t) steps, or some at each step. Raises ValueError if a callable gives anything but an integer >= 1."""
-        f = self.precondition_frequency
-        if callable(f):
-            f = f(t)
-            if not is_count(f, 1):
-                raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
-        return Due("interval", f) if self.stagger_refresh or t % f == 0 else NOBODY
 
 
 def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from lather.optim.linalg.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
-from lather.optim.options import Count, Interval, Range, Steps, at_least, is_number
-from lather.optim.rule import NOBODY, Due, Entry, Matrix, RefreshingRule, State
+from lather.optim.options import Count, Interval, Range, at_least, is_number
+from lather.optim.rule import Entry, Matrix, RefreshingRule, State
 
 LONG = 8
 """How many times as long the longer side is from which on `sides="auto"` leaves it out."""
@@ -25,8 +25,6 @@ class BasisRule(RefreshingRule):
     _: KW_ONLY
     precondition_frequency: Interval = 10
     """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
-    precondition_warmup_steps: Steps = 0
-    """Refresh at every step up to this one."""
     sides: Literal["both", "smaller", "larger", "auto"] = "both"
     """Which sides of a matrix have a factor and a basis; auto: the smaller alone where the other is more than 8 times as long (LoRA's
     4096 x 8 would keep 1,026 times its weights), else both."""
@@ -52,16 +50,6 @@ class BasisRule(RefreshingRule):
     """Whether the eigenvalues that bases stand for are kept (`eigenvalues_i`)."""
     turns_momentum: ClassVar[bool] = True
     """Whether the momentum `exp_avg` is kept in the bases, and so turns with them."""
-
-    @property
-    def first_refresh(self) -> int:
-        """The step that makes the first bases."""
-        raise NotImplementedError
-
-    def due(self, t: int) -> Due:
-        if t <= self.first_refresh:
-            return Due("everybody", first=True) if t == self.first_refresh else NOBODY
-        return Due("everybody") if t <= self.precondition_warmup_steps else self.every_so_often(t)
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
         if 0 in matrix.shape or (matrix.num_dims < 2 and not self.precondition_1d):

@@ -1,0 +1,26 @@
+"""The way from `.grad` to the changed weight is short. Counted in a process of its own, where no call is checked."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from lather.bench.calls import CASES, count
+
+
+def test_counts_keep_to_their_bounds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lather", "bench", "calls", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {row["config"]["name"]: row for row in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines())}
+    assert rows["SOAP, a matrix"]["calls"] <= 80
+    assert rows["SOAP, a matrix"]["files"] <= 8
+    assert rows["SOAP, 100 matrices"]["calls"] <= 400
+    assert rows["AdamW, 100 vectors"]["calls"] <= 100
+    assert "SOAP, 100 matrices" in result.stdout
+
+
+def test_a_step_with_a_refresh_calls_more() -> None:
+    plain, refreshing = count(CASES[0]), count(CASES[1])
+    assert plain["functions"] < refreshing["functions"]
+    assert plain["calls"] >= plain["functions"] >= plain["files"] >= 5

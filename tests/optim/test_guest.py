@@ -1,0 +1,75 @@
+"""A guest in other people's programs: what editors see, compiled steps, schedulers that come with keys of their own."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon
+from lather.optim.rules import RULES
+
+PROGRAM = """
+    import torch
+    from lather.optim import KLSOAP, SOAP, Muon
+
+    p = [torch.nn.Parameter(torch.zeros(2, 2))]
+    reveal_type(SOAP(p, 1e-3, (0.9, 0.9), weight_decay=0.1, precondition_frequency=lambda t: 3))
+    SOAP(p, frequency=3)
+    Muon(p, momentum="much")
+    KLSOAP(p)
+"""
+
+
+def test_names_and_types_of_options_are_seen_by_mypy(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    found = [line.partition("program.py:")[2] for line in result.stdout.splitlines()]
+    lines = [line for line in found if " error: " in line or "Revealed" in line]
+    assert [line.partition(":")[0] for line in lines] == ["6", "7", "8", "9"], result.stdout + result.stderr
+    for line, word in zip(lines, ("SOAP", '"frequency"', '"momentum"', '"lr"'), strict=True):
+        assert word in line
+
+
+@pytest.mark.parametrize("cls", [SOAP, KLSOAP, Muon, SOAPMuon, AdamW])
+def test_options_are_documented_where_python_looks(cls: type[MatrixOptimizer]) -> None:
+    parameters = inspect.signature(cls).parameters
+    assert list(parameters)[:2] == ["params", "lr"]
+    for name in set(parameters) - {"params", "tp_group"}:
+        line = next(line for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: "))
+        assert len(line.strip()) > len(name) + 12, line
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_compiled_step_is_the_step(name: str) -> None:
+    ends = []
+    for compiled in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (3, 4))]
+        optimizer = MatrixOptimizer(params, RULES[name](lr=1e-2))
+        step: Any = torch.compile(optimizer.step) if compiled else optimizer.step
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            step()
+        ends.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+def test_a_scheduler_that_cycles_momentum() -> None:
+    params = [torch.nn.Parameter(torch.zeros(4, 4))]
+    for optimizer, key in ((SOAP(params), "betas"), (Muon(params), "momentum")):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
+        seen = []
+        for _ in range(5):
+            params[0].grad = torch.ones(4, 4)
+            optimizer.step()
+            scheduler.step()
+            seen.append(str(optimizer.param_groups[0][key]))
+        assert len(set(seen)) > 2
