@@ -22,38 +22,33 @@ class _Ramp:
     """The step at which it begins."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "min_frequency": (self.min_frequency, self.min_frequency >= 1, "an integer >= 1"),
-            "max_frequency": (self.max_frequency, self.max_frequency >= self.min_frequency, "at least min_frequency"),
-            "num_steps": (self.num_steps, self.num_steps >= 1, "an integer >= 1"),
-            "start_step": (self.start_step, self.start_step >= 0, "an integer >= 0"),
-        }
-        for name, (value, holds, constraint) in checks.items():
-            if not isinstance(value, int) or isinstance(value, bool) or not holds:
+        least = {"min_frequency": 1, "max_frequency": self.min_frequency, "num_steps": 1, "start_step": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                constraint = "at least min_frequency" if name == "max_frequency" else f"an integer >= {low}"
                 raise ValueError(f"{name}={value!r} is not valid: give {constraint}")
 
-    def _share(self, step: int) -> float:
-        """How far along the way step is, 0 to 1."""
-        return min(1.0, max(0.0, (step - self.start_step) / self.num_steps))
+    def __call__(self, step: int) -> int:
+        share = min(1.0, max(0.0, (step - self.start_step) / self.num_steps))
+        return self.min_frequency + round(self._bent(share) * (self.max_frequency - self.min_frequency))
 
-    def _between(self, share: float) -> int:
-        return self.min_frequency + round(share * (self.max_frequency - self.min_frequency))
+    def _bent(self, share: float) -> float:
+        """How far the interval has come after this share of `num_steps`, 0 to 1."""
+        return share
 
 
 @dataclass(frozen=True)
 class LinearFrequency(_Ramp):
     """From `min_frequency` to `max_frequency` along a straight line of `num_steps`, from `start_step` on."""
 
-    def __call__(self, step: int) -> int:
-        return self._between(self._share(step))
-
 
 @dataclass(frozen=True)
 class CosineFrequency(_Ramp):
     """From `min_frequency` to `max_frequency` along half a cosine of `num_steps`, from `start_step` on."""
 
-    def __call__(self, step: int) -> int:
-        return self._between((1 - math.cos(math.pi * self._share(step))) / 2)
+    def _bent(self, share: float) -> float:
+        return (1 - math.cos(math.pi * share)) / 2
 
 
 @dataclass(frozen=True)

@@ -44,49 +44,46 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
     Raises TypeError for a gradient that is sparse, complex or spread otherwise than its parameter, and ValueError, on all ranks of the
     meshes, for a non-finite one whose group says "raise".
     """
-    here: list[ParamInfo] = []
-    spread: list[ParamInfo] = []
     for one in params:
         grad = one.param.grad
-        if one.spread is not None:
-            _check_spread_gradient(one)
-            spread.append(one)
-        elif grad is not None:
-            here.append(one)
+        if grad is not None and one.spread is not None:
+            _check_spread_gradient(one, grad)
         if grad is not None and (grad.layout is not torch.strided or grad.is_complex()):
             kind = "complex" if grad.is_complex() else "sparse"
             raise TypeError(
                 f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
             )
+    here = [one for one in params if one.spread is None and one.param.grad is not None]
     own = _norms(here)
     norms: dict[int, list[float]] = dict(zip(own, read_together(list(own.values())), strict=True))
-    bad = _bad_ones(here, norms)
+    bad, used = _bad_ones(here, norms), set(map(id, here))
     offender = _offender(bad)
-    used = set(map(id, here))
-    for ranks in _meshes(spread) if spread else ():
-        some = [one for one in spread if one.spread is not None and one.spread.ranks == ranks]
-        present, of_mesh, elsewhere = _agree(some, group_of(ranks), raises=offender is not None)
-        used |= present
-        norms |= of_mesh
-        bad += (more := _bad_ones([one for one in some if id(one) in present], norms))
+    meshes = _by_mesh(params)
+    for ranks, some in meshes.items():
+        found, elsewhere = _agree(some, group_of(ranks), raises=offender is not None)
+        norms |= found
+        used |= found.keys()
+        bad += (more := _bad_ones([one for one in some if id(one) in found], norms))
         offender = offender or _offender(more) or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
             f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
             "learning rate, or set nonfinite='skip' to pass over the parameter"
         )
-    if not bad and not spread:
-        usable = here
-    else:
-        passed_over = {id(one) for one in bad}
-        usable = [one for one in params if id(one) in used and id(one) not in passed_over]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
-    return Inspection(usable, idle, len(bad))
+    if bad or meshes:
+        used -= set(map(id, bad))
+        here = [one for one in params if id(one) in used]
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in here if one.has_experts}
+    return Inspection(here, idle, len(bad))
 
 
-def _meshes(params: Sequence[ParamInfo]) -> list[tuple[int, ...]]:
-    """The ranks of each mesh, in one order everywhere."""
-    return sorted({one.spread.ranks for one in params if one.spread is not None}, key=lambda ranks: (len(ranks), ranks))
+def _by_mesh(params: Sequence[ParamInfo]) -> dict[tuple[int, ...], list[ParamInfo]]:
+    """Those that are spread, by the ranks of their mesh, in one order everywhere."""
+    found: dict[tuple[int, ...], list[ParamInfo]] = {}
+    for one in params:
+        if one.spread is not None:
+            found.setdefault(one.spread.ranks, []).append(one)
+    return dict(sorted(found.items(), key=lambda mesh: (len(mesh[0]), mesh[0])))
 
 
 def _offender(bad: Sequence[ParamInfo]) -> str | None:
@@ -97,19 +94,17 @@ def _offender(bad: Sequence[ParamInfo]) -> str | None:
 def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
     """Whether all gradients that there are, on all ranks, are exactly zero."""
     zero = all(one.param.grad is None or not local(one.param.grad).any() for one in params)
-    for ranks in _meshes(params):
-        device = next(local(one.param).device for one in params if one.spread is not None and one.spread.ranks == ranks)
-        found = torch.tensor(float(zero), device=device)
+    for ranks, some in _by_mesh(params).items():
+        found = torch.tensor(float(zero), device=local(some[0].param).device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(ranks))
         zero = bool(found)
     return zero
 
 
-def _check_spread_gradient(one: ParamInfo) -> None:
-    grad = one.param.grad
-    if grad is not None and grad.dtype != one.param.dtype:
+def _check_spread_gradient(one: ParamInfo, grad: Tensor) -> None:
+    if grad.dtype != one.param.dtype:
         raise TypeError(f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks they must be equal")
-    if grad is not None and is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+    if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
         found = tuple(grad.placements) if is_dtensor(grad) else "none"
         raise TypeError(
             f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
@@ -124,11 +119,10 @@ def _bad_ones(params: Sequence[ParamInfo], norms: Mapping[int, list[float]]) -> 
     return [one for one in params if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, norms[id(one)]))]
 
 
-def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[set[int], dict[int, list[float]], bool]:
-    """What the ranks of a mesh find together: which parameters have a gradient, their norms, and whether any rank must raise."""
-    device = local(some[0].param).device
+def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[dict[int, list[float]], bool]:
+    """What the ranks of a mesh find together: the norms of those parameters that have a gradient, and whether any rank must raise."""
+    device, own = local(some[0].param).device, _norms(some)
     parts = [torch.tensor([float(raises), *(float(one.param.grad is not None) for one in some)], dtype=torch.float64, device=device)]
-    own = _norms(some)
     for one in some:
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
@@ -138,19 +132,15 @@ def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool)
         parts.append(squares)
     found = torch.cat(parts)
     dist.all_reduce(found, group=group)
-    elsewhere, *rest = found.tolist()
-    present = {id(one) for one, count in zip(some, rest[: len(some)], strict=True) if count}
-    stops = list(accumulate((one.num_norms for one in some), initial=len(some)))
-    norms = {
-        id(one): [_root(square, one.wide) for square in rest[start:stop]] for one, (start, stop) in zip(some, pairwise(stops), strict=True)
-    }
-    return present, norms, elsewhere > 0
+    (elsewhere, *present), *squared = (part.tolist() for part in found.cpu().split(list(map(len, parts))))
+    norms = {id(one): _roots(own, one.wide) for one, is_here, own in zip(some, present, squared, strict=True) if is_here}
+    return norms, elsewhere > 0
 
 
-def _root(square: float, dtype: torch.dtype) -> float:
-    """Infinite, too, where `dtype` cannot hold it."""
-    root = math.sqrt(square)
-    return math.inf if root > torch.finfo(dtype).max else root
+def _roots(squares: list[float], dtype: torch.dtype) -> list[float]:
+    """Infinite, too, where `dtype` cannot hold them."""
+    largest = torch.finfo(dtype).max
+    return [math.inf if root > largest else root for root in map(math.sqrt, squares)]
 
 
 def _norms(params: Sequence[ParamInfo]) -> dict[int, Tensor]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +62,7 @@ class DimRefresh:
 
 
 class _Rows(State):
-    """Some rows of a bucket's stacks, in the dtype of computation; each entry is gathered when the rule first asks for it.
+    """The rows of a batch in the bucket's stacks, in the dtype of computation; each entry is gathered when the rule first asks for it.
 
     Neighbouring rows are views, and putting them back costs nothing; others are gathered and scattered.
     """
@@ -97,69 +98,57 @@ def refresh(jobs: list[DimRefresh], count: Count) -> None:
 
 
 def launch(jobs: list[DimRefresh], count: Count) -> Launched:
-    """Give the device the work of `refresh`. It is waited for only where the rule's criterion or its method does."""
-    return _run(_without_good_ones(jobs, count))
+    """Give the device the work of `refresh`, without the rows that the rule's criterion calls still good, where it has one. It is waited
+    for only where the criterion or the rule's method does."""
+    answers = [(batch, None if batch.run.due.first else _fits(batch)) for job in jobs for batch in job.batches()]
+    others = _narrowed(answers, False)
+    count("refreshes_skipped", _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others))
+    return [(batch, _failed(batch)) for batch in [*(batch for batch, good in answers if good is None), *others]]
 
 
 def finish(launched: Launched, count: Count) -> None:
     """Retry what failed by the next method, count and report."""
-    count("refreshes_done", sum(len(batch.rows) for batch, _ in launched))
-    failed = _failures(launched)
-    while failed:
-        retried = [replace(job, methods=job.methods[1:]) for job in failed if len(job.methods) > 1]
-        count("refreshes_retried", sum(len(job.rows) for job in retried))
-        for job in failed:
-            if len(job.methods) == 1:
-                count("refreshes_done", -len(job.rows))
-                count("refreshes_failed", len(job.rows))
-                sizes = [job.run.bucket.inner[job.dim]] * 2
-                logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(job.rows), *sizes)
-        failed = _failures(_run(retried))
+    count("refreshes_done", _num_rows(batch for batch, _ in launched))
+    while failed := _narrowed(launched, True):
+        retried = [replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1]
+        count("refreshes_retried", _num_rows(retried))
+        for batch in failed:
+            if len(batch.methods) == 1:
+                count("refreshes_done", -len(batch.rows))
+                count("refreshes_failed", len(batch.rows))
+                sizes = [batch.run.bucket.inner[batch.dim]] * 2
+                logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(batch.rows), *sizes)
+        launched = [(batch, _failed(batch)) for batch in retried]
 
 
-def _without_good_ones(jobs: list[DimRefresh], count: Count) -> list[DimRefresh]:
-    """The jobs without the rows that the rule's criterion calls still good, where it has one."""
-    kept: list[DimRefresh] = []
-    asked: list[tuple[DimRefresh, Tensor]] = []
-    for job in jobs:
-        batches = [] if job.run.due.first else list(job.batches())
-        answers = [_fits(batch) for batch in batches]
-        if not batches or answers[0] is None:
-            kept.append(job)
-        asked += [(batch, good) for batch, good in zip(batches, answers, strict=True) if good is not None]
-    for (batch, _), flags in zip(asked, read_together([good for _, good in asked]), strict=True):
-        kept.append(replace(batch, rows=[row for row, is_good in zip(batch.rows, flags, strict=True) if not is_good]))
-        count("refreshes_skipped", sum(flags))
-    return [job for job in kept if len(job.rows)]
-
-
-def _fits(job: DimRefresh) -> Tensor | None:
-    rows = _Rows(job)
-    good = job.rule.fits(rows, job.dim)
+def _fits(batch: DimRefresh) -> Tensor | None:
+    """Which of its rows still have a good basis; None if the rule has no criterion."""
+    rows = _Rows(batch)
+    good = batch.rule.fits(rows, batch.dim)
     rows.put_back()
     return good
 
 
-def _run(jobs: list[DimRefresh]) -> Launched:
-    return [(batch, _run_batch(batch)) for job in jobs for batch in job.batches()]
-
-
-def _run_batch(job: DimRefresh) -> Tensor | None:
-    """Refresh one batch; returns which of its rows failed (they have not changed)."""
-    rows = _Rows(job)
-    failed = job.rule.refresh(rows, job.dim, job.methods[0], job.run.due.first)
+def _failed(batch: DimRefresh) -> Tensor | None:
+    """Refresh it; which of its rows failed, which have not changed."""
+    rows = _Rows(batch)
+    failed = batch.rule.refresh(rows, batch.dim, batch.methods[0], batch.run.due.first)
     rows.put_back()
     return failed
 
 
-def _failures(results: Launched) -> list[DimRefresh]:
-    """The jobs narrowed to the rows that failed."""
-    answered = [(job, failed) for job, failed in results if failed is not None]
+def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
+    """Of the batches with answers the rows that have this one; the devices are waited for once."""
+    asked = [(batch, flags) for batch, flags in answers if flags is not None]
     narrowed = []
-    for (job, _), flags in zip(answered, read_together([failed for _, failed in answered]), strict=True):
-        if any(flags):
-            narrowed.append(replace(job, rows=[row for row, bad in zip(job.rows, flags, strict=True) if bad]))
+    for (batch, _), flags in zip(asked, read_together([flags for _, flags in asked]), strict=True):
+        if rows := [row for row, flag in zip(batch.rows, flags, strict=True) if flag == answer]:
+            narrowed.append(replace(batch, rows=rows))
     return narrowed
+
+
+def _num_rows(batches: Iterable[DimRefresh]) -> int:
+    return sum(len(batch.rows) for batch in batches)
 
 
 @dataclass(frozen=True)
@@ -170,24 +159,20 @@ class Stagger:
     at a fraction x of the line is refreshed floor(x f) steps before the interval f is full.
     """
 
-    first: Mapping[int, float]
-    """id of a parameter -> the fraction at which its first matrix begins."""
-    width: Mapping[int, float]
-    """id of a parameter -> the length of each of its matrices."""
+    places: Mapping[int, tuple[float, float]]
+    """id of a parameter -> the fraction at which its first matrix begins, and the length of each of its matrices."""
 
     @staticmethod
     def of(costs: Sequence[tuple[int, int, float]]) -> Stagger:
         """From (id of the parameter, number of its matrices, cost of each)."""
         total = sum(batch * cost for _, batch, cost in costs) or 1.0
-        first, width, place = {}, {}, 0.0
-        for key, batch, cost in costs:
-            first[key], width[key] = place, cost / total
-            place += batch * cost / total
-        return Stagger(first, width)
+        begins = accumulate((batch * cost / total for _, batch, cost in costs), initial=0.0)
+        return Stagger({key: (begin, cost / total) for begin, (key, _, cost) in zip(begins, costs, strict=False)})
 
     def shift(self, key: int, matrix: int, interval: int) -> int:
         """Steps by which matrix number `matrix` of the parameter is early, 0 to interval - 1."""
-        return min(interval - 1, int((self.first[key] + matrix * self.width[key]) * interval + 1e-9))
+        first, width = self.places[key]
+        return min(interval - 1, int((first + matrix * width) * interval + 1e-9))
 
 
 def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
@@ -206,7 +191,7 @@ def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence
     elif due.who == "interval" and run.step % due.every:
         found = []
     if run.idle:
-        idle = {row for row, mark in zip(rows, run.idle, strict=True) if mark}
-        count("refreshes_skipped", len(run.bucket.dims) * len(idle & set(found)))
-        found = [row for row in found if row not in idle]
+        awake = [row for row in found if not run.idle[row - rows.start]]
+        count("refreshes_skipped", len(run.bucket.dims) * (len(found) - len(awake)))
+        found = awake
     return found

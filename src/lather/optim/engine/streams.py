@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import cycle
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-
-@contextmanager
-def no_autocast() -> Iterator[None]:
-    """Arithmetic in the dtypes of its operands, also inside a caller's autocast block."""
-    with ExitStack() as stack:
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
 
 T = TypeVar("T")
 
@@ -31,19 +20,24 @@ BESIDE = -1
 
 
 @contextmanager
+def no_autocast() -> Iterator[None]:
+    """Arithmetic in the dtypes of its operands, also inside a caller's autocast block."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextmanager
 def beside(streams: SideStreams, changed: Iterable[Tensor]) -> Iterator[None]:
     """What CUDA is given inside begins after what the caller's stream has by now, and the caller's stream waits for it in `join`. It may
     change the tensors `changed`. Without CUDA all is done at once."""
     if not torch.cuda.is_initialized():
         yield
         return
-    if BESIDE not in streams:
-        streams[BESIDE] = torch.cuda.Stream()
-    streams[BESIDE].wait_stream(torch.cuda.current_stream())
+    stream = _after_the_caller(streams, BESIDE)
     for x in changed:
         if x.is_cuda:
-            x.record_stream(streams[BESIDE])
-    with torch.cuda.stream(streams[BESIDE]):
+            x.record_stream(stream)
+    with torch.cuda.stream(stream):
         yield
 
 
@@ -55,18 +49,11 @@ def join(streams: SideStreams) -> None:
 
 def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int) -> Iterator[T]:
     """The items one after the other; where CUDA is in use, with the next of `num_streams` side streams as the current one. At the end the
-    caller's stream waits for them all. Work on different items must not depend on each other.
-    """
+    caller's stream waits for them all. Work on different items must not depend on each other."""
     if num_streams == 1 or not torch.cuda.is_initialized():
         yield from items
         return
-    current = torch.cuda.current_stream()
-    for number in range(num_streams):
-        if number not in streams:
-            streams[number] = torch.cuda.Stream()
-    used = [streams[number] for number in range(num_streams)]
-    for stream in used:
-        stream.wait_stream(current)
+    current, used = torch.cuda.current_stream(), [_after_the_caller(streams, number) for number in range(num_streams)]
     try:
         for item, stream in zip(items, cycle(used), strict=False):
             with torch.cuda.stream(stream):
@@ -74,3 +61,11 @@ def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int) -> It
     finally:
         for stream in used:
             current.wait_stream(stream)
+
+
+def _after_the_caller(streams: SideStreams, number: int) -> torch.cuda.Stream:
+    """A side stream, whose work begins after what the caller's has by now."""
+    if number not in streams:
+        streams[number] = torch.cuda.Stream()
+    streams[number].wait_stream(torch.cuda.current_stream())
+    return streams[number]

@@ -7,9 +7,9 @@ finds it in the same order: nothing but the elements travels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from lather.optim.sharded.owners import Share, Unit
 from lather.optim.sharded.placement import Box, Index
 from lather.torch_private import foreach_copy_
+
+T = TypeVar("T")
 
 
 class Route(NamedTuple):
@@ -28,113 +30,102 @@ class Route(NamedTuple):
     size: tuple[int, ...]
 
 
-@dataclass
+Parts = list[tuple[Route, Tensor]]
+"""What has come, with where it belongs."""
+
+Arriving = Callable[[], Parts]
+"""What is on its way: called once, it returns all of it, for which the current stream waits."""
+
+
 class Transfer:
-    """Which parts go where."""
+    """Which parts of some parameters go where.
 
-    num_peers: int
-    sends: dict[int, list[Route]] = field(default_factory=dict)
-    """By position, in ascending order; of the tensors that are here."""
-    receives: dict[int, list[Route]] = field(default_factory=dict)
-    """By position; into the tensors that are to be."""
-    kept: list[tuple[Route, Route]] = field(default_factory=list)
-    """From and to, on this rank."""
-    is_needed: bool = False
-    """Whether anything travels between any two ranks; if not, nobody calls."""
+    Inward from what holders have of the matrices into what owners put together; of several copies one is sent, the owner's own if it has
+    one. Outward from the owners into what everybody holds, every copy of it.
+    """
 
-    def add(self, start: Route | None, to: Route | None, sender: int, receiver: int) -> None:
-        """A part that goes from one position to another; `start` is given on the first, `to` on the second."""
-        if start is not None and to is not None:
-            self.kept.append((start, to))
-        elif start is not None:
-            self.sends.setdefault(receiver, []).append(start)
-        elif to is not None:
-            self.receives.setdefault(sender, []).append(to)
+    def __init__(self, shares: Sequence[Share], *, inward: bool) -> None:
+        self._sends: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+        """To each position."""
+        self._receives: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+        """From each position."""
+        self._kept: list[tuple[Route, Route]] = []
+        """From and to, on this rank."""
+        units = chain.from_iterable(share.units for share in shares)
+        self._is_needed = any(unit.owner not in unit.holders if inward else not unit.stays for unit in units)
+        """Whether anything travels between any two ranks; if not, nobody calls."""
+        for item, share in enumerate(shares):
+            spread = share.spread
+            for unit in share.units:
+                for box in spread.positions_of if unit.owner == spread.position else (spread.box,):
+                    self._add(item, share, unit, box, inward)
+
+    def _add(self, item: int, share: Share, unit: Unit, box: Box, inward: bool) -> None:
+        """What `box` has of the unit, where this rank is concerned; alike in order on all ranks."""
+        overlap, me, positions = box.overlap(unit.box), share.spread.position, share.spread.positions_of[box]
+        if overlap is None:
+            return
+        boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
+        start, to = (Route(item, overlap.within(outer), overlap.size) for outer in boxes)
+        ways = [(unit.owner if unit.owner in positions else positions[unit.number % len(positions)], unit.owner)]
+        if not inward:
+            start, to, ways = to, start, [(unit.owner, position) for position in positions]
+        for sender, receiver in ways:
+            if sender == receiver == me:
+                self._kept += [] if share.in_place else [(start, to)]
+            elif sender == me:
+                self._sends[receiver].append(start)
+            elif receiver == me:
+                self._receives[sender].append(to)
 
     def launch(self, sources: Callable[[int], Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Arriving:
         """Starts the exchange; every rank of the group calls it. `sources`: the tensors that are here, by number."""
-        kept = [(to, sources(start.item)[start.where]) for start, to in self.kept]
-        if not self.is_needed:
-            return Arriving(kept, [], None)
-        sizes_out, sizes_in = self._sizes(self.sends), self._sizes(self.receives)
-        packed = torch.empty(sum(sizes_out), dtype=dtype, device=device)
-        routes = [route for peer in sorted(self.sends) for route in self.sends[peer]]
-        if routes:
-            foreach_copy_(_split(packed, routes), [sources(route.item)[route.where] for route in routes])
-        arriving = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        kept = [(to, sources(start.item)[start.where]) for start, to in self._kept]
+        if not self._is_needed:
+            return lambda: kept
+        sends, receives = list(chain(*self._sends)), list(chain(*self._receives))
+        packed, arriving = (torch.empty(_numel(routes), dtype=dtype, device=device) for routes in (sends, receives))
+        if sends:
+            foreach_copy_(_split(packed, sends), [sources(route.item)[route.where] for route in sends])
+        sizes_in, sizes_out = (list(map(_numel, routes)) for routes in (self._receives, self._sends))
         work = dist.all_to_all_single(arriving, packed, sizes_in, sizes_out, group=group, async_op=True)
-        to = [route for peer in sorted(self.receives) for route in self.receives[peer]]
-        return Arriving(kept, list(zip(to, _split(arriving, to), strict=True)), work, packed)
 
-    def _sizes(self, routes: dict[int, list[Route]]) -> list[int]:
-        return [sum(math.prod(route.size) for route in routes.get(peer, ())) for peer in range(self.num_peers)]
+        def wait() -> Parts:
+            nonlocal packed
+            work.wait()
+            del packed  # it had to be there until now
+            return [*kept, *zip(receives, _split(arriving, receives), strict=True)]
+
+        return wait
+
+    def move(self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """All of it at once, between tensors of one dtype and device."""
+        put(self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(), targets.__getitem__)
+
+
+def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
+    """What has come into the tensors where it belongs, by number."""
+    if parts:
+        foreach_copy_([targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts])
+
+
+def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
+    """(item, key, size): those of equal keys together, as many as have a size of 1 in all, or one that has more; in order."""
+    found: dict[Any, list[list[T]]] = {}
+    room: dict[Any, float] = {}
+    for item, key, size in items:
+        if room.get(key, -1.0) < size:
+            found.setdefault(key, []).append([])
+            room[key] = 1.0
+        found[key][-1].append(item)
+        room[key] -= size
+    return list(chain(*found.values()))
+
+
+def _numel(routes: Sequence[Route]) -> int:
+    return sum(math.prod(route.size) for route in routes)
 
 
 def _split(flat: Tensor, routes: Sequence[Route]) -> list[Tensor]:
     parts = flat.split([math.prod(route.size) for route in routes]) if routes else ()
     return [part.view(route.size) for part, route in zip(parts, routes, strict=True)]
-
-
-@dataclass
-class Arriving:
-    """What a launched `Transfer` brings."""
-
-    _kept: list[tuple[Route, Tensor]]
-    _received: list[tuple[Route, Tensor]]
-    _work: dist.Work | None
-    _packed: Tensor | None = None
-
-    def wait(self) -> list[tuple[Route, Tensor]]:
-        """Every part with where it belongs; the current stream waits for them."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._packed = None
-        return [*self._kept, *self._received]
-
-
-def to_owners(shares: Sequence[Share]) -> Transfer:
-    """What holders have of the matrices, into what owners put together. Of several copies one is sent, the owner's own if it has one."""
-    transfer = _empty(shares)
-    for item, share in enumerate(shares):
-        me = share.spread.position
-        for unit, box, positions, overlap in _overlaps(share):
-            sender = unit.owner if unit.owner in positions else positions[unit.number % len(positions)]
-            start = Route(item, overlap.within(box), overlap.size) if sender == me else None
-            to = Route(item, overlap.within(share.origin(unit)), overlap.size) if unit.owner == me else None
-            transfer.add(start, to, sender, unit.owner)
-        transfer.is_needed |= any(unit.owner not in unit.holders for unit in share.units)
-    return transfer
-
-
-def to_holders(shares: Sequence[Share]) -> Transfer:
-    """What owners have of the matrices, into what everybody holds, every copy of it."""
-    transfer = _empty(shares)
-    for item, share in enumerate(shares):
-        me = share.spread.position
-        for unit, box, positions, overlap in _overlaps(share):
-            for position in positions:
-                if share.in_place and unit.owner == position == me:
-                    continue
-                start = Route(item, overlap.within(share.origin(unit)), overlap.size) if unit.owner == me else None
-                to = Route(item, overlap.within(box), overlap.size) if position == me else None
-                transfer.add(start, to, unit.owner, position)
-        transfer.is_needed |= any(not unit.stays for unit in share.units)
-    return transfer
-
-
-def _empty(shares: Sequence[Share]) -> Transfer:
-    return Transfer(len(shares[0].spread.ranks))
-
-
-def _overlaps(share: Share) -> Iterator[tuple[Unit, Box, tuple[int, ...], Box]]:
-    """(unit, a box, the positions that hold it, their overlap) wherever this rank is concerned, alike in order on all ranks."""
-    own = share.spread.box
-    for unit in share.units:
-        mine = unit.owner == share.spread.position
-        if mine and share.in_place and unit.stays:
-            continue
-        boxes = share.spread.positions_of.items() if mine else ((own, share.spread.positions_of[own]),)
-        for box, positions in boxes:
-            overlap = box.overlap(unit.box)
-            if overlap is not None:
-                yield unit, box, positions, overlap

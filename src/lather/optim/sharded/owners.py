@@ -11,12 +11,13 @@ plan is a function of shapes, options and placements, the same on every rank.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from lather.optim.engine.layout import Layout
-from lather.optim.sharded.placement import Box, Spread, chunk
+from lather.optim.sharded.placement import Box, Spread
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Share:
     layout: Layout
     """Of the whole parameter."""
     units: tuple[Unit, ...]
+    """Ascending by number."""
     elementwise: bool
-    """The units are rows, and their owners change them where they are; otherwise matrices, which may travel."""
+    """The units are rows, at most one on a rank, and their owners change them where they are; otherwise matrices, which may travel."""
     is_apart: bool = False
     """Owners have what is theirs in tensors of their own, never where the parameter is."""
     is_gathered: bool = False
@@ -66,38 +68,27 @@ class Share:
     @cached_property
     def in_place(self) -> bool:
         """Whether all that is owned here is here, and in one piece: then it is worked on where it is."""
-        numbers = [unit.number for unit in self.own]
-        neighbours = not numbers or numbers == list(range(numbers[0], numbers[-1] + 1))
-        return not self.is_apart and (self.elementwise or (neighbours and all(unit.stays for unit in self.own)))
+        are_neighbours = not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
+        return not self.is_apart and (self.elementwise or (are_neighbours and all(unit.stays for unit in self.own)))
 
-    @cached_property
+    @property
     def region(self) -> Box:
-        """What is owned here, as a box of the whole parameter; of experts their number, when they are not neighbours."""
-        if not self.own:
-            return Box(self.spread.box.offset, (0,) * len(self.layout.shape))
+        """What is owned here, if anything is, as a box of the whole parameter; of experts their number, when they are not neighbours."""
         first = self.own[0].box
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 
     def origin(self, unit: Unit) -> Box:
-        """The box that the owner's tensor is taken to hold when `unit` is looked for in it."""
+        """A box that begins where the owner's tensor is taken to begin when `unit` is looked for in it. Only its owner may ask."""
         if self.in_place:
             return self.spread.box
-        if self.elementwise or self.layout.kind != "per_expert":
-            return unit.box
-        slot = self._slots[unit.number]
-        return Box((unit.number - slot, *unit.box.offset[1:]), (len(self.own), *unit.box.size[1:]))
-
-    @cached_property
-    def _slots(self) -> dict[int, int]:
-        return {unit.number: slot for slot, unit in enumerate(self.own)}
+        slot = bisect_left(self.own, unit.number, key=lambda own: own.number)
+        return Box((unit.box.offset[0] - slot, *unit.box.offset[1:]), unit.box.size) if slot else unit.box
 
 
-def matrices_of(layout: Layout) -> list[Box]:
-    """The box of each matrix of a parameter, in order."""
-    if layout.kind != "per_expert":
-        return [Box.whole(layout.shape)]
-    inner = layout.shape[1:]
-    return [Box((number, *(0 for _ in inner)), (1, *inner)) for number in range(layout.batch)]
+def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Box]:
+    """The box of each matrix of a parameter, in order; in an entry of its state, which has this shape, that of what is the matrix's."""
+    whole = Box.whole(layout.shape if shape is None else shape)
+    return [whole.cut(0, layout.batch, number) for number in range(layout.batch)] if layout.kind == "per_expert" else [whole]
 
 
 def rows_of_copies(spread: Spread) -> list[Unit]:
@@ -105,16 +96,8 @@ def rows_of_copies(spread: Spread) -> list[Unit]:
     units = []
     for box, positions in spread.positions_of.items():
         dim = next((d for d, n in enumerate(box.size) if n > 1), None)
-        for number, owner in enumerate(positions):
-            if dim is None:
-                part = box if number == 0 else None
-            else:
-                start, length = chunk(box.size[dim], len(positions), number)
-                offset, size = list(box.offset), list(box.size)
-                offset[dim], size[dim] = offset[dim] + start, length
-                part = Box(tuple(offset), tuple(size))
-            if part is not None and part.numel:
-                units.append(Unit(part, 0, owner, positions))
+        parts = [box] if dim is None else [box.cut(dim, len(positions), number) for number in range(len(positions))]
+        units += [Unit(part, 0, owner, positions) for part, owner in zip(parts, positions, strict=False) if part.numel]
     return units
 
 
@@ -125,21 +108,18 @@ def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float
         wanted: of each parameter, where it is and its layout.
         loads: what ranks have to do already, by global rank.
     """
-    found: list[tuple[float, int, int, Box, tuple[int, ...]]] = []
-    holders_known: dict[tuple[int, Layout], list[tuple[int, ...]]] = {}
-    for parameter, (spread, layout) in enumerate(wanted):
-        boxes, key = matrices_of(layout), (id(spread), layout)
-        if key not in holders_known:
-            holders_known[key] = [spread.holders(box) for box in boxes]
-        cost = layout.rule.cost(layout.matrix)
-        for number, (box, holders) in enumerate(zip(boxes, holders_known[key], strict=True)):
-            found.append((cost, parameter, number, box, holders))
-    order = sorted(range(len(found)), key=lambda i: (-found[i][0], *found[i][1:3]))
+    holders = cache(Spread.holders)  # many parameters are spread alike
+    found = [
+        (layout.rule.cost(layout.matrix), parameter, number, box, holders(spread, box))
+        for parameter, (spread, layout) in enumerate(wanted)
+        for number, box in enumerate(matrices_of(layout))
+    ]
+    found.sort(key=lambda one: -one[0])  # the sort is stable
     ranks = wanted[0][0].ranks if wanted else ()
-    owners = assign([found[i][0] for i in order], [found[i][4] for i in order], [loads.get(rank, 0.0) for rank in ranks])
+    owners = assign([cost for cost, *_ in found], [held for *_, held in found], [loads.get(rank, 0.0) for rank in ranks])
     units: list[list[Unit]] = [[] for _ in wanted]
-    for (_, parameter, number, box, holders), owner in sorted(zip((found[i] for i in order), owners, strict=True), key=lambda x: x[0][1:3]):
-        units[parameter].append(Unit(box, number, owner, holders))
+    for (_, parameter, number, box, held), owner in zip(found, owners, strict=True):
+        units[parameter].append(Unit(box, number, owner, held))
     return units
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -42,24 +42,25 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
-    def stop(self) -> tuple[int, ...]:
-        return tuple(a + n for a, n in zip(self.offset, self.size, strict=True))
-
-    @property
     def numel(self) -> int:
         return math.prod(self.size)
+
+    def cut(self, dim: int, num: int, number: int) -> Box:
+        """Chunk `number` of `num` along `dim`."""
+        start, length = chunk(self.size[dim], num, number)
+        offset = (*self.offset[:dim], self.offset[dim] + start, *self.offset[dim + 1 :])
+        return Box(offset, (*self.size[:dim], length, *self.size[dim + 1 :]))
 
     def overlap(self, other: Box) -> Box | None:
         """What is in both; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
-        stops = map(min, self.stop, other.stop)
+        stops = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True))
         size = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, size) if min(size, default=1) > 0 else None
 
     def within(self, outer: Box) -> Index:
         """The index of this box in a tensor that holds `outer`."""
-        starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
-        return tuple(slice(start, start + n) for start, n in zip(starts, self.size, strict=True))
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.size, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +84,10 @@ class Spread:
     @cached_property
     def positions_of(self) -> dict[Box, tuple[int, ...]]:
         """The positions that hold each of the boxes; several where there are copies."""
-        found: dict[Box, list[int]] = {}
+        found: dict[Box, tuple[int, ...]] = {}
         for position, box in enumerate(self.boxes):
-            found.setdefault(box, []).append(position)
-        return {box: tuple(positions) for box, positions in found.items()}
+            found[box] = (*found.get(box, ()), position)
+        return found
 
     @property
     def num_copies(self) -> int:
@@ -125,27 +126,21 @@ def chunk(length: int, num: int, number: int) -> tuple[int, int]:
     return start, min(size, length - start)
 
 
-def box_at(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinates: Sequence[int]) -> Box:
-    """What the rank at these mesh coordinates holds of a tensor of `shape`.
+def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> tuple[Box, ...]:
+    """What the ranks of a mesh hold of a tensor of `shape`, row by row.
 
     A strided shard says that the tensor was cut along later mesh axes first: FSDP2 cuts what tensor parallelism has cut.
     """
-    offset, size = [0] * len(shape), list(shape)
-    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    for axis in [*(a for a in axes if not _is_strided(placements[a])), *(a for a in reversed(axes) if _is_strided(placements[a]))]:
-        dim = placements[axis].dim % len(shape)  # type: ignore[attr-defined]
-        start, size[dim] = chunk(size[dim], mesh_shape[axis], coordinates[axis])
-        offset[dim] += start
-    return Box(tuple(offset), tuple(size))
-
-
-def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> tuple[Box, ...]:
-    """What the ranks of a mesh hold, row by row."""
-    return tuple(box_at(shape, mesh_shape, placements, place) for place in _coordinates(mesh_shape))
-
-
-def _is_strided(placement: Placement) -> bool:
-    return getattr(placement, "split_factor", 1) > 1
+    shards: list[tuple[int, Any]] = [(axis, placement) for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    strided = [(axis, placement) for axis, placement in shards if getattr(placement, "split_factor", 1) > 1]
+    order = [*(shard for shard in shards if shard not in strided), *reversed(strided)]
+    boxes = []
+    for coordinates in product(*map(range, mesh_shape)):
+        box = Box.whole(shape)
+        for axis, placement in order:
+            box = box.cut(placement.dim % len(shape), mesh_shape[axis], coordinates[axis])
+        boxes.append(box)
+    return tuple(boxes)
 
 
 def spread_of_dtensor(x: DTensor, name: str) -> Spread:
@@ -171,35 +166,16 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
 
 def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]) -> Spread:
     """Of a tensor of `shape` that is placed so on `mesh`, of which this rank is one."""
-    ranks = mesh.mesh.flatten().tolist()
-    boxes = boxes_of(shape, tuple(mesh.mesh.shape), placements)
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    ascending = tuple(ranks[i] for i in order)
-    return Spread(shape, ascending, tuple(boxes[i] for i in order), ascending.index(dist.get_rank()))
-
-
-def _coordinates(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(product(*map(range, shape)))
+    box_of = dict(zip(mesh.mesh.flatten().tolist(), boxes_of(shape, tuple(mesh.mesh.shape), placements), strict=True))
+    ranks = tuple(sorted(box_of))
+    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()))
 
 
 def spread_of_shard(shape: Sequence[int], dim: int | None, group: dist.ProcessGroup) -> Spread:
     """Of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for a group in another order of ranks."""
-    num, whole = dist.get_world_size(group), list(shape)
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks != tuple(sorted(ranks)):
         raise ValueError(f"tp_group has its ranks in the order {list(ranks)}: make it with ascending ranks (new_group(sort_ranks=True))")
-    boxes = [Box.whole(shape)] * num
-    if dim is not None:
-        whole[dim] *= num
-        offsets = [tuple(position * shape[dim] if d == dim else 0 for d in range(len(shape))) for position in range(num)]
-        boxes = [Box(offset, tuple(shape)) for offset in offsets]
-    return Spread(tuple(whole), ranks, tuple(boxes), dist.get_rank(group))
-
-
-def spread_key(p: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Equal for parameters that are spread alike; None for those that are not spread."""
-    if is_dtensor(p):
-        return ("dtensor", tuple(p.shape), p.device_mesh, tuple(p.placements))
-    if "partition_dim" in group:
-        return ("shard", tuple(p.shape), group["partition_dim"])
-    return None
+    whole = Box.whole([n * len(ranks) if d == dim else n for d, n in enumerate(shape)])
+    boxes = tuple(whole if dim is None else whole.cut(dim, len(ranks), position) for position in range(len(ranks)))
+    return Spread(whole.size, ranks, boxes, dist.get_rank(group))

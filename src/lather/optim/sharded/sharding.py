@@ -23,10 +23,9 @@ from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.engine.state import compute_dtype
-from lather.optim.rule import Rule
-from lather.optim.sharded.exchange import Arriving, Transfer, to_holders, to_owners
+from lather.optim.sharded.exchange import Arriving, Transfer, in_batches, put
 from lather.optim.sharded.owners import Share, rows_of_copies, share_out
-from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad, spread_key, spread_of_dtensor, spread_of_shard
+from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_
 
 if TYPE_CHECKING:
@@ -41,17 +40,16 @@ class Sharding:
         """`tp_group`: of plain tensor-parallel shards, which have a `partition_dim` in their parameter group."""
         self.tp_group = tp_group
         self._spreads: dict[Any, Spread] = {}
+        """One for all parameters that are spread alike."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._shares: dict[int, Share] = {}
-        self._loads: dict[tuple[int, ...], dict[int, float]] = {}
         self._tp_mesh: DeviceMesh | None = None
-        self._exchanges: tuple[list[ParamInfo], list[Exchange]] = ([], [])
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
         """None for a parameter that this process has to itself. Raises ValueError for one that cannot be served."""
-        key = spread_key(p, group)
-        if key is None:
+        if not is_dtensor(p) and "partition_dim" not in group:
             return None
+        key = (tuple(p.shape), *((p.device_mesh, tuple(p.placements)) if is_dtensor(p) else (group["partition_dim"],)))
         if key not in self._spreads:
             self._spreads[key] = self._spread(p, group, name)
         return self._spreads[key]
@@ -76,19 +74,24 @@ class Sharding:
         """Whether any parameter is spread."""
         return bool(self._shares)
 
-    def mesh_of(self, one: ParamInfo) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """The mesh of a spread parameter, and how it is placed there."""
+    def placed(self, one: ParamInfo, shape: tuple[int, ...] | None = None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """The mesh of a spread parameter, and how it is placed there; or, given its shape, how an entry of its state is cut into rows, that
+        is along dim 0 on every axis of the mesh."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import Replicate, Shard
 
         p = one.param
-        if is_dtensor(p):
-            return p.device_mesh, tuple(p.placements)
-        assert self.tp_group is not None
-        if self._tp_mesh is None:
+        if not is_dtensor(p) and self._tp_mesh is None:
+            assert self.tp_group is not None
             self._tp_mesh = DeviceMesh.from_group(self.tp_group, p.device.type)
+        mesh = p.device_mesh if is_dtensor(p) else self._tp_mesh
+        assert mesh is not None
+        if shape is not None:
+            return mesh, ((Shard(0) if shape else Replicate()),) * mesh.ndim
+        if is_dtensor(p):
+            return mesh, tuple(p.placements)
         dim = one.settings.group["partition_dim"]
-        return self._tp_mesh, (Replicate() if dim is None else Shard(dim),)
+        return mesh, (Replicate() if dim is None else Shard(dim),)
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group of a mesh's ranks. The first call for a mesh of several axes makes one: all its ranks call."""
@@ -123,25 +126,19 @@ class Sharding:
         """All shares, if options on which one depends have changed: `plan` makes them anew. For loading, which replaces all state."""
         if not all(self._still_fits(one) for one in params):
             self._shares.clear()
-            self._loads.clear()
-            self._exchanges = ([], [])
 
     def _still_fits(self, one: ParamInfo) -> bool:
         share = self.share_of(one.param)
         return share is None or (share.layout == one.layout and share.is_gathered == _is_gathered(one))
 
-    def rows_of(self, one: ParamInfo, shape: tuple[int, ...]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """How an entry of state of this shape is cut into rows along dim 0, on every axis of the parameter's mesh."""
-        from torch.distributed.tensor import Replicate, Shard
-
-        mesh, _ = self.mesh_of(one)
-        return mesh, ((Shard(0) if shape else Replicate()),) * mesh.ndim
-
     def _check_same(self, ranks: tuple[int, ...], params: Sequence[ParamInfo]) -> None:
-        text = repr(
-            [(one.layout.shape, str(one.param.dtype), str(_placement(one)), one.layout, *_said_of(one.settings.rule)) for one in params]
-        )
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        said = []
+        for one in params:
+            p, rule = one.param, one.settings.rule
+            place: Any = (tuple(p.device_mesh.mesh.shape), p.placements) if is_dtensor(p) else one.settings.group["partition_dim"]
+            options = (type(rule).__qualname__, rule.ownership, rule.matrix_layout, comparable(rule.state_dtype), rule.keep_norm)
+            said.append((one.layout.shape, str(p.dtype), str(place), one.layout, *map(str, options)))
+        number = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
         own = torch.tensor([number, -number], dtype=torch.int64, device=local(params[0].param).device)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(ranks))
         largest, smallest = own.tolist()
@@ -153,61 +150,35 @@ class Sharding:
 
     def _plan_mesh(self, ranks: tuple[int, ...], params: Sequence[tuple[ParamInfo, Spread]]) -> None:
         loads = dict.fromkeys(ranks, 0.0)
-        for others, theirs in self._loads.items():
-            if set(ranks) <= set(others):  # only then do all ranks here know of it
-                loads = {rank: load + theirs[rank] for rank, load in loads.items()}
+        for share in self._shares.values():
+            if set(ranks) <= set(share.spread.ranks) and not share.elementwise:  # only then do all ranks here know of it
+                cost = share.layout.rule.cost(share.layout.matrix)
+                for unit in share.units:
+                    loads[share.spread.ranks[unit.owner]] = loads.get(share.spread.ranks[unit.owner], 0.0) + cost
         matrices = [(one, spread) for one, spread in params if one.layout.kind != "elements" and not _is_gathered(one)]
         shared = share_out([(spread, one.layout) for one, spread in matrices], loads)
         units = {id(one): own for (one, _), own in zip(matrices, shared, strict=True)}
-        done = self._loads.setdefault(ranks, dict.fromkeys(ranks, 0.0))
         for one, spread in params:
-            own = () if _is_gathered(one) else tuple(units.get(id(one)) or (() if id(one) in units else rows_of_copies(spread)))
-            elementwise = not _is_gathered(one) and id(one) not in units
-            self._shares[id(one.param)] = Share(spread, one.layout, own, elementwise=elementwise, is_gathered=_is_gathered(one))
-            for unit in () if elementwise else own:
-                done[ranks[unit.owner]] += one.rule.cost(one.layout.matrix)
+            elementwise = one.layout.kind == "elements"
+            own = tuple(rows_of_copies(spread) if elementwise else units.get(id(one), ()))
+            self._shares[id(one.param)] = Share(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
 
     def exchanges(self, params: Sequence[ParamInfo]) -> list[Exchange]:
         """The exchanges of a step that these take, alike and in one order on all ranks; parameters of which nothing travels have none."""
-        params = [one for one in params if (share := self.share_of(one.param)) is not None and share.travels]
-        if params != self._exchanges[0]:
-            self._exchanges = (params, self._make_exchanges(params))
-        return self._exchanges[1]
-
-    def _make_exchanges(self, params: Sequence[ParamInfo]) -> list[Exchange]:
-        alike: dict[Any, list[list[ParamInfo]]] = {}
-        filled: dict[Any, float] = {}
+        wanted = []
         for one in params:
-            share, rule = self._shares[id(one.param)], one.rule
-            layout, dtype = share.layout, compute_dtype(rule)
-            key = (share.spread.ranks, layout.kind, layout.inner, one.param.dtype, dtype, share.elementwise, one.needs_weights, type(rule))
-            size = math.prod(share.spread.shape) / len(share.spread.ranks) * dtype.itemsize
-            if key not in alike or filled[key] + size > rule.bucket_bytes:
-                alike.setdefault(key, []).append([])
-                filled[key] = 0.0
-            alike[key][-1].append(one)
-            filled[key] += size
-        made = []
-        for some in (members for groups in alike.values() for members in groups):
-            shares = [self._shares[id(one.param)] for one in some]
-            made.append(Exchange(some, shares, self.group_of(shares[0].spread.ranks)))
-        return made
+            share, rule, dtype = self.share_of(one.param), one.rule, compute_dtype(one.rule)
+            if share is not None and share.travels:
+                ranks, layout = share.spread.ranks, share.layout
+                key = (ranks, layout.kind, layout.inner, one.param.dtype, dtype, share.elementwise, one.needs_weights, type(rule))
+                size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
+                wanted.append(((one, share), key, size / rule.bucket_bytes))
+        return [Exchange(some, self.group_of(some[0][1].spread.ranks)) for some in in_batches(wanted)]
 
 
 def _is_gathered(one: ParamInfo) -> bool:
     """Whether all ranks work on it alike."""
     return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
-
-
-def _placement(one: ParamInfo) -> object:
-    """Said alike on all ranks."""
-    p = one.param
-    return (tuple(p.device_mesh.mesh.shape), p.placements) if is_dtensor(p) else one.settings.group["partition_dim"]
-
-
-def _said_of(rule: Rule) -> tuple[str, ...]:
-    """Of the options, those on which state and layout depend, alike on all ranks."""
-    return (type(rule).__qualname__, rule.ownership, rule.matrix_layout, str(comparable(rule.state_dtype)), str(rule.keep_norm))
 
 
 class Exchange:
@@ -216,20 +187,18 @@ class Exchange:
     launch_in, finish_in, then the owners compute, launch_out, finish_out. Of elementwise ones only weights travel, to the other copies.
     """
 
-    def __init__(self, params: Sequence[ParamInfo], shares: Sequence[Share], group: dist.ProcessGroup) -> None:
-        self.params, self.shares, self.group = list(params), list(shares), group
-        self.dtype, self.needs_weights = compute_dtype(params[0].rule), params[0].needs_weights
-        self.has_statistics = params[0].has_statistics
-        self.elementwise = shares[0].elementwise
-        self.inward = Transfer(len(shares[0].spread.ranks)) if self.elementwise else to_owners(shares)
-        self.outward = to_holders(shares)
+    def __init__(self, params: Sequence[tuple[ParamInfo, Share]], group: dist.ProcessGroup) -> None:
+        """`params`: each with who owns what of it."""
+        self.params, shares, self.group = [one for one, _ in params], [share for _, share in params], group
+        first = self.params[0]
+        self.dtype, self.elementwise, self.device = first.param.dtype, shares[0].elementwise, local(first.param).device
+        self.has_statistics, self.needs_weights = first.has_statistics, first.needs_weights
+        if not self.elementwise:
+            self.inward = Transfer(shares, inward=True)
+        self.outward = Transfer(shares, inward=False)
         self._arriving: list[Arriving] = []
-        self._leaving: Arriving | None = None
+        self._leaving: list[Arriving] = []
         self._is_in = False
-
-    @property
-    def device(self) -> torch.device:
-        return local(self.params[0].param).device
 
     def launch_in(self) -> None:
         """Gradients set out. Nothing happens if they have."""
@@ -238,43 +207,38 @@ class Exchange:
         self._is_in = True
         grads = [local_grad(one.param) for one in self.params]
         sources = [grads] + ([[local(one.param) for one in self.params]] if self.needs_weights else [])
-        dtype = self.params[0].param.dtype
-        self._arriving = [self.inward.launch(some.__getitem__, dtype, self.device, self.group) for some in sources]
+        self._arriving = [self.inward.launch(some.__getitem__, self.dtype, self.device, self.group) for some in sources]
 
     def finish_in(self, members: Mapping[int, Member]) -> None:
         """Owners put together what has arrived, and make room for updates. `members`: by id of the parameter."""
         own = self._owned(members)
         for name, arriving in zip(("received", "received_weight"), self._arriving, strict=False):
-            for member in own.values():
-                setattr(member, name, torch.empty(member.layout.shape, dtype=member.param.dtype, device=self.device))
-            parts = arriving.wait()
-            if parts:
-                foreach_copy_([getattr(own[route.item], name)[route.where] for route, _ in parts], [part for _, part in parts])
+            whole = {item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device) for item, member in own.items()}
+            put(arriving(), whole.__getitem__)
+            for item, member in own.items():
+                setattr(member, name, whole[item])
         self._arriving = []
         for member in own.values():
             if member.update is None:
-                member.update = torch.empty(member.layout.shape, dtype=self.dtype, device=self.device)
+                member.update = torch.empty(member.layout.shape, dtype=compute_dtype(member.layout.rule), device=self.device)
 
     def launch_out(self, members: Mapping[int, Member]) -> None:
         """Updates set out; the gradients are gone."""
         own = self._owned(members)
-        updates = {item: member.update for item, member in own.items()}
 
         def source(item: int) -> Tensor:
-            update = updates.get(item)
+            update = None if self.elementwise else own[item].update
             return local(self.params[item].param) if update is None else update
 
-        dtype = self.params[0].param.dtype if self.elementwise else self.dtype
-        self._leaving = self.outward.launch(source, dtype, self.device, self.group)
-        for member in own.values():
-            member.received = member.received_weight = member.update = None
-        self._is_in = False
+        dtype = self.dtype if self.elementwise else compute_dtype(self.params[0].rule)
+        leaving = self.outward.launch(source, dtype, self.device, self.group)
+        self.forget(members)
+        self._leaving = [leaving]
 
     def finish_out(self) -> None:
         """Every rank changes what it holds."""
-        assert self._leaving is not None
         by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
-        for route, update in self._leaving.wait():
+        for route, update in self._leaving.pop()():
             one = self.params[route.item]
             weights, updates = by_rates.setdefault(one.rates(), ([], []))
             weights.append(local(one.param)[route.where])
@@ -284,13 +248,12 @@ class Exchange:
                 foreach_copy_(weights, updates)
             else:
                 apply_(weights, updates, lr, decay)
-        self._leaving = None
 
     def forget(self, members: Mapping[int, Member]) -> None:
-        """After an error: nothing of this step is kept."""
+        """Nothing of this step is kept: the updates are on their way, or there was an error."""
         for member in self._owned(members).values():
             member.received = member.received_weight = member.update = None
-        self._arriving, self._leaving, self._is_in = [], None, False
+        self._arriving, self._leaving, self._is_in = [], [], False
 
     def _owned(self, members: Mapping[int, Member]) -> dict[int, Member]:
         """By number, what was put together here."""
