@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP, parameter_groups
+from lather.optim import KLSOAP, REKLS, SOAP, AdamW, MatrixOptimizer, Muon, Rule, SOAPMuon, StackedSOAP, parameter_groups
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "muon": (Muon, {"keep_norm": True, "normalize": "row"}),
     "soap_muon": (SOAPMuon, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
     "mixed": (SOAP.rule, {"keep_norm": True}),
+    "adamw": (AdamW, {"weight_decay": 0.1}),
     "shampoo": (Shampoo, {"weight_decay": 0.1}),
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }

@@ -58,9 +58,10 @@ class Run:
         self.model = Model(params)
         self.optimizer: MatrixOptimizer = optimizer
 
-    def steps(self, steps: range) -> None:
+    def steps(self, steps: range, without: Sequence[int] = ()) -> None:
+        """`without`: numbers of parameters that get no gradient."""
         for step in steps:
-            grads = gradients(step, self.dtype)
+            grads = [None if i in without else grad for i, grad in enumerate(gradients(step, self.dtype))]
             if self.spread is not None:
                 self.spread.give(grads)
             else:
@@ -115,6 +116,38 @@ def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kin
 def differing(run: Run, expected: list[Tensor]) -> list[int]:
     """Numbers of the parameters that are not these to the bit."""
     return [i for i, (p, q) in enumerate(zip(run.whole(), expected, strict=True)) if not torch.equal(p, q)]
+
+
+def frozen_differences(rank: int, world_size: int) -> list[str]:
+    """What goes wrong with parameters that are frozen when a checkpoint with their state is loaded, and thawed later."""
+    wrong = []
+    for kind in ("soap", "muon", "mixed", "shampoo"):
+        for name, frozen in (("fsdp", (0, 3, 6)), ("tp", (2, 5)), ("copies", (1,))):
+            alone, before, after = (Run(kind, torch.float32, layout) for layout in (None, *[LAYOUTS[world_size][name]] * 2))
+            for run in (alone, before):
+                run.steps(range(3))
+            with torch.no_grad():
+                for p, q in zip(after.model.parameters(), before.model.parameters(), strict=True):
+                    p.copy_(q)
+            freeze(after.model, frozen, is_frozen=True)
+            after.optimizer.load_state_dict(before.optimizer.state_dict())
+            again = after.optimizer.state_dict()["state"]
+            saved = before.optimizer.state_dict()["state"]
+            if {i: state.keys() for i, state in again.items()} != {i: state.keys() for i, state in saved.items()}:
+                wrong.append(f"{name}, {kind}: state of frozen parameters is lost")
+            for run in (alone, after):
+                run.steps(range(3, 5), without=frozen)
+            freeze(after.model, frozen, is_frozen=False)
+            for run in (alone, after):
+                run.steps(range(5, 8))
+            wrong += [f"{name}, {kind}: parameter {i} {SHAPES[i]}" for i in differing(after, alone.whole())]
+    return wrong
+
+
+def freeze(model: Model, numbers: Sequence[int], *, is_frozen: bool) -> None:
+    for i, p in enumerate(model.parameters()):
+        if i in numbers:
+            p.requires_grad_(not is_frozen)
 
 
 def full_states(rank: int, world_size: int) -> list[str]:

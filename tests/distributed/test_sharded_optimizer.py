@@ -10,7 +10,7 @@ from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
 from sharded_cases import LAYOUTS, STRANGERS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
-from sharded_state_cases import KINDS, Kinds, full_states, load_all, save_all
+from sharded_state_cases import KINDS, Kinds, frozen_differences, full_states, load_all, save_all
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -54,6 +54,10 @@ def test_a_checkpoint_of_other_rules_goes_on_in_another_layout(tmp_path: Path) -
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other_for_every_rule(tmp_path: Path) -> None:
     names = ("1 plain", *(f"{world_size} {name}" for world_size in (2, 3, 4) for name in LAYOUTS[world_size]))
     reshard(tmp_path, names, KINDS, timeout=1200)
+
+
+def test_parameters_that_are_frozen_when_a_checkpoint_is_loaded() -> None:
+    assert run_ranks(frozen_differences, 2) == [[], []]
 
 
 def test_whole_state_dicts_of_torch() -> None:

@@ -347,7 +347,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
     "buckets": [(stateful, "make_buckets")],
     "allocation": [(state.KeptEntry, "allocate")],
     "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl"), (soap_muon, "update_kronecker_factors")],
-    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis"), (soap_muon, "numerator")],
+    "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis"), (soap_muon.MuonRule, "numerator")],
     "precondition": [(soap, "precondition"), (kl_soap, "precondition"), (soap_muon, "precondition")],
     "refresh": [(bases, "update_eigenbasis_and_momentum")],
     "gather": [(plan.Chunk, "gradients")],
