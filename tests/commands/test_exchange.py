@@ -18,10 +18,10 @@ from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.huggingface import model_from_hugging_face, save_hugging_face
 from lather.optim import SOAP
 from lather.train.checkpoint import Progress, load_checkpoint
-from lather.train.config import OptimConfig
 from lather.train.config_file import load_config
 from lather.train.data import train_tokenizer
 from lather.train.loop import build_model
+from lather.train.optim_config import optim_config
 from lather.train.state import TrainingState
 from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
@@ -252,7 +252,7 @@ def test_the_command_that_is_printed_trains_further_from_any_folder(
     assert "starting from the weights of" in capsys.readouterr().out
     optim = load_config(work / "my run/config.toml").optim
     assert (optim.name, optim.lr) == ("soap", 1e-4)
-    assert optim.lr < OptimConfig().lr / 10
+    assert optim.lr < optim_config().lr / 10
     assert (elsewhere / "new/tokenizer.json").is_file()
 
 

@@ -33,6 +33,13 @@ LONGEST = 3.0
 """Steps, each with a save, within which a kill comes, after the first one."""
 
 
+OPTIM: dict[str, dict[str, Any]] = {
+    "synchronous": {"name": "soap", "precondition_frequency": 2, "experts": {"rule": "muon"}},
+    "asynchronous": {"name": "muon", "momentum": 0.9, "matrices": {"rule": "soap_muon", "precondition_frequency": 2}},
+}
+"""AdamW is the rest's in both."""
+
+
 class Silent:
     def note(self, text: str) -> None: ...
 
@@ -45,7 +52,7 @@ def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> 
             "run_dir": str(folder / "run"),
             "model": {"model_type": "deepseek_v2", **TINY},
             "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
-            "optim": {"name": "adamw", "warmup_steps": 0, "schedule": "constant"},
+            "optim": {**OPTIM["asynchronous" if asynchronous else "synchronous"], "warmup_steps": 0, "schedule": "constant"},
             "train": {
                 "steps": 10**6,
                 "batch_size": 4,

@@ -41,6 +41,10 @@ SAVES = ("save", "save beside", "kill in save")
 """Of step 3; the second is written while step 4 runs."""
 
 
+NAMES = {"exchange": "muon", "shape": "soap_muon", "backward": "soap", "save": "muon", "kill in save": "soap"}
+"""Rules of the places where it is not AdamW everywhere."""
+
+
 class Silent:
     def note(self, text: str) -> None:
         pass
@@ -56,7 +60,7 @@ def config_of(folder: Path, place: str) -> Config:
             "run_dir": str(folder / "run"),
             "model": {"model_type": "deepseek_v2", **TINY},
             "data": {"source": str(folder / "text"), "pattern": "*.txt", "cache_dir": str(folder / "data"), "holdout_every": 2},
-            "optim": {"name": "adamw", "warmup_steps": 0},
+            "optim": {"name": NAMES.get(place, "adamw"), "warmup_steps": 0},
             "train": {"steps": 1000, "batch_size": 4, "sequence_length": 8, "validation_sequences": 2, "validation_every": 0},
             "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
             "checkpoint": {"every": 1, "asynchronous": place == "save beside"},

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lather.parallel.expert import ExpertExchange
 from lather.parallel.mesh import Mesh
-from lather.train.config import OptimConfig
-from lather.train.step import TrainStep, build_optimizer
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
 
 ALL = ("attention", "experts", "shared_experts")
 
@@ -122,7 +123,8 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
     errors = []
     for case, name in cases:
         pair = make_pair(case)
-        config = OptimConfig(name=name, lr=3e-3, weight_decay=0.1, precondition_frequency=3)  # type: ignore[arg-type]
+        more = {"precondition_frequency": 3} if "soap" in name else {}
+        config = optim_config(name, lr=3e-3, weight_decay=0.1, rest={"lr_factor": 1.0}, **more)
         step = TrainStep(pair.engine, build_optimizer(config, pair.engine.parameters), max_grad_norm=0.5)
         optimizer = build_optimizer(config, pair.plain.named_parameters())
         for number in range(20):

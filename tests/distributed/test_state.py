@@ -25,9 +25,10 @@ from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
 from lather.train import checkpoint_storage
 from lather.train.checkpoint import Progress, load_checkpoint, load_parameters, save_checkpoint
-from lather.train.config import OptimConfig
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
 from lather.train.state import TrainingState
-from lather.train.step import StepResult, TrainStep, build_optimizer
+from lather.train.step import StepResult, TrainStep
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
 
@@ -98,7 +99,7 @@ class Trainee:
             "changes": {**TIED, **changes},
         }
         self.pair: Pair = make_pair(Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas))
-        config = OptimConfig(name=name, lr=1e-2, precondition_frequency=2)  # type: ignore[arg-type]
+        config = optim_config(name, lr=1e-2, rest={"lr_factor": 1.0}, **({"precondition_frequency": 2} if "soap" in name else {}))
         self.optimizer = build_optimizer(config, self.pair.engine.parameters)
         self.step = TrainStep(self.pair.engine, self.optimizer, max_grad_norm=0.5)
         self.state = TrainingState.of_engine(self.pair.engine, self.optimizer)

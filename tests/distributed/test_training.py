@@ -35,13 +35,21 @@ EVERYTHING: dict[str, Any] = {
     "train": {"recompute": ["attention", "experts", "shared_experts"]},
     "log": {"expert_load_every": 2},
 }
-RUNS: dict[str, dict[str, Any]] = {"plain": {}, "everything": EVERYTHING, "soap": {"optim": {"name": "soap"}}}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": EVERYTHING,
+    "soap": {"optim": {"name": "soap", "precondition_frequency": 2}},
+    "muon": {"optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
+    "soap_muon": {"optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
+}
 """Each is done by one process and by meshes."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "pp2": ("plain", {"pp": 2}),
         "ep2 everything": ("everything", {"ep": 2, "poison": True}),
         "pp2 soap": ("soap", {"pp": 2}),
+        "ep2 muon": ("muon", {"ep": 2}),
+        "pp2 soap_muon": ("soap_muon", {"pp": 2}),
     },
     4: {
         "dp4": ("plain", {}),
@@ -61,7 +69,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
         "run_dir": str(folder / run_dir),
         "model": MODEL,
         "data": {"source": str(folder / "corpus"), "pattern": "*.txt", "cache_dir": str(folder / "cache"), "holdout_every": 4},
-        "optim": {"name": "adamw", "lr": 3e-3, "precondition_frequency": 2, "warmup_steps": 2},
+        "optim": {"name": "adamw", "lr": 3e-3, "warmup_steps": 2},
         "train": {
             "steps": 4,
             "batch_size": 8,

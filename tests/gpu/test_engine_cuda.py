@@ -16,9 +16,11 @@ from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.expert import ExpertExchange
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder
-from lather.train.config import Config, LoopConfig, MoEConfig, OptimConfig, ParallelConfig
+from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.train.engine import Engine, build_engine
-from lather.train.step import TrainStep, build_optimizer
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -140,7 +142,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
 
 @pytest.mark.parametrize("name", ["adamw", "soap"])
 def test_training_steps_lower_the_loss(name: str) -> None:
-    run = replace(config(precision="bf16"), optim=OptimConfig(name=name, lr=3e-3))  # type: ignore[arg-type]
+    run = replace(config(precision="bf16"), optim=optim_config(name, lr=3e-3))
     engine = engine_on(cuda(), run)
     step = TrainStep(engine, build_optimizer(run.optim, engine.parameters), 1.0)
     losses = [step(tokens(run), 3e-3).loss for _ in range(8)]

@@ -18,8 +18,10 @@ from lather.errors import ConfigError
 from lather.models import deepseek_v2, gpt_oss, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.train import config as config_module
+from lather.train import optim_config as optim_config_module
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping, config_to_toml, field_names, load_config
+from lather.train.optim_config import KindConfig, OptimConfig
 
 AT_LEAST_1 = [0, -1]
 """Bad values of a size."""
@@ -77,22 +79,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "data.holdout_every": [1, 0, -1],
     "data.packed_attention": [],
     "data.shard_tokens": AT_LEAST_1,
-    "optim.name": ["sgd"],
-    "optim.lr": [-1e-3],
-    "optim.betas": [[0.9], [0.9, 0.9, 0.9], [0.9, 1.0], [-0.1, 0.9]],
-    "optim.adam_betas": [[0.9], [0.9, 0.9, 0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, float("nan")]],
-    "optim.eps": [-1e-8],
-    "optim.weight_decay": [-0.01],
-    "optim.shampoo_beta": [1.0, 1.5],
-    "optim.precondition_frequency": AT_LEAST_1,
-    "optim.precondition_warmup_steps": [-1],
-    "optim.adam_warmup_steps": [-1],
-    "optim.second_moment": ["keep"],
-    "optim.use_eigh": [],
-    "optim.use_adaptive_criteria": [],
-    "optim.async_refresh": [],
-    "optim.max_precond_dim": [-1],
-    "optim.max_update_rms": [-1.0],
+    "optim.name": ["sgd", "nowhere:Rule", "lather.optim:SOAP"],
     "optim.schedule": ["step"],
     "optim.warmup_steps": [-1],
     "optim.decay_fraction": [0.0, -0.1, 1.1],
@@ -177,8 +164,9 @@ def assert_names_field_value_and_constraint(message: str, name: str, value: Any)
 
 
 def test_every_field_has_its_bad_values_here() -> None:
-    """The other families' fields have theirs in tests/models/test_family_configs.py."""
+    """The other families' fields have theirs in tests/models/test_family_configs.py, rules' options in test_optim_config.py."""
     others = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))
+    others |= {name for name in field_names() if name.startswith("optim.")} - set(field_names(OptimConfig, "optim.")) | {"optim.lr"}
     assert sorted(set(field_names()) - others) == FIELDS
 
 
@@ -296,11 +284,13 @@ MAPPINGS = st.fixed_dictionaries(
         "optim": st.fixed_dictionaries(
             {},
             optional={
-                "name": st.sampled_from(["soap", "adamw"]),
-                "lr": st.one_of(POSITIVE, st.integers(0, 9)),
+                "name": st.sampled_from(["soap", "klsoap", "adamw"]),
+                "lr": st.one_of(st.floats(1e-300, 1e290), st.integers(0, 9)),
                 "betas": BETAS,
-                "shampoo_beta": st.floats(-1e9, 1, exclude_max=True),
-                "use_eigh": st.booleans(),
+                "eps": POSITIVE,
+                "keep_norm": st.booleans(),
+                "experts": st.fixed_dictionaries({}, optional={"betas": BETAS, "lr_factor": st.floats(0, 9)}),
+                "rest": st.fixed_dictionaries({}, optional={"eps": POSITIVE, "rule": st.sampled_from(["", "adamw", "soap"])}),
             },
         ),
         "log": st.fixed_dictionaries({}, optional={"sample_prompt": st.text(min_size=1), "tensorboard": st.booleans()}),
@@ -328,14 +318,14 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section's own is its class's."""
     documented = set()
-    for module in (config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
+    for module in (config_module, optim_config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
                 is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 if isinstance(statement, ast.AnnAssign) and is_string and str(following.value.value).strip():
                     documented.add((cls.name, ast.unparse(statement.target)))
     sections = [cls for hint in typing.get_type_hints(Config).values() for cls in members(hint) if dataclasses.is_dataclass(cls)]
-    sections.append(rotary.YarnConfig)
+    sections += [rotary.YarnConfig, KindConfig]
     assert all(ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]) for cls in sections)
     fields = {(cls.__name__, f.name) for cls in (Config, *sections) for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)}
     assert fields <= documented

@@ -2,16 +2,30 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 from stored import stored_tensors
 
 from lather.cli import main
+from lather.commands.train import _read
+from lather.train.config_file import load_config
+from lather.train.loop import train
+from lather.train.old_runs import is_old
+from lather.train.optim_config import RuleOptimConfig
 from machine import machine
-from train.fixtures.make import FOLDER, LAST, PLACEHOLDER, RUNS, SAVED, digest, write_corpus
+from train.fixtures.make import CONFIG, FOLDER, LAST, PLACEHOLDER, RUNS, SAVED, digest, write_corpus
+
+
+class Silent:
+    def note(self, text: str) -> None: ...
+
+    def step(self, row: object, num_steps: int) -> None: ...
 
 
 def copy_run(name: str, working_folder: Path) -> Path:
@@ -24,19 +38,38 @@ def copy_run(name: str, working_folder: Path) -> Path:
     return run_dir
 
 
+def command(name: str, folder: Path, way: str) -> list[str]:
+    """That goes on with the run: with its own configuration, or with the file and the options that it was begun with."""
+    if way == "its own":
+        return ["train", str(folder / "run" / "config.toml")]
+    file = folder / "mine.toml"
+    file.write_text(CONFIG.replace(PLACEHOLDER, str(folder)).format(name=name), "utf-8")
+    return ["train", str(file)]
+
+
+def last_rows(run_dir: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("way", ["its own", "the same command"])
 @pytest.mark.parametrize("name", RUNS)
-def test_an_old_run_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To the bit where it was trained, weights and optimizer state; elsewhere products are rounded differently."""
+def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the bit where it was trained, weights and optimizer state; elsewhere products are rounded differently. It is stopped once more."""
     run_dir = copy_run(name, tmp_path)
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints" / SAVED).iterdir()}
+    arguments = command(name, tmp_path, way)
+    asked = iter(range(2))
     with torch.random.fork_rng():
-        status = main(["train", str(run_dir / "config.toml")])
+        config = _read(arguments[1:])[0]
+        assert train(config, Silent(), lambda: next(asked, None) is None).step == 6
+        assert is_old(tomllib.loads((run_dir / "config.toml").read_text("utf-8")))
+        status = main(arguments)
     out, err = capsys.readouterr()
     assert status == 0, err
-    assert f"resuming {run_dir / 'checkpoints' / SAVED}" in out
+    assert f"resuming {run_dir / 'checkpoints' / 'step-00000006'}" in out
     assert {file: file.read_bytes() for file in before} == before
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert last_rows(run_dir) == list(range(1, 9))
 
     found = stored_tensors(run_dir / "checkpoints" / LAST)
     digests = json.loads((FOLDER / name / "digests.json").read_text())
@@ -46,3 +79,37 @@ def test_an_old_run_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     else:
         weights = load_file(FOLDER / name / "weights.safetensors")
         torch.testing.assert_close({key: found[key] for key in weights}, weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("soap", ["--optim.lr", "1e-3"], "optim.lr is 0.006 there and 0.001 here"),
+        ("adamw", ["--optim.lr", "2e-3"], "optim.lr is 0.006 there and 0.002 here"),
+        ("soap", ["--optim.name", "muon"], "optim.name is 'soap' there and 'muon' here"),
+        ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas is (0.9, 0.95) there and (0.8, 0.9) here"),
+        ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas is (0.9, 0.95) there and (0.8, 0.9) here"),
+        ("soap", ["--optim.sides", "smaller"], "was begun before there was optim.sides (= 'smaller')"),
+        ("adamw", ["--optim.rest.lr-factor", "4"], "was begun before there was optim.rest.lr_factor (= 4.0)"),
+    ],
+)
+def test_what_an_old_run_was_not_begun_with_is_refused(
+    name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = copy_run(name, tmp_path)
+    assert main([*command(name, tmp_path, "the same command"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "give another --run-dir" in error
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [SAVED]
+
+
+@pytest.mark.parametrize(("name", "optim"), [("soap", {"betas": [0.7, 0.8]}), ("adamw", {})])
+def test_the_key_of_that_time_is_taken(name: str, optim: dict[str, Any], tmp_path: Path) -> None:
+    """In a new run, too."""
+    file = tmp_path / "old.toml"
+    file.write_text(tomli_w.dumps({"optim": {"name": name, "adam_betas": [0.8, 0.9], **optim}}))
+    found = load_config(file).optim
+    assert isinstance(found, RuleOptimConfig)
+    assert found.rule_of("rest").betas == (0.8, 0.9)
+    assert found.rule_of("matrices").betas == ((0.7, 0.8) if name == "soap" else (0.8, 0.9))

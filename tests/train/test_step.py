@@ -16,13 +16,16 @@ from torch import Tensor
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP
+from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
 from lather.pipeline.part import whole_part
 from lather.pipeline.schedule import sequential
-from lather.train.config import Config, LoopConfig, MoEConfig, OptimConfig
+from lather.train.config import Config, LoopConfig, MoEConfig
 from lather.train.engine import IGNORE_INDEX, Engine, build_engine
 from lather.train.loop import build_model
-from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
 
 MakeModel = Callable[..., Decoder]
 Tokens = Callable[..., Tensor]
@@ -39,7 +42,7 @@ def train_step(model: Decoder, optimizer: torch.optim.Optimizer, *, balance_coef
 
 
 def optimizer_of(model: Decoder, name: str = "soap") -> torch.optim.Optimizer:
-    return build_optimizer(OptimConfig(name=name, precondition_frequency=2), model.named_parameters())
+    return build_optimizer(optim_config(name, **({"precondition_frequency": 2} if name == "soap" else {})), model.named_parameters())
 
 
 def bits(model: Decoder, optimizer: torch.optim.Optimizer) -> list[bytes]:
@@ -61,7 +64,7 @@ def gradients_seen(model: Decoder, tokens_BS: Tensor, **options: Any) -> tuple[d
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
-    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1)
+    config = optim_config(lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1)
     rates = [learning_rate(step, config, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[9] == 2.0
@@ -71,14 +74,14 @@ def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
 
 
 def test_wsd_is_constant_and_then_linear() -> None:
-    config = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
+    config = optim_config(lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
     rates = [learning_rate(step, config, 100) for step in range(10, 101)]
     assert rates == pytest.approx([1.0] * 71 + [1 - step / 20 for step in range(1, 21)])
 
 
 def test_without_warm_up_the_first_step_is_on_the_schedule() -> None:
-    assert learning_rate(1, OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 10) == 1.0
-    assert learning_rate(1, OptimConfig(lr=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0), 10) == pytest.approx(0.9)
+    assert learning_rate(1, optim_config(lr=1.0, warmup_steps=0, schedule="constant"), 10) == 1.0
+    assert learning_rate(1, optim_config(lr=1.0, warmup_steps=0, schedule="linear", min_lr_ratio=0.0), 10) == pytest.approx(0.9)
 
 
 @given(
@@ -93,7 +96,7 @@ def test_without_warm_up_the_first_step_is_on_the_schedule() -> None:
 def test_the_rate_stays_between_its_ends_and_never_rises(
     schedule: str, steps: int, warmup: int, decay: float, ratio: float, lr: float
 ) -> None:
-    config = OptimConfig(lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio)
+    config = optim_config(lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio)
     rates = [learning_rate(step, config, steps) for step in range(1, steps + 1)]
     assert all(0 < rate <= lr * (1 + 1e-12) for rate in rates[:warmup])
     after = rates[warmup:]
@@ -264,29 +267,67 @@ def test_the_groups_of_soap(make_model: MakeModel) -> None:
     optimizer = optimizer_of(make_model())
     assert isinstance(optimizer, SOAP)
     kinds = {name: group for group in optimizer.param_groups for name in group["param_names"]}
-    rest = {name for name, group in kinds.items() if group["max_precond_dim"] == 0}
-    assert rest == {"embed_tokens.weight", *(name for name in kinds if "norm" in name)}
-    assert {kinds[name]["betas"] for name in rest} == {OptimConfig().adam_betas}
-    assert {kinds[name]["betas"] for name in kinds.keys() - rest} == {OptimConfig().betas}
+    rest = {name for name, group in kinds.items() if group["rule"] == "adamw"}
+    assert rest == {"embed_tokens.weight", "layers.1.mlp.gate.weight", *(name for name in kinds if "norm" in name)}
+    assert {kinds[name]["betas"] for name in rest} == {(0.9, 0.95)}
+    assert {kinds[name]["betas"] for name in kinds.keys() - rest} == {(0.95, 0.95)}
+    assert {kinds[name]["rule"] for name in kinds.keys() - rest} == {"soap"}
     experts = {name for name, group in kinds.items() if group["matrix_layout"] == "per_expert"}
     assert experts == {"layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"}
     assert {group["nonfinite"] for group in kinds.values()} == {"ignore"}
 
 
 def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeModel) -> None:
-    config = OptimConfig(lr=0.5, eps=1e-4, weight_decay=0.3, precondition_frequency=7, second_moment="permute", use_eigh=True)
-    expected = {key: value for key, value in config.soap_options().items() if key not in ("betas", "max_precond_dim")}
-    for group in build_optimizer(config, make_model().named_parameters()).param_groups:
-        assert {key: group[key] for key in expected} == expected
+    """The trainer decides about layouts; a kind that gives an option has its own."""
+    given = {"lr": 0.5, "eps": 1e-4, "weight_decay": 0.3, "precondition_frequency": 7, "second_moment": "permute", "use_eigh": True}
+    config = optim_config(**given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5})
+    groups = {group["param_names"][0]: group for group in build_optimizer(config, make_model().named_parameters()).param_groups}
+    experts, matrices = groups["layers.1.mlp.experts.gate_up_proj"], groups["layers.0.self_attn.q_proj.weight"]
+    for group in (experts, matrices):
+        assert {key: group[key] for key in given} == given
+        assert (group["sides"], group["lr_factor"]) == ("auto", 1.0)
+    assert (experts["betas"], matrices["betas"]) == ((0.5, 0.6), (0.95, 0.95))
+    rest, router = groups["embed_tokens.weight"], groups["layers.1.mlp.gate.weight"]
+    for group in (rest, router):
+        assert (group["rule"], group["lr"], group["lr_factor"], group["eps"], group["weight_decay"]) == ("adamw", 0.25, 0.5, 1e-5, 0.3)
+
+
+def test_all_groups_follow_one_schedule(make_model: MakeModel, tokens: Tokens) -> None:
+    model = make_model()
+    config = optim_config("muon", lr=0.02, experts={"lr": 0.03}, rest={"lr_factor": 3.0}, router={"lr": 0.01})
+    step = train_step(model, build_optimizer(config, model.named_parameters()))
+    for share in (1.0, 0.5, 0.0):
+        step(tokens(0), 0.02 * share)
+        found = {group["param_names"][0].split(".")[-2]: group["lr"] for group in step.optimizer.param_groups}
+        expected = {"q_proj": 0.02, "experts": 0.03, "embed_tokens": 0.06, "gate": 0.01}
+        assert found == pytest.approx({name: share * lr for name, lr in expected.items()})
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_optimizer_is_of_the_class_that_is_registered_with_its_rule(make_model: MakeModel, name: str) -> None:
+    optimizer = optimizer_of(make_model(), name)
+    assert optimizer.rule is RULES[name]
+    layouts = {group["param_names"][0]: group["matrix_layout"] for group in optimizer.param_groups if group["matrix_layout"] != "tensor"}
+    assert layouts == {"layers.1.mlp.experts.gate_up_proj": "stacked" if name == "stacked_soap" else "per_expert"}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(make_model: MakeModel, tokens: Tokens, name: str) -> None:
+    model = make_model(dtype=torch.float64)
+    step = train_step(model, optimizer_of(model, name))
+    step(tokens(0), 1e-3)
+    for group in step.optimizer.param_groups:
+        kept = {value.dtype for p in group["params"] for key, value in step.optimizer.state[p].items() if key != "step"}
+        assert kept == {torch.float64 if group["rule"] == "adamw" else torch.float32}
 
 
 def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
     """The same gradients to both; a matrix shows that the comparison can tell them apart."""
     ours, plain = make_model(), make_model()
-    config = OptimConfig(lr=1e-2, precondition_frequency=1)
+    config = optim_config(lr=1e-2, precondition_frequency=1, rest={"lr_factor": 1.0})
     optimizers = [
         build_optimizer(config, ours.named_parameters()),
-        torch.optim.AdamW(plain.parameters(), 1e-2, config.adam_betas, config.eps, 0.01),
+        torch.optim.AdamW(plain.parameters(), 1e-2, (0.9, 0.95), 1e-8, 0.01),
     ]
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -304,7 +345,7 @@ def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
 
 def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: Tokens) -> None:
     model, plain = make_model(), make_model()
-    config = OptimConfig(name="adamw", weight_decay=0.1, adam_betas=(0.8, 0.9), eps=1e-6)
+    config = optim_config("adamw", weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, rest={"lr_factor": 1.0})
     step = train_step(model, build_optimizer(config, model.named_parameters()), max_grad_norm=0.5)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     for number, lr in ((1, 1e-3), (2, 1e-2), (3, 5e-3)):
@@ -337,7 +378,7 @@ def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPa
 
 def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(make_model: MakeModel, tokens: Tokens) -> None:
     model = make_model()
-    optimizer = build_optimizer(OptimConfig(precondition_frequency=2, async_refresh=True), model.named_parameters())
+    optimizer = build_optimizer(optim_config(precondition_frequency=2, async_refresh=True), model.named_parameters())
     assert isinstance(optimizer, SOAP)
     step, counts = train_step(model, optimizer), []
     for number in range(6):

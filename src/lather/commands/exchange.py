@@ -27,14 +27,15 @@ from lather.models.huggingface import (
 )
 from lather.models.safetensors_folder import complete_folder
 from lather.train.checkpoint import list_checkpoints, open_checkpoint, write_first_checkpoint
-from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig, OptimConfig
+from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.data import load_tokenizer
+from lather.train.optim_config import optim_config
 
 COMPANION_FOLDER = "huggingface"
 """Folder of an imported run with what a later export carries along."""
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FURTHER_TRAINING = OptimConfig(name="soap", lr=1e-4)
+FURTHER_TRAINING = optim_config("soap", lr=1e-4)
 """Far below the default rate, which is for random weights and would undo what the model has learned."""
 MOST_SHARD_BYTES = 10**18
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 import lather
+from lather.commands.overrides import read_config
 from lather.commands.parsing import parse_arguments
 from lather.console import wide_console
 from lather.errors import ConfigError, UserError
@@ -32,7 +33,6 @@ from lather.models.layout import SequenceLayout
 from lather.pipeline.schedule import dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.train.config import Config, check_parallel
-from lather.train.config_file import load_config
 from lather.train.engine import divide_layers, document_boundaries
 from lather.train.loop import build_model
 from lather.train.step import pick_device
@@ -71,8 +71,9 @@ def profile_command(arguments: list[str]) -> int:
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and not {"-h", "--help"} & set(arguments):
         raise ConfigError("lather profile needs a configuration first: lather profile configs/quickstart.toml")
-    default = ProfileArguments(load_config(Path(file)) if file else Config())
-    parsed = parse_arguments(ProfileArguments, "lather profile CONFIG", arguments[1:] if file else arguments, default=default)
+    arguments = arguments[1:] if file else arguments
+    default = ProfileArguments(read_config(Path(file) if file else None, arguments))
+    parsed = parse_arguments(ProfileArguments, "lather profile CONFIG", arguments, default=default)
     for path in filter(None, (parsed.out, parsed.json)):
         if not path.absolute().parent.is_dir():
             raise UserError(f"{path}: cannot be written (no such folder): make {path.parent} or name another file")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lather.commands.overrides import read_config
 from lather.commands.parsing import parse_arguments
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch import GroupOptions, join, launch, take_nproc
@@ -18,7 +19,6 @@ from lather.parallel.lifeline import UNWIND_SECONDS
 from lather.parallel.mesh import Mesh
 from lather.parallel.world import World
 from lather.train.config import Config, check_parallel
-from lather.train.config_file import load_config
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, Outcome, StopSignal, train
 from lather.train.metrics import StepRow
@@ -58,7 +58,8 @@ def _read(arguments: list[str]) -> tuple[Config, int | None]:
         raise ConfigError("lather train needs a configuration first: lather train configs/quickstart.toml")
     if asks_for_help:
         print(NPROC_HELP)
-    return parse_arguments(Config, "lather train CONFIG", arguments, default=load_config(Path(file)) if file else Config()), nproc
+    default = read_config(Path(file) if file else None, arguments)
+    return parse_arguments(Config, "lather train CONFIG", arguments, default=default), nproc
 
 
 def run_worker(config: Config, world: World) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
-from lather.optim.rules.soap import SOAPRule
+from lather.train.optim_config import OptimConfig, RuleOptimConfig, optim_config
+from lather.train.rule_fields import name_of
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -45,84 +46,6 @@ class DataConfig:
         require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
         require(self.holdout_every >= 2, "data.holdout_every", self.holdout_every, "at least 2 files")
         require(self.shard_tokens >= 1, "data.shard_tokens", self.shard_tokens, "at least 1 token")
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["soap", "adamw"] = "soap"
-    """soap: SOAP on matrices, experts one by one, AdamW on embeddings and norms. adamw: AdamW on everything."""
-    lr: float = 6e-3
-    """Peak learning rate, of all parameters."""
-    betas: tuple[float, float] = (0.95, 0.95)
-    """Decay rates of the moments of preconditioned matrices."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the moments of everything else."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, per step and unit of learning rate."""
-    shampoo_beta: float = -1.0
-    """Decay rate of the Kronecker factors; negative: the second of betas."""
-    precondition_frequency: int = 10
-    """Steps between refreshes of the eigenbases."""
-    precondition_warmup_steps: int = 0
-    """Refresh at every step up to this one."""
-    adam_warmup_steps: int = 1
-    """Steps of plain Adam before the first eigenbases."""
-    second_moment: Literal["permute", "rotate"] = "rotate"
-    """How the second moment follows turning eigenbases."""
-    use_eigh: bool = False
-    """Refresh by whole eigendecompositions instead of orthogonal iteration."""
-    use_adaptive_criteria: bool = False
-    """Leave out refreshes of bases that are still good."""
-    async_refresh: bool = False
-    """On CUDA refresh beside the next forward and backward; the numbers stay the same."""
-    max_precond_dim: int = 8192
-    """A longer dim of a matrix is not preconditioned."""
-    max_update_rms: float = 0.0
-    """Clip each matrix's update to this root mean square, in units of the learning rate; 0: do not clip."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
-    """Shape of the rate after warm-up; wsd: constant, then linear over the last decay_fraction."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    decay_fraction: float = 0.2
-    """Share of the run over which wsd decays."""
-    min_lr_ratio: float = 0.1
-    """Rate at the end of the decay as a share of the peak."""
-
-    def __post_init__(self) -> None:
-        try:
-            SOAPRule(**self.soap_options())
-        except ValueError as error:
-            raise ConfigError(f"optim.{error}") from None
-        require(self.adam_warmup_steps >= 1, "optim.adam_warmup_steps", self.adam_warmup_steps, "at least 1 step")
-        in_range = all(0 <= beta < 1 for beta in self.adam_betas)
-        require(in_range, "optim.adam_betas", self.adam_betas, "two numbers in [0, 1)")
-        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
-        require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
-
-    def soap_options(self) -> dict[str, Any]:
-        """The arguments of `lather.optim.SOAP` that are set here."""
-        names = (
-            "lr",
-            "betas",
-            "eps",
-            "weight_decay",
-            "shampoo_beta",
-            "precondition_frequency",
-            "precondition_warmup_steps",
-            "adam_warmup_steps",
-            "second_moment",
-            "use_eigh",
-            "use_adaptive_criteria",
-            "async_refresh",
-            "max_precond_dim",
-            "max_update_rms",
-        )
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -292,7 +215,7 @@ class Config:
     model: ModelConfig = field(default_factory=DeepseekV2Config)
     moe: MoEConfig = field(default_factory=MoEConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(default_factory=optim_config)
     train: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -311,6 +234,10 @@ class Config:
         num_experts, layers = num_routed_experts(self.model), self.model.num_hidden_layers
         divides = num_experts % self.parallel.ep == 0
         require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
+        if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
+            rule = name_of(self.optim.rules["experts"])
+            fits = f"1 under {rule!r}, to which all experts of a layer are one matrix; klsoap takes them one by one"
+            require(self.parallel.ep == 1, "parallel.ep", self.parallel.ep, fits)
         if self.parallel.resolved_schedule == "dualpipev":
             enough = 2 * self.parallel.pp <= layers
             require(
@@ -337,6 +264,10 @@ class Config:
                 "or train.micro_batch_size smaller"
             )
         return number
+
+    def resolved(self) -> Config:
+        """With the defaults of `[optim]` that depend on its rules, as the run directory keeps it."""
+        return replace(self, optim=self.optim.resolved())
 
     def resolved_moe(self) -> MoEConfig:
         """With the model's own coefficient of the balance loss, if none is given."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import sys
@@ -12,6 +13,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,24 +21,81 @@ import tomli_w
 
 from lather.errors import ConfigError, require
 from lather.train.config import Config
+from lather.train.old_runs import OldOptimConfig, in_new_keys, is_old
+from lather.train.optim_config import KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
+from lather.train.rule_fields import owners
 
 C = TypeVar("C")
 
 
-def load_config(path: Path) -> Config:
-    """Read a TOML file; every error names the file and the key."""
+def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "") -> Config:
+    """Read a TOML file; every error names the file and the key.
+
+    `rules`: names of rules in place of the file's, by "name" or "<kind>.rule"; options of the file's rules that these do not have are then
+    left out. `run_dir`: that of the run, if it is not the file's.
+    """
+    mapping = _read(path)
     try:
-        mapping = tomllib.loads(path.read_text("utf-8"))
+        optim = mapping.get("optim", {})
+        if isinstance(optim, dict):
+            own_dir = run_dir or mapping.get("run_dir")
+            if "adam_betas" in optim or _is_old_run(own_dir):
+                optim = in_new_keys(optim)
+            mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
+        return config_from_mapping(mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_run(run_dir: Path) -> Config:
+    """The configuration of a run, in the terms of the time when it was begun; every error names the file and the key."""
+    path = run_dir / "config.toml"
+    mapping = _read(path)
+    if not is_old(mapping):
+        return load_config(path)
+    try:
+        optim = _build(OldOptimConfig, mapping.get("optim", {}), "optim.")
+        return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; configs/ holds examples") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    try:
-        return config_from_mapping(mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+
+
+def _is_old_run(run_dir: object) -> bool:
+    file = Path(run_dir) / "config.toml" if isinstance(run_dir, str) and run_dir else None
+    return file is not None and file.is_file() and is_old(_read(file))
+
+
+def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:
+    """An `[optim]` with other rules, without the options that only those of before had."""
+    chosen = dict(optim)
+    for name, rule in rules.items():
+        kind, dot, _ = name.partition(".")
+        section = optim.get(kind, {})
+        if dot and isinstance(section, dict):
+            chosen[kind] = {**section, "rule": rule}
+        elif not dot:
+            chosen["name"] = rule
+    before, after = (optim_class(chosen_rules(one)) for one in (optim, chosen))
+    return _without_lost(chosen, before, after) if before is not after else chosen
+
+
+def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[str, Any]:
+    """Without the keys that are fields of the one class and not of the other."""
+    old, new = _hints(before), _hints(after)
+    kept = {key: value for key, value in mapping.items() if key in new or key not in old}
+    sections = {key for key, value in kept.items() if isinstance(value, dict) and dataclasses.is_dataclass(new.get(key))}
+    return kept | {key: _without_lost(kept[key], old[key], new[key]) for key in sections}
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -51,20 +110,30 @@ def config_to_toml(config: Config) -> str:
 
 def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Dotted names of all fields, sections left out."""
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         if sections := _sections(hint):
             yield from dict.fromkeys(key for section in sections for key in field_names(section, f"{prefix}{name}."))
         else:
             yield f"{prefix}{name}"
 
 
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
+    hints = typing.get_type_hints(cls)
+    return {one.name: hints[one.name] for one in dataclasses.fields(cls)}
+
+
 def _sections(hint: Any) -> list[type]:
     """The dataclasses that a field of this type may hold; none: it is a plain value."""
+    if hint is OptimConfig:
+        return [optim_class((("", "soap"),))]
     return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
 
 
 def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
-    """The one that the section's `model_type` names, where there are several."""
+    """The one that the section's `model_type` names, where there are several; of `[optim]`, that of its rules."""
+    if issubclass(sections[0], RuleOptimConfig):
+        return optim_class(chosen_rules(mapping))
     by_type = {getattr(section, "model_type", ""): section for section in sections}
     model_type = mapping.get("model_type", next(iter(by_type)))
     if len(sections) > 1:
@@ -79,10 +148,10 @@ def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for key in mapping:
         if key not in hints:
-            raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key)}")
+            raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key, cls)}")
     values: dict[str, Any] = {}
     for key, value in mapping.items():
         hint, name = hints[key], prefix + key
@@ -96,7 +165,9 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
 
 
 def _owner(cls: type, key: str) -> str:
-    """Which other families have the key."""
+    """Which other families, or rules, have the key."""
+    if issubclass(cls, RuleOptimConfig | KindConfig):
+        return owners(key, cls.rules[""] if issubclass(cls, RuleOptimConfig) else cls.options_rule)
     families = _sections(typing.get_type_hints(Config)["model"])
     others = [repr(getattr(family, "model_type", "")) for family in families if key in typing.get_type_hints(family)]
     if cls not in families or not others:
@@ -104,11 +175,14 @@ def _owner(cls: type, key: str) -> str:
     return f"it is a key of model_type {' and '.join(others)}, not of {getattr(cls, 'model_type', '')!r}"
 
 
-def _nearest(name: str) -> str:
-    """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section."""
+def _nearest(name: str, cls: type) -> str:
+    """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section, which is
+    of class `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
-    known = [*sections, *(key for key in field_names() if "." in key)]
     section, _, last = name.rpartition(".")
+    own = [*field_names(cls, f"{section}.")] if section else []
+    elsewhere = [key for key in field_names() if "." in key and not key.startswith(f"{section}.") and key.count(".") == 1]
+    known = [*sections, *own, *elsewhere]
 
     def likeness(other: str) -> float:
         """A field of the same section wins a tie."""
@@ -125,7 +199,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     """A TOML value as the field's type; an int is taken for a float, nothing else is converted."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _convert(value, next(arg for arg in args if arg is not type(None)), name)
+        return _convert_to_one_of([arg for arg in args if arg is not type(None)], value, name)
     if origin is Literal:
         require(value in args, name, value, "one of " + ", ".join(repr(arg) for arg in args))
         return value
@@ -141,3 +215,10 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     require(type(value) is hint, name, value, words[hint])
     return value
+
+
+def _convert_to_one_of(hints: list[Any], value: Any, name: str) -> Any:
+    for hint in hints[:-1]:
+        with contextlib.suppress(ConfigError):
+            return _convert(value, hint, name)
+    return _convert(value, hints[-1], name)

@@ -30,10 +30,11 @@ from lather.train.config import Config
 from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
+from lather.train.optimizer import build_optimizer
 from lather.train.run_dir import RunDirectory
 from lather.train.saver import Saver
 from lather.train.state import TrainingState
-from lather.train.step import StepResult, TrainStep, build_optimizer, learning_rate, pick_device
+from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
 
 TIMELINE = "timeline.jsonl"
 
@@ -102,6 +103,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
         with together(mesh.control_group):
             if is_first:
                 run_dir = RunDirectory.open(config)
+        config = of_first(config if run_dir is None else run_dir.config, mesh.control_group)
         try:
             with together(mesh.control_group):
                 start = _start(config)

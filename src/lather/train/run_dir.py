@@ -13,7 +13,7 @@ import json
 import platform
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,8 @@ import torch
 import lather
 from lather.errors import ConfigError, RunError
 from lather.train.config import Config
-from lather.train.config_file import config_to_toml, load_config
+from lather.train.config_file import config_to_toml, load_run
+from lather.train.old_runs import OldOptimConfig, going_on
 
 FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory")
 """Sections and keys that may change between the starts of a run: they do not touch what it computes (the last two: but for rounding)."""
@@ -31,8 +32,9 @@ FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory")
 class RunDirectory:
     """An open run directory, locked until the process ends or `close`."""
 
-    def __init__(self, path: Path, lock: IO[str], *, is_new: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, lock: IO[str], config: Config, *, is_new: bool) -> None:
+        """`config`: in the terms of the time when the run was begun."""
+        self.path, self.config = path, config
         self._lock = lock
         self._is_new = is_new
 
@@ -43,7 +45,7 @@ class RunDirectory:
         Raises RunError if it cannot be written, is in use, holds something else, or belongs to another configuration.
         """
         path = Path(config.run_dir)
-        _check_owner(path, config)
+        _in_its_terms(path, config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("a")
@@ -54,10 +56,10 @@ class RunDirectory:
         except OSError:
             lock.close()
             raise RunError(f"run_dir = {config.run_dir!r} is in use by another process: wait for it, or give another --run-dir") from None
-        _check_owner(path, config)  # another process may have been first
+        config = _in_its_terms(path, config)  # another process may have been first
         is_new = not (path / "config.toml").exists()
         write_aside(path / "config.toml", config_to_toml(config))
-        return cls(path, lock, is_new=is_new)
+        return cls(path, lock, config, is_new=is_new)
 
     @property
     def checkpoints(self) -> Path:
@@ -95,20 +97,23 @@ class RunDirectory:
         self._lock.close()
 
 
-def _check_owner(path: Path, config: Config) -> None:
-    if not path.is_dir():
-        return
+def _in_its_terms(path: Path, config: Config) -> Config:
+    """The configuration, resolved, as the run in this directory has it. Raises RunError if the directory is not such a run's."""
     if not (path / "config.toml").exists():
-        if any(not child.name.startswith(".") for child in path.iterdir()):
+        if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
             raise RunError(f"run_dir = {config.run_dir!r} holds files but no config.toml, so it is not a run: give another --run-dir")
-        return
+        return config.resolved()
     try:
-        before = load_config(path / "config.toml")
+        before = load_run(path).resolved()
     except ConfigError as error:
         raise RunError(f"{error}; give another --run-dir, or delete {path}") from None
+    if isinstance(before.optim, OldOptimConfig):
+        config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
+    config = config.resolved()
     mine, theirs = _flat(asdict(config)), _flat(asdict(before))
     keys = (key for key in {**mine, **theirs} if not {key, key.partition(".")[0]} & set(FREE))
-    different = [key for key in keys if mine.get(key) != theirs.get(key)]  # another family's model has other keys
+    different = [key for key in keys if mine.get(key) != theirs.get(key)]
+    different = [key for key in different if key in mine and key in theirs] or different  # another family, or rule, has other keys
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
@@ -116,6 +121,7 @@ def _check_owner(path: Path, config: Config) -> None:
             f"run_dir = {config.run_dir!r} belongs to another configuration: "
             f"{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here{more}; give another --run-dir, or delete it"
         )
+    return config
 
 
 def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:

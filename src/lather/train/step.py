@@ -1,45 +1,26 @@
-"""One optimizer step: micro-batches forward and backward, one norm, clip, update; and what the step is made from."""
+"""One optimizer step: micro-batches forward and backward, one norm, clip, update."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lather.errors import ConfigError
-from lather.optim import SOAP, MatrixOptimizer, parameter_groups
+from lather.optim import MatrixOptimizer
 from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local import LocalParameters
 from lather.shapes import Int
-from lather.train.config import OptimConfig
 from lather.train.engine import Engine
-
-
-def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SOAP on matrices and experts with AdamW on the rest, or AdamW on everything.
-
-    `parameters`: a rank's, or all of a model in one process with their names.
-    """
-    if isinstance(parameters, LocalParameters):
-        parameters = parameters.named() if config.name == "adamw" else parameters.spread()
-    named = list(parameters)
-    if config.name == "adamw":
-        return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
-    groups = parameter_groups(named)
-    for group in groups:
-        if group.get("rule") == "adamw":
-            group["betas"] = config.adam_betas
-    # A gradient that is not finite has already made the step be skipped when the optimizer is called.
-    return SOAP(groups, **config.soap_options(), nonfinite="ignore")
+from lather.train.optim_config import OptimConfig
+from lather.train.optimizer import LR_FACTOR
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """Of step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    """`optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
@@ -86,7 +67,10 @@ class TrainStep:
         self._refreshes_before = self._refreshes()
 
     def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
-        """`tokens_BS` has one token more per sequence than is trained on. A step that is not finite changes nothing, on any rank."""
+        """`tokens_BS` has one token more per sequence than is trained on; `lr` is `optim.lr` at this step, of which groups have factors.
+
+        A step that is not finite changes nothing, on any rank.
+        """
         batch = self.engine.gradients(tokens_BS)
         norm = grad_norm(self.engine.parameters, self.engine.mesh)
         finite = math.isfinite(batch.loss + norm.item())
@@ -95,7 +79,7 @@ class TrainStep:
             if self.max_grad_norm:
                 clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get(LR_FACTOR, 1.0)
             self.optimizer.step()
             self.engine.balance(batch.counts_LE)
         seconds = self._now() - start

@@ -1,0 +1,68 @@
+"""The configuration that a command line overrides. Its rules have to be known before it is parsed: its fields are their options."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+from lather.errors import ConfigError
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping, load_config
+from lather.train.optim_config import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.train.rule_fields import owners, rule_named
+
+RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS}}
+"""Options that say which rules there are, and how `load_config` calls them."""
+
+
+def read_config(file: Path | None, arguments: list[str]) -> Config:
+    """The file's configuration, or the default one, with the rules that `arguments` choose.
+
+    Raises ConfigError for a rule that there is not, and for an argument that is an option of another rule.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for rules that are a user's own
+    given = dict(_options(arguments))
+    rules = {name: given[option] for option, name in RULE_OPTIONS.items() if given.get(option)}
+    for option, name in RULE_OPTIONS.items():
+        if name in rules:
+            rule_named(rules[name], option)
+    config = load_config(file, rules, given.get("--run-dir", "")) if file else config_from_mapping({"optim": _sections(rules)})
+    assert isinstance(config.optim, RuleOptimConfig)
+    for option in given:
+        _refuse_option_of_another_rule(option, config.optim)
+    return replace(config, optim=as_help_shows_it(config.optim)) if {"-h", "--help"} & set(arguments) else config
+
+
+def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Every option with what follows it."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name.replace("_", "-"), value if equals else following
+
+
+def _sections(rules: dict[str, str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, rule in rules.items():
+        kind, dot, key = name.partition(".")
+        found[kind] = {key: rule} if dot else rule
+    return found
+
+
+def _refuse_option_of_another_rule(option: str, optim: RuleOptimConfig) -> None:
+    parts = option.removeprefix("--").split(".")
+    if parts[0] != "optim" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[1] not in KINDS):
+        return
+    section: object = optim.section(parts[1]) if len(parts) == 3 else optim
+    assert is_dataclass(section)
+    key = parts[-1].replace("-", "_")
+    known = {one.name for one in fields(section)}
+    if not {key, key.removeprefix("no_")} & known and (
+        whose := owners(key.removeprefix("no_"), optim.rules[parts[1] if len(parts) == 3 else ""])
+    ):
+        raise ConfigError(f"{option}: {whose}")

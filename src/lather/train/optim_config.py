@@ -1,0 +1,305 @@
+"""`[optim]`: a rule with all its options, what kinds of parameters have of their own, and the schedule of learning rates.
+
+    [optim]             name = "muon", its options, the schedule
+    [optim.experts]     routed experts                      rule: that of [optim]
+    [optim.matrices]    all other matrices                  rule: that of [optim]
+    [optim.rest]        embeddings, head, norms, biases     rule: adamw, at `lr_factor` times the rate
+    [optim.router]      routers                             a part of the rest, unless they name a rule
+
+What fields there are depends on the rules, so every choice of rules has a dataclass of its own: `optim_class` makes it, and `optim_config`
+an instance. A kind of the rule of `[optim]` has all options that it does not give from there. One of another rule has weight decay and the
+options that every rule has from there, and else its rule's own defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import tyro
+
+from lather.errors import ConfigError, require
+from lather.optim import Rule
+from lather.optim.options import options_of
+from lather.optim.rules import RULES
+from lather.train.rule_fields import DEFAULT_LR, as_text, described, fields_of, inherited_by, metavar, name_of, own_fields, rule_named
+
+KINDS = {
+    "experts": "Routed experts, where it is not as [optim] says.",
+    "matrices": "Matrices other than experts, embeddings, head and router, where it is not as [optim] says.",
+    "router": "Routers: a part of the rest, and with all that it says, unless they name a rule.",
+    "rest": "Embeddings, head, norms and biases.",
+}
+"""Kinds of parameters, and what `--help` says of them."""
+
+REST_RULE = "adamw"
+REST_FACTORS = {"adamw": 8.0, "muon": 2.0, "soap_muon": 2.0}
+"""Learning rate of the rest under AdamW, as a factor of that of the matrices, by the rule of `[optim]`; 1 for all others. To start from: on
+a small MoE with a tied embedding AdamW was best at 16, Muon and SOAP-Muon at 2 to 3 with 1,024 tokens a step and at 1.6 with 8,192."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: str = "soap"
+    """The rule of matrices and experts."""
+    lr: float = DEFAULT_LR
+    """Peak learning rate of matrices and experts."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
+    """Shape of the rate after warm-up, for all parameters; wsd: constant, then linear over the last decay_fraction."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    decay_fraction: float = 0.2
+    """Share of the run over which wsd decays."""
+    min_lr_ratio: float = 0.1
+    """Rate at the end of the decay as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        if type(self) is OptimConfig:
+            raise TypeError("OptimConfig has no options of a rule: make it with optim_config(name, ...)")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
+        require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
+
+    def resolved(self) -> OptimConfig:
+        """With what follows from defaults that are no field's: rule, rate and options of kinds that are not as [optim] says."""
+        return self
+
+
+@dataclass(frozen=True)
+class KindConfig:
+    """What a kind of parameters has of its own."""
+
+    rule: str = ""
+    """Its rule, if it is another one; with this option --help shows what that one has."""
+    lr: float | None = None
+    """Its own peak learning rate; left out: lr_factor times optim.lr."""
+    lr_factor: float | None = None
+    """Its peak learning rate as a factor of optim.lr; left out: 1."""
+
+    options_rule: ClassVar[type[Rule]]
+    """Whose options it has."""
+
+
+@dataclass(frozen=True)
+class RuleOptimConfig(OptimConfig):
+    """Base of what `optim_class` makes."""
+
+    rules: ClassVar[Mapping[str, type[Rule]]]
+    """That of [optim], under "", and those of the kinds."""
+    given: ClassVar[tuple[tuple[str, str], ...]]
+    """What the class was made for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = chosen_rules(asdict(self)) == self.given
+        require(
+            fits, "optim", dict(chosen_rules(asdict(self))), f"of the rules {dict(self.given)}: make another with optim_config(name, ...)"
+        )
+        self.rule  # noqa: B018 - which is checked by being made
+        for kind in KINDS:
+            self.rule_of(kind)
+
+    @property
+    def rule(self) -> Rule:
+        """That of [optim]; raises ConfigError if its options do not go together."""
+        return _made(self.rules[""], {"nonfinite": "ignore", **{name: getattr(self, name) for name in fields_of(self.rules[""])}}, "optim.")
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether the rule of the experts is one for all of a layer together."""
+        return bool(options_of(self.rules["experts"])["matrix_layout"].default == "stacked")
+
+    def section(self, kind: str) -> KindConfig:
+        """What the kind has of its own."""
+        return cast(KindConfig, getattr(self, kind))
+
+    def rule_of(self, kind: str) -> Rule:
+        """The rule of a kind of parameters, with all its options; raises ConfigError if they do not go together."""
+        rule, own = self.rules[kind], self._own(kind)
+        shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
+        options = {name: default for name, (_, default) in fields_of(rule).items() if default is not None} | shared | own
+        layout = "tensor" if kind != "experts" else "stacked" if self.stacks_experts else "per_expert"
+        decided = {"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout}
+        return _made(rule, {**options, **decided}, f"optim.{kind}.")
+
+    def lr_of(self, kind: str) -> float:
+        """Its peak learning rate."""
+        section = self.section(kind)
+        if section.lr is not None:
+            if section.lr_factor is not None:
+                raise ConfigError(
+                    f"optim.{kind}.lr = {section.lr} and optim.{kind}.lr_factor = {section.lr_factor} are both given: leave one of them out"
+                )
+            if not self.lr and section.lr:
+                raise ConfigError(
+                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all rates follow that of optim.lr: give it a number > 0"
+                )
+            return section.lr
+        if section.lr_factor is None and kind == "router" and not section.rule:
+            return self.lr_of("rest")
+        return self.lr * self._factor(kind)
+
+    def _factor(self, kind: str) -> float:
+        factor = self.section(kind).lr_factor
+        return default_factor(kind, self.rules) if factor is None else factor
+
+    def _own(self, kind: str) -> dict[str, Any]:
+        """Options that are given for the kind alone."""
+        section = self.section(kind)
+        own = {name: getattr(section, name) for name in fields_of(self.rules[kind]) if name != "lr"}
+        own = {name: value for name, value in own.items() if value is not None}
+        return own if kind != "router" or section.rule else self._own("rest") | own
+
+    def resolved(self) -> OptimConfig:
+        changes: dict[str, KindConfig] = {}
+        for kind, rule in self.rules.items():
+            if not kind or (kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)):
+                continue
+            made, section = self.rule_of(kind), self.section(kind)
+            more: dict[str, Any] = (
+                {"rule": name_of(rule)} if section.lr is not None else {"rule": name_of(rule), "lr_factor": self._factor(kind)}
+            )
+            chosen = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
+            changes[kind] = replace(section, **more, **{name: as_text(getattr(made, name)) for name in chosen})
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
+        """Classes that are made as needed cannot be found by name: a copy is made from the values."""
+        return _restored, (asdict(self),)
+
+
+def _restored(values: dict[str, Any]) -> OptimConfig:
+    return optim_config(**values)
+
+
+def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
+    for name, option in options_of(rule).items():
+        if option.default is MISSING and options.get(name) is None:
+            raise ConfigError(f"{prefix}{name} is not given, and {name_of(rule)!r} has no default for it: give {prefix}{name}")
+    try:
+        return rule(**options)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
+    """Of a kind that gives none."""
+    is_adamw = rules[kind] is RULES[REST_RULE]
+    return REST_FACTORS.get(rules[""].name, 1.0) if kind == "rest" and is_adamw else 1.0
+
+
+def optim_config(name: str = "soap", **values: Any) -> OptimConfig:
+    """`[optim]` from Python: options of the rule, and mappings for sections. Raises ConfigError for a bad value, TypeError for an unknown
+    option."""
+    values = {"name": name, **values}
+    cls = optim_class(chosen_rules(values))
+    sections = {kind: section_class(cls, kind)(**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
+    return cls(**{**values, **sections})
+
+
+def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The names of rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than they have anyway."""
+    found = {"": mapping.get("name", "soap")}
+    for kind in KINDS:
+        section = mapping.get(kind)
+        named = section.get("rule", "") if isinstance(section, Mapping) else ""
+        if named and named != {"rest": REST_RULE, "router": None}.get(kind, found[""]):
+            found[kind] = named
+    for kind, name in found.items():
+        require(isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string")
+    return tuple(found.items())
+
+
+def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
+    """Of the class that `--help` is made from."""
+    assert isinstance(optim, RuleOptimConfig)
+    cls = optim_class(optim.given, brief=True)
+    sections = {kind: section_class(cls, kind)(**asdict(optim.section(kind))) for kind in KINDS}
+    return cls(**{**asdict(optim), **sections})
+
+
+def section_class(cls: type[OptimConfig], kind: str) -> type[KindConfig]:
+    """The class of a section of a class that `optim_class` made."""
+    return cast(type[KindConfig], cls.__annotations__[kind])
+
+
+@functools.cache
+def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[RuleOptimConfig]:
+    """The dataclass of `[optim]` under these rules (`chosen_rules`).
+
+    `brief`: for `--help`, in which a kind only names the options that it has in common with [optim]; they cannot be parsed then.
+    """
+    names = dict(given)
+    rules = {"": rule_named(names[""], "optim.name")}
+    for kind in ("experts", "matrices", "rest", "router"):
+        named = rule_named(names[kind], f"optim.{kind}.rule") if kind in names else None
+        rules[kind] = named or {"rest": RULES[REST_RULE], "router": rules.get("rest")}.get(kind) or rules[""]
+    own: list[Any] = [_name_field(rules[""]), _lr_field(rules[""])]
+    for name, (hint, default) in fields_of(rules[""]).items():
+        if name != "lr":
+            _refuse_if_taken(rules[""], name, OptimConfig)
+            own.append((name, described(rules[""], name, hint if default is not None else hint | None), default))
+    for kind in KINDS:
+        section = _kind_class(kind, rules, brief)
+        own.append((kind, section, field(default_factory=section)))
+    made = make_dataclass(
+        f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace={"rules": rules, "given": given}
+    )
+    made.__doc__ = f"Optimizer and learning-rate schedule. {name_of(rules[''])}: {(rules[''].__doc__ or '').partition(chr(10))[0]}"
+    return made
+
+
+def _name_field(rule: type[Rule]) -> Any:
+    text = f"The rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. What follows are its options."
+    return ("name", Annotated[str, tyro.conf.arg(help=text)], name_of(rule))
+
+
+def _lr_field(rule: type[Rule]) -> Any:
+    text = "Peak learning rate of matrices and experts."
+    return ("lr", Annotated[float, tyro.conf.arg(help=text)], fields_of(rule)["lr"][1])
+
+
+def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
+    rule = rules[kind]
+    above = "--optim.rest" if kind == "router" and rule is rules["rest"] else "--optim"
+    factor = f"{default_factor(kind, rules):g}" if above == "--optim" else "that of the rest"
+    own: list[Any] = [
+        ("lr", _quiet(float | None, "Its own peak learning rate, in place of lr_factor.", ""), None),
+        ("lr_factor", _quiet(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
+    ]
+    listed = []
+    for name, (hint, default) in fields_of(rule).items():
+        if name == "lr":
+            continue
+        _refuse_if_taken(rule, name, KindConfig)
+        shown = (
+            f"as {above}"
+            if name in inherited_by(rule, rules[""])
+            else " ".join(map(str, default))
+            if isinstance(default, tuple)
+            else default
+        )
+        annotation = described(rule, name, hint | None, f"(default: {shown})")
+        is_other = kind == "rest" or (rule is not rules[""] and above == "--optim")
+        if brief and not (is_other and name in own_fields(rule)):
+            annotation = Annotated[annotation, tyro.conf.Suppress]
+            listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
+        own.append((name, annotation, None))
+    made = make_dataclass(f"KindConfig {kind}", own, bases=(KindConfig,), frozen=True, namespace={"options_rule": rule})
+    more = f" And, as {above} has them, {', '.join(listed)}." if listed else ""
+    made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
+    return made
+
+
+def _quiet(hint: Any, text: str, of_default: str) -> Any:
+    return Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint=of_default, metavar=metavar(hint))]
+
+
+def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:
+    taken = {one.name for one in fields(base)} - {"lr"} | {*KINDS}
+    if name in taken:
+        raise ConfigError(f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has for itself: give the rule's another name")

@@ -1,0 +1,61 @@
+"""The optimizer of a run: one, with a group for each kind of parameters and its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lather import optim
+from lather.optim import MatrixOptimizer, Rule, parameter_groups
+from lather.optim.options import options_of
+from lather.parallel.local import LocalParameters
+from lather.train.old_runs import OldOptimConfig, build_old_optimizer
+from lather.train.optim_config import OptimConfig, RuleOptimConfig
+
+LR_FACTOR = "lr_factor"
+"""Key of a group: its learning rate as a factor of `optim.lr`, at every step."""
+ROUTER = ".mlp.gate."
+"""In the names of the parameters of a router."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of the rule of `[optim]`, whose groups have the rules of their kinds.
+
+    `parameters`: a rank's, or all of a model in one process with their names. Of parameters in fp64 the state of elementwise rules is kept
+    in fp64.
+    """
+    if isinstance(config, OldOptimConfig):
+        return build_old_optimizer(config, parameters if isinstance(parameters, LocalParameters) else list(parameters))
+    assert isinstance(config, RuleOptimConfig)
+    groups = []
+    for kind, named in by_kind(parameters.spread() if isinstance(parameters, LocalParameters) else parameters).items():
+        rule = config.rule_of(kind)
+        options = {name: getattr(rule, name) for name in options_of(type(rule))}
+        if rule.elementwise and options["state_dtype"] == torch.float32 and all(p.dtype == torch.float64 for _, p in named):
+            options["state_dtype"] = torch.float64
+        factor = config.lr_of(kind) / config.lr if config.lr else 1.0
+        groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
+    return _optimizer(config.rule, groups)
+
+
+def by_kind(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Named]:
+    """The parameters of each kind that has any, with the names that the models give them."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "experts": [], "router": [], "rest": []}
+    for group in parameter_groups(named):
+        kind = "rest" if group.get("rule") == "adamw" else "matrices" if group["matrix_layout"] == "tensor" else "experts"
+        for name, p in group["params"]:
+            found["router" if ROUTER in name else kind].append((name, p))
+    return {kind: each for kind, each in found.items() if each}
+
+
+def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
+    """Of the class that is registered with the rule: checkpoints say its name."""
+    for cls in vars(optim).values():
+        if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
+            return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})
+    return MatrixOptimizer(groups, rule)

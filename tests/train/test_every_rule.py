@@ -1,0 +1,71 @@
+"""`lather train --optim.name X` of every rule, registered or a user's own: runs, resumes to the bit, exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lather.cli import main
+from lather.commands.train import _read
+from lather.optim.rules import RULES
+from lather.train.checkpoint import list_checkpoints, open_checkpoint
+from lather.train.config_file import load_config
+from lather.train.loop import train
+from tiny_run import last_weights, timeless_rows, write_config
+
+LION = "lion_rule:Lion"
+
+
+class Silent:
+    def note(self, text: str) -> None: ...
+
+    def step(self, row: object, num_steps: int) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("rules"), steps=6, checkpoint_every=3)
+
+
+def stop_after(count: int) -> object:
+    asked = iter(range(count))
+    return lambda: next(asked, None) is None
+
+
+@pytest.mark.parametrize("name", [*RULES, LION])
+def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
+    name: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    arguments = ["--optim.name", name, "--log.sample-tokens", "0"]
+    with torch.random.fork_rng():
+        stopped = train(_read([str(config), *arguments, "--run-dir", str(run_dir)])[0], Silent(), stop_after(4))  # type: ignore[arg-type]
+        assert (stopped.finished, stopped.step) == (False, 4)
+        assert main(["train", str(config), *arguments, "--run-dir", str(run_dir)]) == 0
+        assert "resuming" in capsys.readouterr().out
+        assert main(["train", str(config), *arguments, "--run-dir", str(whole)]) == 0
+    assert timeless_rows(run_dir) == timeless_rows(whole)
+    assert last_weights(run_dir) == last_weights(whole)
+    assert load_config(run_dir / "config.toml").optim.name == name
+    assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    kept = {
+        key.rpartition("/")[2] for key in open_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1]).table.tensors if "o_proj" in key
+    }
+    own = {"adamw": {"exp_avg_sq"}, "muon": {"momentum_buffer"}, LION: {"exp_avg"}}.get(name, {"exp_avg_sq", "basis_1"})
+    assert own | {"step"} <= kept
+    losses = [row["validation_loss"] for row in timeless_rows(run_dir) if "validation_loss" in row]
+    assert losses[-1] < losses[0]
+
+
+def test_the_options_of_a_users_rule_are_fields(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(config), "--optim.name", LION, "--optim.betas", "0.8", "0.98", "--optim.rest.betas", "0.5", "0.6"]
+    optim = _read(arguments)[0].optim
+    assert (optim.name, optim.lr) == (LION, 1e-3)
+    experts, rest = (optim.rule_of(kind) for kind in ("experts", "rest"))  # type: ignore[attr-defined]
+    assert (experts.betas, experts.matrix_layout, rest.betas) == ((0.8, 0.98), "per_expert", (0.5, 0.6))
+    with pytest.raises(SystemExit):
+        main(["train", str(config), "--optim.name", LION, "--help"])
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--optim.betas FLOAT FLOAT Decay rates of the sign's momentum and of the one that is kept. (default: 0.9 0.99)" in out
