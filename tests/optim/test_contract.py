@@ -150,7 +150,7 @@ def test_an_fp64_parameter_is_not_rounded() -> None:
     assert same(p.detach(), start)
 
 
-@few_kinds
+@pytest.mark.parametrize("kind", [*FEW_KINDS, "adamw"])
 def test_strides_of_gradients_do_not_matter(kind: str) -> None:
     params = parameters([(6, 4), (3, 4, 5), (3, 4, 5)])
     others = clones(params)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from optim_helpers import give_gradients
 
-from lather.optim import KLSOAP, REKLS, SOAP, StackedSOAP
+from lather.optim import KLSOAP, REKLS, SOAP, Muon, SOAPMuon, StackedSOAP
 
 LIMIT = 1.5
 SHAPES = [(64, 64), (64, 16), (256, 64), (16, 64)]
@@ -35,6 +35,17 @@ def largest_rms(cls: Any, shape: tuple[int, ...], steps: int, **options: Any) ->
 def test_the_first_fifty_updates_stay_bounded(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
     steps = 50
     assert 0.5 < largest_rms(cls, shape, steps, **options) <= LIMIT
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(Muon, {}), (Muon, {"normalize": "row"}), (SOAPMuon, {}), (SOAPMuon, {"sides": "both"}), (SOAP, {"orthogonalize": True})],
+    ids=str,
+)
+def test_orthogonalised_updates_are_of_the_size_of_adamws(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
+    """0.2, times the 0.7 to 1.2 that five steps of Newton-Schulz leave of singular values."""
+    assert 0.14 < largest_rms(cls, shape, 12, **options) < 0.24
 
 
 @pytest.mark.parametrize("shape", STACKS, ids=str)
