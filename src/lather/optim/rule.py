@@ -160,7 +160,10 @@ class Rule:
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """U (B, m, n), of which lr times is subtracted. Moments change in place; g does not. t is 1 at the first gradient."""
+        """U (B, m, n), of which lr times is subtracted. Moments change in place; g does not. t is 1 at the first gradient.
+
+        Use products, divisions and roots: torch's powers round an element differently in a longer batch, and then one rank would not have
+        the bits of many."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:

@@ -43,8 +43,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group = {**param_group, "params": _each_once(param_group["params"]), **plain, "rule": _name_of(rule)}
         super().add_param_group(group)
         added = self.param_groups[-1]
-        for name in self.defaults.keys() - group.keys():  # torch has filled in those of the optimizer's own rule
-            del added[name]
         self._rules[_name_of(rule)] = rule
         try:
             self._check_group(added, made)

@@ -94,10 +94,9 @@ class Run:
         """The whole run at once, of one that is `flat`, by a kernel that the rule may have for it; False if there is none."""
         assert self.flat is not None
         grads = [p.grad for p in self.params] if self.params is not None else [member.grad() for member in self.members]
-        if not all(map(Tensor.is_contiguous, grads)):  # type: ignore[arg-type]
-            return False
         weights, states = self.flat
-        return self.rule.step_whole(weights, [grad.view(-1) for grad in grads], states, self.step, self.lr)  # type: ignore[union-attr]
+        flat = [grad.contiguous().view(-1) for grad in grads]  # type: ignore[union-attr]
+        return self.rule.step_whole(weights, flat, states, self.step, self.lr)
 
 
 class Chunk:
