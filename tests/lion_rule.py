@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -31,3 +31,20 @@ class Lion(Rule):
         u = m.lerp(g, 1 - self.betas[0]).sign()
         m.lerp_(g, 1 - self.betas[1])
         return u
+
+
+@dataclass(frozen=True)
+class Scheduled(Lion):
+    """A rule that the trainer cannot take."""
+
+    schedule: str = "mine"
+    """An option of a name that `[optim]` has for itself."""
+
+
+@dataclass(frozen=True)
+class Strong(Rule):
+    """A rule with options that have no default."""
+
+    _: KW_ONLY
+    strength: float
+    """How much."""

@@ -179,10 +179,10 @@ def _nearest(name: str, cls: type) -> str:
     """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section, which is
     of class `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
-    section, _, last = name.rpartition(".")
-    own = [*field_names(cls, f"{section}.")] if section else []
-    elsewhere = [key for key in field_names() if "." in key and not key.startswith(f"{section}.") and key.count(".") == 1]
-    known = [*sections, *own, *elsewhere]
+    section, dot, last = name.rpartition(".")
+    siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
+    elsewhere = [key for key in field_names() if key.count(".") == 1]
+    known = dict.fromkeys([*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere])
 
     def likeness(other: str) -> float:
         """A field of the same section wins a tie."""
@@ -191,7 +191,6 @@ def _nearest(name: str, cls: type) -> str:
 
     if likeness(best := max(known, key=likeness)) >= 0.7:
         return f"did you mean {best!r}?"
-    siblings = [other for other in known if other.startswith(f"{section}.")] or sections
     return f"known keys: {', '.join(siblings)}"
 
 

@@ -1,0 +1,247 @@
+"""`[optim]` and its sections: every option of every rule, by TOML and by command line; what is inherited, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lather.cli import main
+from lather.commands.train import _read
+from lather.errors import ConfigError
+from lather.optim.options import options_of
+from lather.optim.rules import RULES
+from lather.train.config_file import config_from_mapping, config_to_toml, load_config
+from lather.train.optim_config import KINDS, REST_FACTORS, RuleOptimConfig, optim_config
+from lather.train.rule_fields import DECIDED, fields_of
+from tiny_run import write_config
+
+OTHER_VALUES: dict[Any, Any] = {bool: [True, False], int: [3], float: [0.25], str: ["row", "float64", "spectral"]}
+"""Of options of a type: one of them is neither the default nor out of range."""
+
+
+def other_value(rule: type, name: str) -> Any:
+    """A value that the option may have, besides its default."""
+    hint, default = fields_of(rule)[name]
+    parts = [part for part in typing.get_args(hint) or (hint,) if part is not type(None)]
+    parts = [hint] if typing.get_origin(hint) in (typing.Literal, tuple) else parts
+    for part in parts:
+        literal = typing.get_args(part) if typing.get_origin(part) is typing.Literal else []
+        for value in [(0.5, 0.25)] if typing.get_origin(part) is tuple else [*literal, *OTHER_VALUES.get(part, [])]:
+            if value != default and options_of(rule)[name].range.holds(as_option(name, value)):  # type: ignore[union-attr]
+                return value
+    raise AssertionError(f"no value for {name}")
+
+
+def as_option(name: str, value: Any) -> Any:
+    """As the rule has it."""
+    return getattr(torch, value, value) if name == "state_dtype" else value
+
+
+def optim_of(*arguments: str, **mapping: Any) -> RuleOptimConfig:
+    """From a mapping, or from a command line."""
+    optim = _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
+    assert isinstance(optim, RuleOptimConfig)
+    return optim
+
+
+def refusal(**mapping: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping({"optim": mapping})
+    return str(caught.value)
+
+
+# --- every option -------------------------------------------------------------------------------------------------------------------
+
+CONTRADICTIONS = {
+    ("soap", "use_eigh"): {"refresh_method": "eigh"},
+    ("soap", "use_decoupled_weight_decay"): {"weight_decay_method": "l2"},
+}
+"""What has to be said besides."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("optim"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(name: str) -> None:
+    """But those that the trainer decides."""
+    rule = RULES[name]
+    assert set(options_of(rule)) - set(fields_of(rule)) == set(DECIDED)
+    for option in fields_of(rule):
+        value = other_value(rule, option)
+        plain = list(value) if isinstance(value, tuple) else value
+        optim = optim_of(name=name, **{option: plain}, **CONTRADICTIONS.get((name, option), {}))
+        expected = as_option(option, value)
+        assert getattr(optim.rule, option) == getattr(optim.rule_of("matrices"), option) == expected, option
+        mapping = tomllib.loads(config_to_toml(config_from_mapping({"optim": {"name": name, option: plain}})))
+        assert getattr(config_from_mapping(mapping).optim, option) == value, option
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_option_is_one_of_the_command_line(name: str, file: Path) -> None:
+    rule = RULES[name]
+    arguments = [str(file), "--optim.name", name]
+    for option, (_, default) in fields_of(rule).items():
+        value = other_value(rule, option)
+        if (name, option) in CONTRADICTIONS:
+            continue
+        flag = option.replace("_", "-")
+        if isinstance(default, bool):
+            arguments.append(f"--optim.{'' if value else 'no-'}{flag}")
+        else:
+            arguments += [f"--optim.{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+    optim = optim_of(*arguments)
+    for option in fields_of(rule):
+        if (name, option) not in CONTRADICTIONS:
+            assert getattr(optim, option) == other_value(rule, option), option
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_value_out_of_range_is_refused_by_field_value_and_constraint(name: str) -> None:
+    rule = RULES[name]
+    for option, value in {
+        "lr": -1.0,
+        "betas": [0.5, 1.0],
+        "momentum": 1.5,
+        "weight_decay": -0.1,
+        "state_dtype": "int8",
+        "steps": 0,
+    }.items():
+        if option in fields_of(rule):
+            message = refusal(name=name, **{option: value})
+            assert message.startswith(f"optim.{option}="), message
+            assert "is not valid: give" in message
+    for option, (hint, _) in fields_of(rule).items():
+        wrong = "x" if str not in (typing.get_args(hint) or (hint,)) else 3.5j
+        message = refusal(name=name, **{option: wrong})
+        assert message.startswith(f"optim.{option} = {wrong!r} is not valid: it must be"), message
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_configuration_can_be_copied_and_written(name: str) -> None:
+    optim = optim_config(name, experts={"rule": "muon", "lr": 0.125}, rest={"betas": (0.5, 0.6)})
+    assert pickle.loads(pickle.dumps(optim)) == optim
+    assert optim.resolved().resolved() == optim.resolved()
+
+
+# --- kinds --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kind_of_the_rule_of_optim_has_its_options_and_another_its_own() -> None:
+    optim = optim_of(name="soap", eps=1e-3, weight_decay=0.3, keep_norm=True, experts={"betas": [0.5, 0.6]}, matrices={"rule": "soap_muon"})
+    experts, matrices, rest = (optim.rule_of(kind) for kind in ("experts", "matrices", "rest"))
+    assert (experts.name, experts.eps, experts.betas, experts.keep_norm) == ("soap", 1e-3, (0.5, 0.6), True)  # type: ignore[attr-defined]
+    assert (matrices.name, matrices.eps, matrices.weight_decay, matrices.keep_norm) == ("soap_muon", 1e-8, 0.3, True)  # type: ignore[attr-defined]
+    assert (rest.name, rest.eps, rest.weight_decay, rest.betas) == ("adamw", 1e-8, 0.3, (0.9, 0.95))  # type: ignore[attr-defined]
+
+
+def test_a_router_is_a_part_of_the_rest_until_it_names_a_rule() -> None:
+    rest = {"lr_factor": 3.0, "betas": [0.5, 0.6], "eps": 1e-3}
+    part = optim_of(name="muon", lr=0.5, rest=rest, router={"eps": 1e-4})
+    assert (part.lr_of("router"), part.rule_of("router").betas, part.rule_of("router").eps) == (1.5, (0.5, 0.6), 1e-4)  # type: ignore[attr-defined]
+    own = optim_of(name="muon", lr=0.5, rest=rest, router={"rule": "adamw"})
+    assert (own.lr_of("router"), own.rule_of("router").betas) == (0.5, (0.9, 0.95))  # type: ignore[attr-defined]
+    matrix = optim_of(name="muon", lr=0.5, momentum=0.8, router={"rule": "muon"})
+    assert (matrix.lr_of("router"), matrix.rule_of("router").momentum) == (0.5, 0.8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rates_of_kinds(name: str) -> None:
+    optim = optim_of(name=name, lr=0.5)
+    factors = {"experts": 1.0, "matrices": 1.0, "rest": REST_FACTORS.get(name, 1.0), "router": REST_FACTORS.get(name, 1.0)}
+    assert {kind: optim.lr_of(kind) for kind in KINDS} == {kind: 0.5 * factor for kind, factor in factors.items()}
+    own = optim_of(name=name, lr=0.5, experts={"lr_factor": 4.0}, matrices={"lr": 0.25}, rest={"lr": 2.0})
+    assert {kind: own.lr_of(kind) for kind in KINDS} == {"experts": 2.0, "matrices": 0.25, "rest": 2.0, "router": 2.0}
+
+
+def test_a_rate_and_a_factor_are_refused() -> None:
+    message = refusal(rest={"lr": 1e-3, "lr_factor": 2.0})
+    assert message == "optim.rest.lr = 0.001 and optim.rest.lr_factor = 2.0 are both given: leave one of them out"
+    assert "give it a number > 0" in refusal(lr=0.0, rest={"lr": 1e-3})
+
+
+def test_kinds_on_the_command_line(file: Path) -> None:
+    words = ["--optim.rest.lr-factor", "4", "--optim.rest.betas", "0.9", "0.99", "--optim.experts.rule", "muon"]
+    optim = optim_of(str(file), *words, "--optim.experts.momentum=0.8", "--optim.experts.nesterov", "False")
+    assert (optim.lr_of("rest"), optim.rule_of("rest").betas) == (4 * optim.lr, (0.9, 0.99))  # type: ignore[attr-defined]
+    experts = optim.rule_of("experts")
+    assert (experts.name, experts.momentum, experts.nesterov) == ("muon", 0.8, False)  # type: ignore[attr-defined]
+
+
+def test_resolved_says_what_follows_from_defaults() -> None:
+    resolved = optim_of(name="muon").resolved()
+    rest = resolved.section("rest")  # type: ignore[attr-defined]
+    assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == ("adamw", 2.0, (0.9, 0.95), None)
+
+
+# --- what is not there --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"momentum": 0.9}, "unknown key 'optim.momentum'; momentum is an option of muon and soap_muon, not of soap"),
+        ({"rest": {"momentum": 0.9}}, "unknown key 'optim.rest.momentum'; momentum is an option of muon and soap_muon, not of adamw"),
+        ({"name": "muon", "momentun": 0.9}, "unknown key 'optim.momentun'; did you mean 'optim.momentum'?"),
+        ({"rest": {"beta": 0.9}}, "unknown key 'optim.rest.beta'; did you mean 'optim.rest.betas'?"),
+        ({"rset": {"lr": 0.9}}, "unknown key 'optim.rset'; did you mean 'optim.rest'?"),
+        (
+            {"nonfinite": "skip"},
+            "unknown key 'optim.nonfinite'; nonfinite is the trainer's to decide: a step that is not finite is skipped as a whole",
+        ),
+    ],
+)
+def test_an_unknown_option_names_its_rule_or_the_nearest(mapping: dict[str, Any], message: str) -> None:
+    assert refusal(**mapping) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optim.momentum", "0.9"], "--optim.momentum: momentum is an option of muon and soap_muon, not of soap"),
+        (["--optim.rest.momentum=0.9"], "--optim.rest.momentum: momentum is an option of muon and soap_muon, not of adamw"),
+        (["--optim.no-nesterov"], "--optim.no-nesterov: nesterov is an option of adamw, "),
+        (["--optim.name", "muon", "--optim.momentun", "0.9"], "--optim.momentun, 0.9; did you mean --optim.momentum?"),
+        (["--optim.experts.rule", "muno"], "--optim.experts.rule = 'muno' is not valid: it must be one of 'adamw', "),
+        (["--optim.name", "nowhere:Rule"], "--optim.name = 'nowhere:Rule' is not valid"),
+        (["--optim.name", "stacked_soap", "--parallel.ep", "2"], "parallel.ep = 2 is not valid: it must be 1 under 'stacked_soap'"),
+    ],
+)
+def test_an_unknown_option_of_the_command_line(words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[optim]\nname = "soap"\nlr = 0.5\nprecondition_frequency = 3\n[optim.experts]\nuse_eigh = true\nlr_factor = 2.0\n'
+    )
+    found = load_config(tmp_path / "a.toml", {"name": "muon", "rest.rule": "klsoap"}).optim
+    assert isinstance(found, RuleOptimConfig)
+    assert (found.name, found.lr, found.lr_of("experts"), found.rule_of("rest").name) == ("muon", 0.5, 1.0, "klsoap")
+    (tmp_path / "b.toml").write_text("[optim]\nprecondition_frequenzy = 3\n")
+    with pytest.raises(ConfigError, match="precondition_frequenzy"):
+        load_config(tmp_path / "b.toml", {"name": "muon"})
+
+
+def test_an_option_that_optim_has_for_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has an option 'schedule', which \\[optim\\] has for itself"):
+        optim_config("lion_rule:Scheduled")
+
+
+def test_an_option_without_a_default_has_to_be_given() -> None:
+    with pytest.raises(
+        ConfigError, match=r"optim\.strength is not given, and 'lion_rule:Strong' has no default for it: give optim\.strength"
+    ):
+        optim_config("lion_rule:Strong")
+    assert optim_config("lion_rule:Strong", strength=0.5).rule_of("experts").strength == 0.5  # type: ignore[attr-defined]
