@@ -9,7 +9,7 @@ zero also where they all underflow, which adds nothing to a factor. Of a spread 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.sharded.placement import is_dtensor, local, local_grad
+from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
 
-GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup]
-"""The process group of some ranks."""
+GroupOf = Callable[[Spread], dist.ProcessGroup]
+"""The process group of the ranks over which something is spread."""
 
 
 @dataclass(frozen=True)
@@ -46,63 +46,54 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
     """
     for one in params:
         grad = one.param.grad
-        if grad is not None and one.spread is not None:
-            _check_spread_gradient(one, grad)
-        if grad is not None and (grad.layout is not torch.strided or grad.is_complex()):
-            kind = "complex" if grad.is_complex() else "sparse"
-            raise TypeError(
-                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
-            )
-    here = [one for one in params if one.spread is None and one.param.grad is not None]
-    own = _norms(here)
-    norms: dict[int, list[float]] = dict(zip(own, read_together(list(own.values())), strict=True))
-    bad, used = _bad_ones(here, norms), set(map(id, here))
-    offender = _offender(bad)
-    meshes = _by_mesh(params)
-    for ranks, some in meshes.items():
-        found, elsewhere = _agree(some, group_of(ranks), raises=offender is not None)
+        if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
+            _check(one, grad)
+    norms: dict[int, list[float]] = {}
+    bad: set[int] = set()
+    offender: str | None = None
+    for some in _by_mesh(params):
+        if some[0].spread is None:
+            found, elsewhere = _read([one for one in some if one.param.grad is not None]), False
+        else:
+            found, elsewhere = _agree(some, group_of(some[0].spread), raises=offender is not None)
         norms |= found
-        used |= found.keys()
-        bad += (more := _bad_ones([one for one in some if id(one) in found], norms))
-        offender = offender or _offender(more) or ("a parameter of other ranks" if elsewhere else None)
+        if not all(map(math.isfinite, chain.from_iterable(found.values()))):
+            more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
+            bad |= set(map(id, more))
+            offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+        offender = offender or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
             f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
             "learning rate, or set nonfinite='skip' to pass over the parameter"
         )
-    if bad or meshes:
-        used -= set(map(id, bad))
-        here = [one for one in params if id(one) in used]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in here if one.has_experts}
-    return Inspection(here, idle, len(bad))
+    usable = [one for one in params if id(one) in norms and id(one) not in bad]
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
+    return Inspection(usable, idle, len(bad))
 
 
-def _by_mesh(params: Sequence[ParamInfo]) -> dict[tuple[int, ...], list[ParamInfo]]:
-    """Those that are spread, by the ranks of their mesh, in one order everywhere."""
+def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
+    """Those that this process has to itself, if any, then those that are spread, mesh by mesh in one order everywhere."""
     found: dict[tuple[int, ...], list[ParamInfo]] = {}
     for one in params:
-        if one.spread is not None:
-            found.setdefault(one.spread.ranks, []).append(one)
-    return dict(sorted(found.items(), key=lambda mesh: (len(mesh[0]), mesh[0])))
-
-
-def _offender(bad: Sequence[ParamInfo]) -> str | None:
-    """The name of the first whose group says "raise"."""
-    return next((one.name for one in bad if one.settings.rule.nonfinite == "raise"), None)
+        found.setdefault(() if one.spread is None else one.spread.ranks, []).append(one)
+    return [found[ranks] for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks))]
 
 
 def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
     """Whether all gradients that there are, on all ranks, are exactly zero."""
     zero = all(one.param.grad is None or not local(one.param.grad).any() for one in params)
-    for ranks, some in _by_mesh(params).items():
-        found = torch.tensor(float(zero), device=local(some[0].param).device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(ranks))
-        zero = bool(found)
+    for some in _by_mesh(params):
+        if some[0].spread is not None:
+            found = torch.tensor(float(zero), device=local(some[0].param).device)
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group_of(some[0].spread))
+            zero = bool(found)
     return zero
 
 
-def _check_spread_gradient(one: ParamInfo, grad: Tensor) -> None:
-    if grad.dtype != one.param.dtype:
+def _check(one: ParamInfo, grad: Tensor) -> None:
+    """Raises TypeError for a gradient that no rule takes."""
+    if one.spread is not None and grad.dtype != one.param.dtype:
         raise TypeError(f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks they must be equal")
     if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
         found = tuple(grad.placements) if is_dtensor(grad) else "none"
@@ -110,13 +101,17 @@ def _check_spread_gradient(one: ParamInfo, grad: Tensor) -> None:
             f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
             "give it as grad.redistribute(placements=parameter.placements)"
         )
+    if grad.layout is not torch.strided or grad.is_complex():
+        kind = "complex" if grad.is_complex() else "sparse"
+        raise TypeError(
+            f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
+        )
 
 
-def _bad_ones(params: Sequence[ParamInfo], norms: Mapping[int, list[float]]) -> list[ParamInfo]:
-    """Those whose gradients are not finite, where their group cares."""
-    if all(map(math.isfinite, chain.from_iterable(norms.values()))):
-        return []
-    return [one for one in params if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, norms[id(one)]))]
+def _read(here: Sequence[ParamInfo]) -> dict[int, list[float]]:
+    """The norms of gradients that this process has to itself."""
+    norms = _norms(here)
+    return {**{id(one): [] for one in here}, **dict(zip(norms, read_together(list(norms.values())), strict=True))}
 
 
 def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[dict[int, list[float]], bool]:
@@ -128,19 +123,14 @@ def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool)
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
         if one.num_norms:
             first = one.spread.box.offset[0] if one.has_experts else 0
-            squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / one.spread.num_copies
+            squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(one.spread.positions_of[one.spread.box])
         parts.append(squares)
     found = torch.cat(parts)
     dist.all_reduce(found, group=group)
-    (elsewhere, *present), *squared = (part.tolist() for part in found.cpu().split(list(map(len, parts))))
-    norms = {id(one): _roots(own, one.wide) for one, is_here, own in zip(some, present, squared, strict=True) if is_here}
-    return norms, elsewhere > 0
-
-
-def _roots(squares: list[float], dtype: torch.dtype) -> list[float]:
-    """Infinite, too, where `dtype` cannot hold them."""
-    largest = torch.finfo(dtype).max
-    return [math.inf if root > largest else root for root in map(math.sqrt, squares)]
+    found, *squared = found.cpu().split(list(map(len, parts)))
+    elsewhere, *present = found.tolist()
+    roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(some, squared, strict=True)]  # infinite, too, where `wide` cannot hold them
+    return {id(one): root for one, is_here, root in zip(some, present, roots, strict=True) if is_here}, elsewhere > 0
 
 
 def _norms(params: Sequence[ParamInfo]) -> dict[int, Tensor]:

@@ -31,6 +31,7 @@ from lather.optim.engine.stateful import StatefulOptimizer
 from lather.optim.engine.streams import beside, join, no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
+from lather.optim.sharded.gathered import Gathered
 from lather.optim.sharded.placement import local
 from lather.optim.sharded.sharding import Exchange
 from lather.torch_private import disable_dynamo
@@ -215,8 +216,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def _work_alike(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """All phases for one parameter that is gathered on all its ranks."""
-        from lather.optim.sharded.gathered import Gathered  # imports DTensor
-
         state = self.state[one.param]
         whole = Gathered(one, self._sharding, state)
         step = int(state["step"])

@@ -100,10 +100,10 @@ def refresh(jobs: list[DimRefresh], count: Count) -> None:
 def launch(jobs: list[DimRefresh], count: Count) -> Launched:
     """Give the device the work of `refresh`, without the rows that the rule's criterion calls still good, where it has one. It is waited
     for only where the criterion or the rule's method does."""
-    answers = [(batch, None if batch.run.due.first else _fits(batch)) for job in jobs for batch in job.batches()]
+    answers = [(batch, None if batch.run.due.first else _ask(batch.rule.fits, batch)) for job in jobs for batch in job.batches()]
     others = _narrowed(answers, False)
     count("refreshes_skipped", _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others))
-    return [(batch, _failed(batch)) for batch in [*(batch for batch, good in answers if good is None), *others]]
+    return _refreshed([*(batch for batch, good in answers if good is None), *others])
 
 
 def finish(launched: Launched, count: Count) -> None:
@@ -118,23 +118,19 @@ def finish(launched: Launched, count: Count) -> None:
                 count("refreshes_failed", len(batch.rows))
                 sizes = [batch.run.bucket.inner[batch.dim]] * 2
                 logger.warning("%d eigenbases of %d x %d could not be refreshed and stay as they are", len(batch.rows), *sizes)
-        launched = [(batch, _failed(batch)) for batch in retried]
+        launched = _refreshed(retried)
 
 
-def _fits(batch: DimRefresh) -> Tensor | None:
-    """Which of its rows still have a good basis; None if the rule has no criterion."""
+def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
+    return [(batch, _ask(batch.rule.refresh, batch, batch.methods[0], batch.run.due.first)) for batch in batches]
+
+
+def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
+    """What a method of the rule says of the rows of a batch, which it may change."""
     rows = _Rows(batch)
-    good = batch.rule.fits(rows, batch.dim)
+    answer = method(rows, batch.dim, *more)
     rows.put_back()
-    return good
-
-
-def _failed(batch: DimRefresh) -> Tensor | None:
-    """Refresh it; which of its rows failed, which have not changed."""
-    rows = _Rows(batch)
-    failed = batch.rule.refresh(rows, batch.dim, batch.methods[0], batch.run.due.first)
-    rows.put_back()
-    return failed
+    return answer
 
 
 def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:

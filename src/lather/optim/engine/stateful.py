@@ -27,6 +27,7 @@ from lather.optim.engine.state import StatePiece, check_state, kept_entries
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import dtype_option, options_of, saveable
 from lather.optim.rule import Rule
+from lather.optim.sharded.gathered import initial_rows
 from lather.optim.sharded.sharding import Sharding
 
 
@@ -59,9 +60,7 @@ class StatefulOptimizer(GroupedOptimizer):
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
         """The entries of a parameter of which this rank owns no matrix: nothing, or rows."""
         if self._is_gathered(one.param):
-            from lather.optim.sharded.gathered import initial_rows  # imports DTensor
-
-            return initial_rows(one, self._sharding)
+            return initial_rows(one)
         return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in kept_entries(one.layout).items()}
 
     def _members(self) -> dict[int, Member]:
@@ -125,9 +124,7 @@ class StatefulOptimizer(GroupedOptimizer):
                     continue
                 shape = entries[key].shape_in(layout)
                 if share.is_gathered:
-                    from lather.optim.sharded.gathered import rows_of  # imports DTensor
-
-                    yield StatePiece(p, key, value, rows_of(one, self._sharding, shape).box.offset, shape)
+                    yield StatePiece(p, key, value, share.spread.rows(shape).box.offset, shape)
                 elif member is not None and share.elementwise:
                     yield StatePiece(p, key, value, share.region.offset, shape)
                 elif member is not None and layout.kind == "per_expert":

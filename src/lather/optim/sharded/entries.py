@@ -1,7 +1,8 @@
 """Entries of state of parameters that are spread over ranks: as DTensors for a state dict, and from there to whoever owns the matrices.
 
 An owner has whole matrices; a DTensor wants every rank to have the rows that its place in the mesh gives it. Both ways it is one all-to-all
-for many entries at once. Entries of elementwise parameters are cut as the parameter is, as torch's own optimizers have them: no copies.
+for many entries at once. Entries of elementwise parameters are cut as the parameter is; they are copied, for what an optimizer keeps is a
+view of a stack, and `torch.distributed.checkpoint.async_save` cannot stage a DTensor over a view.
 """
 
 from __future__ import annotations
@@ -9,21 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import kept_entries
-from lather.optim.sharded.exchange import Transfer, in_batches
 from lather.optim.sharded.owners import Share, Unit, matrices_of
-from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor, spread_on
-from lather.optim.sharded.sharding import Sharding
+from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
+from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
 
 AT_ONCE = 2**26
 """Bytes of whole entries that travel in one go: bounds the memory of saving and loading."""
@@ -40,24 +37,16 @@ class SpreadEntry:
     key: str
     value: Tensor
     """What this rank keeps of it; or as it was saved, whole or a DTensor."""
-    shape: tuple[int, ...]
-    """Of the whole entry."""
     dtype: torch.dtype
     share: Share
     """The parameter's."""
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    """Of the DTensor."""
+    spread: Spread
+    """Of the entry, as its DTensor has it."""
 
     @property
     def is_cut_alike(self) -> bool:
         """Whether the DTensor has on every rank what that rank keeps."""
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
-
-    @cached_property
-    def spread(self) -> Spread:
-        """As the DTensor has it."""
-        return spread_on(self.mesh, self.shape, self.placements)
 
     def owned(self, spread: Spread) -> Share:
         """Who keeps what of an entry that is spread in this way."""
@@ -65,14 +54,10 @@ class SpreadEntry:
         if self.share.is_gathered:
             found = [(box, 0, position) for position, box in enumerate(self.spread.boxes) if box.numel]
         else:
-            boxes = [] if self.share.elementwise else matrices_of(self.share.layout, self.shape)
+            boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
             found = [(boxes[unit.number] if boxes else unit.box, unit.number, unit.owner) for unit in self.share.units]
         units = tuple(Unit(box, number, owner, spread.holders(box)) for box, number, owner in found)
         return Share(spread, self.share.layout, units, self.share.elementwise, is_apart=True)
-
-    def as_dtensor(self, rows: Tensor) -> DTensor:
-        shape, stride = torch.Size(self.shape), torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(rows, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
@@ -80,13 +65,14 @@ def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, 
     found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
     for some in _batches(states, sharding):
         if some[0].is_cut_alike:
-            rows = [entry.value.view(entry.spread.box.size) for entry in some]
+            rows = [entry.value.view(entry.spread.box.size).clone() for entry in some]
         else:
             rows = [entry.value.new_empty(entry.spread.box.size) for entry in some]
             transfer = Transfer([entry.owned(entry.spread) for entry in some], inward=False)
-            transfer.move([entry.value for entry in some], rows, sharding.group_of(some[0].share.spread.ranks))
+            transfer.move([entry.value for entry in some], rows, sharding.group_of(some[0].spread))
         for entry, own in zip(some, rows, strict=True):
-            found[entry.p][entry.key] = entry.as_dtensor(own)
+            mesh, placements, like = entry.spread.mesh, entry.spread.placements, torch.empty(entry.spread.shape, device="meta")
+            found[entry.p][entry.key] = DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     return found
 
 
@@ -100,14 +86,14 @@ def load_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, T
             size = entry.spread.box.size if entry.is_cut_alike else share.region.size if share.own else (0,)
             found[entry.p][entry.key] = torch.empty(size, dtype=entry.dtype, device=entry.p.device)
         kept = [found[entry.p][entry.key] for entry in some]
-        Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].share.spread.ranks))
+        Transfer(shares, inward=True).move(sources, kept, sharding.group_of(some[0].spread))
     return found
 
 
 def _spread_of_saved(entry: SpreadEntry) -> Spread:
     own = entry.share.spread
     if not isinstance(entry.value, DTensor):
-        return Spread(entry.shape, own.ranks, (Box.whole(entry.shape),) * len(own.ranks), own.position)
+        return Spread(entry.spread.shape, own.ranks, (Box.whole(entry.spread.shape),) * len(own.ranks), own.position)
     spread = spread_of_dtensor(entry.value, f"the saved {entry.key}")
     if spread.ranks != own.ranks:
         raise ValueError(
@@ -125,9 +111,8 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
             assert share is not None
             for name, kept in kept_entries(one.layout).items():
                 shape = kept.shape_in(one.layout)
-                mesh, placements = sharding.placed(one, None if share.elementwise and not share.travels else shape)
-                entry = SpreadEntry(one.param, name, state[name], shape, kept.dtype, share, mesh, placements)
-                key = (share.spread.ranks, kept.dtype, entry.is_cut_alike)
-                yield entry, key, math.prod(shape) * kept.dtype.itemsize / AT_ONCE
+                spread = share.spread if share.elementwise and not share.travels else share.spread.rows(shape)
+                entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)
+                yield entry, (spread.ranks, kept.dtype, entry.is_cut_alike), math.prod(shape) * kept.dtype.itemsize / AT_ONCE
 
     return in_batches(entries())

@@ -19,23 +19,17 @@ from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import compute_dtype, kept_entries
-from lather.optim.sharded.exchange import Transfer
 from lather.optim.sharded.owners import Share, Unit
-from lather.optim.sharded.placement import Box, Spread, local, local_grad, spread_on
-from lather.optim.sharded.sharding import Sharding
+from lather.optim.sharded.placement import Box, Spread, local, local_grad
+from lather.optim.sharded.sharding import Sharding, Transfer
 
 
-def rows_of(one: ParamInfo, sharding: Sharding, shape: tuple[int, ...]) -> Spread:
-    """Which rows of an entry of this shape each rank keeps."""
-    mesh, placements = sharding.placed(one, shape)
-    return spread_on(mesh, shape, placements)
-
-
-def initial_rows(one: ParamInfo, sharding: Sharding) -> dict[str, Tensor]:
+def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
     """This rank's rows of every entry, `step` aside, as they are before the first step. No whole matrix is made."""
+    assert one.spread is not None
     found = {}
     for name, entry in kept_entries(one.layout).items():
-        box = rows_of(one, sharding, entry.shape_in(one.layout)).box
+        box = one.spread.rows(entry.shape_in(one.layout)).box
         found[name] = torch.full(box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device)
         if entry.initial is None:
             found[name].diagonal(box.offset[-2], dim1=-2, dim2=-1).fill_(1)
@@ -47,14 +41,13 @@ class Gathered:
 
     def __init__(self, one: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
         """`rows`: this rank's of each entry. All ranks of the mesh call it together."""
-        share = sharding.share_of(one.param)
-        assert share is not None
-        group, spread, whole = sharding.group_of(share.spread.ranks), share.spread, Box.whole(share.spread.shape)
+        assert one.spread is not None
+        spread, group, self._kept = one.spread, sharding.group_of(one.spread), list[tuple[Tensor, Tensor]]()
 
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
             """Put together of the parts of all ranks, on all of them."""
-            everything = Box.whole(spread.shape)
-            units = [Unit(everything, position, position, spread.holders(everything)) for position in range(len(spread.ranks))]
+            whole = Box.whole(spread.shape)
+            units = [Unit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
             Transfer([Share(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move([part], [out], group)
             return out
 
@@ -64,10 +57,9 @@ class Gathered:
         member.received_weight = gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
         member.update = weight.new_empty(spread.shape, dtype=compute_dtype(one.rule))
         self.bucket = Bucket([member])
-        self._changed, self._update = weight, member.update[spread.box.within(whole)]
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._changed, self._update = weight, member.update[spread.box.within(Box.whole(spread.shape))]
         for name, view in self.bucket.views[0].items():
-            own = rows_of(one, sharding, tuple(view.shape))
+            own = spread.rows(tuple(view.shape))
             gather(rows[name], own, view)
             self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
 

@@ -75,6 +75,10 @@ class Spread:
     """What each position holds."""
     position: int
     """Of this rank."""
+    mesh: DeviceMesh | None = None
+    """None only where nothing ever travels, as in plans for ranks that are not there."""
+    placements: tuple[Placement, ...] = ()
+    """On the mesh."""
 
     @property
     def box(self) -> Box:
@@ -89,14 +93,16 @@ class Spread:
             found[box] = (*found.get(box, ()), position)
         return found
 
-    @property
-    def num_copies(self) -> int:
-        """How many positions hold what is here."""
-        return len(self.positions_of[self.box])
-
     def holders(self, box: Box) -> tuple[int, ...]:
         """The positions that hold all of `box`."""
         return tuple(position for own, positions in self.positions_of.items() if own.overlap(box) == box for position in positions)
+
+    def rows(self, shape: tuple[int, ...]) -> Spread:
+        """How an entry of this shape of the parameter's state is cut into rows: along dim 0, on every axis of the mesh."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        assert self.mesh is not None
+        return spread_on(self.mesh, shape, ((Shard(0) if shape else Replicate()),) * self.mesh.ndim)
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
@@ -154,7 +160,7 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
     if x.device_mesh.get_coordinate() is None:
         ranks = x.device_mesh.mesh.flatten().tolist()
         raise ValueError(f"{name} is on a mesh of ranks {ranks}, of which this rank is none: give it on those ranks only")
-    spread = spread_on(x.device_mesh, tuple(x.shape), x.placements)
+    spread = spread_on(x.device_mesh, tuple(x.shape), tuple(x.placements))
     found = tuple(local(x).shape)
     if found != spread.box.size:
         raise ValueError(
@@ -164,18 +170,24 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
     return spread
 
 
-def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]) -> Spread:
+def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None, name: str) -> Spread:
+    """Of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for a dim or a group that cannot be."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    if dim not in (0, 1, None) or isinstance(dim, bool) or (dim is not None and dim >= x.dim()):
+        raise ValueError(f"partition_dim={dim!r} of {name} with shape {tuple(x.shape)} is not valid: give 0, 1 (a dim of it) or None")
+    if group is None:
+        raise ValueError(f"partition_dim={dim!r} of {name} needs tp_group=, the process group whose ranks have the other shards")
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        raise ValueError(f"tp_group has its ranks in the order {ranks}: make it with ascending ranks (new_group(sort_ranks=True))")
+    whole = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(x.shape))
+    return spread_on(DeviceMesh.from_group(group, x.device.type), whole, (Replicate() if dim is None else Shard(dim),))
+
+
+def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
     """Of a tensor of `shape` that is placed so on `mesh`, of which this rank is one."""
     box_of = dict(zip(mesh.mesh.flatten().tolist(), boxes_of(shape, tuple(mesh.mesh.shape), placements), strict=True))
     ranks = tuple(sorted(box_of))
-    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()))
-
-
-def spread_of_shard(shape: Sequence[int], dim: int | None, group: dist.ProcessGroup) -> Spread:
-    """Of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for a group in another order of ranks."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if ranks != tuple(sorted(ranks)):
-        raise ValueError(f"tp_group has its ranks in the order {list(ranks)}: make it with ascending ranks (new_group(sort_ranks=True))")
-    whole = Box.whole([n * len(ranks) if d == dim else n for d, n in enumerate(shape)])
-    boxes = tuple(whole if dim is None else whole.cut(dim, len(ranks), position) for position in range(len(ranks)))
-    return Spread(whole.size, ranks, boxes, dist.get_rank(group))
+    return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()), mesh, placements)

@@ -6,14 +6,16 @@ updates are on their way. The owner does what a process with the whole parameter
 
     Sharding   the plan: where each parameter is, and who owns what of it
     Exchange   one bucket's way to the owners and back
+    Transfer   parts of tensors that travel between the ranks of a mesh, all at once
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +25,11 @@ from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.engine.state import compute_dtype
-from lather.optim.sharded.exchange import Arriving, Transfer, in_batches, put
-from lather.optim.sharded.owners import Share, rows_of_copies, share_out
-from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
+from lather.optim.sharded.owners import Share, Unit, rows_of_copies, share_out
+from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
+T = TypeVar("T")
 
 
 class Sharding:
@@ -43,60 +42,34 @@ class Sharding:
         """One for all parameters that are spread alike."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._shares: dict[int, Share] = {}
-        self._tp_mesh: DeviceMesh | None = None
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
         """None for a parameter that this process has to itself. Raises ValueError for one that cannot be served."""
-        if not is_dtensor(p) and "partition_dim" not in group:
-            return None
-        key = (tuple(p.shape), *((p.device_mesh, tuple(p.placements)) if is_dtensor(p) else (group["partition_dim"],)))
-        if key not in self._spreads:
-            self._spreads[key] = self._spread(p, group, name)
-        return self._spreads[key]
-
-    def _spread(self, p: Tensor, group: Mapping[str, Any], name: str) -> Spread:
+        shape, dim = tuple(p.shape), group.get("partition_dim")
         if is_dtensor(p):
-            spread = spread_of_dtensor(p, name)
-            if p.device_mesh.ndim == 1 and tuple(dist.get_process_group_ranks(p.device_mesh.get_group())) == spread.ranks:
-                self._groups.setdefault(spread.ranks, p.device_mesh.get_group())
-            return spread
-        dim = group["partition_dim"]
-        if dim not in (0, 1, None) or isinstance(dim, bool) or (dim is not None and dim >= p.dim()):
-            raise ValueError(f"partition_dim={dim!r} of {name} with shape {tuple(p.shape)} is not valid: give 0, 1 (a dim of it) or None")
-        if self.tp_group is None:
-            raise ValueError(f"partition_dim={dim!r} of {name} needs tp_group=, the process group whose ranks have the other shards")
-        spread = spread_of_shard(tuple(p.shape), dim, self.tp_group)
-        self._groups.setdefault(spread.ranks, self.tp_group)
-        return spread
+            key: Any = (shape, p.device_mesh, tuple(p.placements))
+        elif "partition_dim" in group:
+            key = (shape, p.device.type, dim)
+        else:
+            return None
+        if key not in self._spreads:
+            self._spreads[key] = spread_of_dtensor(p, name) if is_dtensor(p) else spread_of_shard(p, dim, self.tp_group, name)
+        return self._spreads[key]
 
     @property
     def has_shares(self) -> bool:
         """Whether any parameter is spread."""
         return bool(self._shares)
 
-    def placed(self, one: ParamInfo, shape: tuple[int, ...] | None = None) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """The mesh of a spread parameter, and how it is placed there; or, given its shape, how an entry of its state is cut into rows, that
-        is along dim 0 on every axis of the mesh."""
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import Replicate, Shard
-
-        p = one.param
-        if not is_dtensor(p) and self._tp_mesh is None:
-            assert self.tp_group is not None
-            self._tp_mesh = DeviceMesh.from_group(self.tp_group, p.device.type)
-        mesh = p.device_mesh if is_dtensor(p) else self._tp_mesh
-        assert mesh is not None
-        if shape is not None:
-            return mesh, ((Shard(0) if shape else Replicate()),) * mesh.ndim
-        if is_dtensor(p):
-            return mesh, tuple(p.placements)
-        dim = one.settings.group["partition_dim"]
-        return mesh, (Replicate() if dim is None else Shard(dim),)
-
-    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of a mesh's ranks. The first call for a mesh of several axes makes one: all its ranks call."""
+    def group_of(self, spread: Spread) -> dist.ProcessGroup:
+        """The process group of a mesh's ranks, by position. The first call for a mesh of several axes makes one: all its ranks call."""
+        ranks, mesh = spread.ranks, spread.mesh
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            assert mesh is not None
+            group = mesh.get_group() if mesh.ndim == 1 else None
+            if group is None or tuple(dist.get_process_group_ranks(group)) != ranks:
+                group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = group
         return self._groups[ranks]
 
     def share_of(self, p: Tensor) -> Share | None:
@@ -119,7 +92,7 @@ class Sharding:
                     "with the new options, and load what still fits"
                 )
         for ranks in sorted(new, key=lambda ranks: (-len(ranks), ranks)):
-            self._check_same(ranks, [one for one, _ in new[ranks]])
+            self._check_same(new[ranks])
             self._plan_mesh(ranks, new[ranks])
 
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
@@ -131,20 +104,20 @@ class Sharding:
         share = self.share_of(one.param)
         return share is None or (share.layout == one.layout and share.is_gathered == _is_gathered(one))
 
-    def _check_same(self, ranks: tuple[int, ...], params: Sequence[ParamInfo]) -> None:
-        said = []
-        for one in params:
-            p, rule = one.param, one.settings.rule
-            place: Any = (tuple(p.device_mesh.mesh.shape), p.placements) if is_dtensor(p) else one.settings.group["partition_dim"]
+    def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
+        ranks, said = list(params[0][1].ranks), []
+        for one, spread in params:
+            assert spread.mesh is not None
+            rule, where = one.settings.rule, (tuple(spread.mesh.mesh.shape), spread.placements)
             options = (type(rule).__qualname__, rule.ownership, rule.matrix_layout, comparable(rule.state_dtype), rule.keep_norm)
-            said.append((one.layout.shape, str(p.dtype), str(place), one.layout, *map(str, options)))
+            said.append((one.layout, *map(str, (one.param.dtype, where, *options))))
         number = int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
-        own = torch.tensor([number, -number], dtype=torch.int64, device=local(params[0].param).device)
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(ranks))
+        own = torch.tensor([number, -number], dtype=torch.int64, device=local(params[0][0].param).device)
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group_of(params[0][1]))
         largest, smallest = own.tolist()
         if largest != -smallest:
             raise ValueError(
-                f"the ranks {list(ranks)} give the optimizer different parameters or options: give all of them the same parameters, "
+                f"the ranks {ranks} give the optimizer different parameters or options: give all of them the same parameters, "
                 "in the same order, with the same options"
             )
 
@@ -155,12 +128,11 @@ class Sharding:
                 cost = share.layout.rule.cost(share.layout.matrix)
                 for unit in share.units:
                     loads[share.spread.ranks[unit.owner]] = loads.get(share.spread.ranks[unit.owner], 0.0) + cost
-        matrices = [(one, spread) for one, spread in params if one.layout.kind != "elements" and not _is_gathered(one)]
-        shared = share_out([(spread, one.layout) for one, spread in matrices], loads)
-        units = {id(one): own for (one, _), own in zip(matrices, shared, strict=True)}
+        owned = [(spread, one.layout) for one, spread in params if one.layout.kind != "elements" and not _is_gathered(one)]
+        shared = iter(share_out(owned, loads))
         for one, spread in params:
             elementwise = one.layout.kind == "elements"
-            own = tuple(rows_of_copies(spread) if elementwise else units.get(id(one), ()))
+            own = tuple(rows_of_copies(spread) if elementwise else () if _is_gathered(one) else next(shared))
             self._shares[id(one.param)] = Share(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
 
     def exchanges(self, params: Sequence[ParamInfo]) -> list[Exchange]:
@@ -173,7 +145,7 @@ class Sharding:
                 key = (ranks, layout.kind, layout.inner, one.param.dtype, dtype, share.elementwise, one.needs_weights, type(rule))
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
                 wanted.append(((one, share), key, size / rule.bucket_bytes))
-        return [Exchange(some, self.group_of(some[0][1].spread.ranks)) for some in in_batches(wanted)]
+        return [Exchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
 
 
 def _is_gathered(one: ParamInfo) -> bool:
@@ -259,3 +231,113 @@ class Exchange:
         """By number, what was put together here."""
         found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
         return {item: member for item, member in found if member is not None and member.index is None}
+
+
+class Route(NamedTuple):
+    """A part of tensor number `item`; tensors are numbered alike on all ranks."""
+
+    item: int
+    where: Index
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+Parts = list[tuple[Route, Tensor]]
+"""What has come, with where it belongs."""
+
+Arriving = Callable[[], Parts]
+"""What is on its way: called once, it returns all of it, for which the current stream waits."""
+
+
+class Transfer:
+    """Which parts of some parameters go where.
+
+    Inward from what holders have of the matrices into what owners put together; of several copies one is sent, the owner's own if it has
+    one. Outward from the owners into what everybody holds, every copy of it. What a rank sends to another it packs in order, and the other
+    finds it in the same order: nothing but the elements travels.
+    """
+
+    def __init__(self, shares: Sequence[Share], *, inward: bool) -> None:
+        self._sends: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+        """To each position."""
+        self._receives: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+        """From each position."""
+        self._kept: list[tuple[Route, Route]] = []
+        """From and to, on this rank."""
+        units = chain.from_iterable(share.units for share in shares)
+        self._is_needed = any(unit.owner not in unit.holders if inward else not unit.stays for unit in units)
+        """Whether anything travels between any two ranks; if not, nobody calls."""
+        for item, share in enumerate(shares):
+            spread = share.spread
+            for unit in share.units:
+                for box in spread.positions_of if unit.owner == spread.position else (spread.box,):
+                    self._add(item, share, unit, box, inward)
+
+    def _add(self, item: int, share: Share, unit: Unit, box: Box, inward: bool) -> None:
+        """What `box` has of the unit, where this rank is concerned; alike in order on all ranks."""
+        overlap, me, positions = box.overlap(unit.box), share.spread.position, share.spread.positions_of[box]
+        if overlap is None:
+            return
+        boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
+        start, to = (Route(item, overlap.within(outer), overlap.size) for outer in boxes)
+        ways = [(unit.owner if unit.owner in positions else positions[unit.number % len(positions)], unit.owner)]
+        if not inward:
+            start, to, ways = to, start, [(unit.owner, position) for position in positions]
+        for sender, receiver in ways:
+            if sender == receiver == me:
+                self._kept += [] if share.in_place else [(start, to)]
+            elif sender == me:
+                self._sends[receiver].append(start)
+            elif receiver == me:
+                self._receives[sender].append(to)
+
+    def launch(self, sources: Callable[[int], Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Arriving:
+        """Starts the exchange; every rank of the group calls it. `sources`: the tensors that are here, by number."""
+        kept = [(to, sources(start.item)[start.where]) for start, to in self._kept]
+        if not self._is_needed:
+            return lambda: kept
+        sends, receives = list(chain(*self._sends)), list(chain(*self._receives))
+        sizes_out, sizes_in = ([sum(route.numel for route in some) for some in routes] for routes in (self._sends, self._receives))
+        packed, arriving = (torch.empty(sum(sizes), dtype=dtype, device=device) for sizes in (sizes_out, sizes_in))
+        if sends:
+            foreach_copy_(_split(packed, sends), [sources(route.item)[route.where] for route in sends])
+        work = dist.all_to_all_single(arriving, packed, sizes_in, sizes_out, group=group, async_op=True)
+
+        def wait() -> Parts:
+            nonlocal packed
+            work.wait()
+            del packed  # it had to be there until now
+            return [*kept, *zip(receives, _split(arriving, receives), strict=True)]
+
+        return wait
+
+    def move(self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """All of it at once, between tensors of one dtype and device."""
+        put(self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(), targets.__getitem__)
+
+
+def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
+    """What has come into the tensors where it belongs, by number."""
+    if parts:
+        foreach_copy_([targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts])
+
+
+def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
+    """(item, key, size): those of equal keys together, as many as have a size of 1 in all, or one that has more; in order."""
+    found: dict[Any, list[list[T]]] = {}
+    room: dict[Any, float] = {}
+    for item, key, size in items:
+        if room.get(key, -1.0) < size:
+            found.setdefault(key, []).append([])
+            room[key] = 1.0
+        found[key][-1].append(item)
+        room[key] -= size
+    return list(chain(*found.values()))
+
+
+def _split(flat: Tensor, routes: Sequence[Route]) -> list[Tensor]:
+    parts = flat.split([route.numel for route in routes]) if routes else ()
+    return [part.view(route.size) for part, route in zip(parts, routes, strict=True)]
