@@ -1,4 +1,4 @@
-"""The measured numbers of docs/optimizers.md: what bf16 state costs in accuracy, and how large the first updates are.
+"""The measured numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how large the first updates are.
 
     python benchmarks/optimizer_numbers.py        (20 seconds on one CPU core)
 

@@ -4,11 +4,12 @@
 
 A mixture-of-experts layer keeps its experts' weights as (experts, in, out), as most MoE code does. `parameter_groups` recognises them by
 their name and asks for `matrix_layout="per_expert"`: factors (experts, in, in) and (experts, out, out), no expert sees another. StackedSOAP
-with `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. For comparison: AdamW, by the same
-optimizer with `max_precond_dim=0`. Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices
-as `state_bytes` predicts them.
+with `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A group may also name its rule: "mixed"
+runs SOAP-Muon on the experts, Muon on the other matrices and AdamW on the rest, in one optimizer. For comparison: AdamW on everything.
+Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes` predicts them.
 
-The toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers.md has the numbers for real sizes.
+The toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers-reference.md has the numbers for
+real sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lather.optim import SOAP, MatrixOptimizer, StackedSOAP, parameter_groups, state_bytes
+from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, StackedSOAP, parameter_groups, parameters_by_kind, state_bytes
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, STEPS = 32, 48, 8, 2, 100
 
@@ -56,7 +57,11 @@ def make_optimizer(name: str, model: nn.Module) -> MatrixOptimizer:
         return SOAP(parameter_groups(model), lr=1e-2, second_moment="rotate", precondition_frequency=1)
     if name == "stacked":
         return StackedSOAP(parameter_groups(model, expert_layout="stacked"), lr=1e-2)
-    return SOAP(model.parameters(), lr=1e-2, max_precond_dim=0)
+    if name == "mixed":
+        kinds = parameters_by_kind(model)
+        experts = {"params": kinds["experts"], "rule": "soap_muon", "matrix_layout": "per_expert"}
+        return Muon([{"params": kinds["matrices"]}, experts, {"params": kinds["rest"], "rule": "adamw"}], lr=2e-2)
+    return AdamW(model.parameters(), lr=1e-2)
 
 
 def batch(step: int, tokens: int = 256) -> tuple[Tensor, Tensor]:
@@ -75,7 +80,8 @@ def main() -> None:
     predicted = {
         "per_expert": state_bytes(shape, SOAP, matrix_layout="per_expert"),
         "stacked": state_bytes(shape, StackedSOAP),
-        "adamw": state_bytes(shape, SOAP, max_precond_dim=0),
+        "mixed": state_bytes(shape, SOAPMuon, matrix_layout="per_expert"),
+        "adamw": state_bytes(shape, AdamW),
     }
     for name, size in predicted.items():
         torch.manual_seed(0)
