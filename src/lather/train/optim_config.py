@@ -24,7 +24,18 @@ from lather.errors import ConfigError, require
 from lather.optim import Rule
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
-from lather.train.rule_fields import DEFAULT_LR, as_text, described, fields_of, inherited_by, metavar, name_of, own_fields, rule_named
+from lather.train.rule_fields import (
+    DEFAULT_LR,
+    as_text,
+    described,
+    fields_of,
+    inherited_by,
+    metavar,
+    name_of,
+    own_fields,
+    rule_named,
+    shown,
+)
 
 KINDS = {
     "experts": "Routed experts, where it is not as [optim] says.",
@@ -160,11 +171,11 @@ class RuleOptimConfig(OptimConfig):
             if not kind or (kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)):
                 continue
             made, section = self.rule_of(kind), self.section(kind)
-            more: dict[str, Any] = (
-                {"rule": name_of(rule)} if section.lr is not None else {"rule": name_of(rule), "lr_factor": self._factor(kind)}
-            )
+            factor = None if section.lr is not None else self._factor(kind)
             chosen = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
-            changes[kind] = replace(section, **more, **{name: as_text(getattr(made, name)) for name in chosen})
+            changes[kind] = replace(
+                section, rule=name_of(rule), lr_factor=factor, **{name: as_text(getattr(made, name)) for name in chosen}
+            )
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
@@ -265,8 +276,9 @@ def _lr_field(rule: type[Rule]) -> Any:
 
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
     rule = rules[kind]
-    above = "--optim.rest" if kind == "router" and rule is rules["rest"] else "--optim"
-    factor = f"{default_factor(kind, rules):g}" if above == "--optim" else "that of the rest"
+    is_rests = kind == "router" and rule is rules["rest"]
+    above = "--optim.rest" if is_rests else "--optim"
+    factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
     own: list[Any] = [
         ("lr", _quiet(float | None, "Its own peak learning rate, in place of lr_factor.", ""), None),
         ("lr_factor", _quiet(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
@@ -276,15 +288,9 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
         if name == "lr":
             continue
         _refuse_if_taken(rule, name, KindConfig)
-        shown = (
-            f"as {above}"
-            if name in inherited_by(rule, rules[""])
-            else " ".join(map(str, default))
-            if isinstance(default, tuple)
-            else default
-        )
-        annotation = described(rule, name, hint | None, f"(default: {shown})")
-        is_other = kind == "rest" or (rule is not rules[""] and above == "--optim")
+        of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
+        annotation = described(rule, name, hint | None, f"(default: {of_default})")
+        is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
         if brief and not (is_other and name in own_fields(rule)):
             annotation = Annotated[annotation, tyro.conf.Suppress]
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")

@@ -109,6 +109,11 @@ def as_text(value: Any) -> Any:
     return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else value
 
 
+def shown(value: Any) -> str:
+    """As a command line gives it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def described(rule: type[Rule], name: str, hint: Any, hint_of_default: str | None = None) -> Any:
     """The type with what `--help` says of the option; `hint_of_default`: of its default, if it is not the field's."""
     text, values = documentation_of(rule).get(name, ""), options_of(rule)[name].range
