@@ -198,7 +198,7 @@ class Rule:
     @property
     def couples_decay(self) -> bool:
         """Whether weight decay is added to the gradient: `State.weights` are then there, for `decayed`."""
-        return bool(self.weight_decay) and self.weight_decay_method == "l2"
+        return bool(self.weight_decay) and self.weight_decay_method == "l2" and not self.keep_norm
 
     def decayed(self, g: Tensor, s: State) -> Tensor:
         """g, or g + wd W where decay is coupled."""

@@ -89,7 +89,8 @@ class SOAPRule(BasisRule):
 
     @property
     def couples_decay(self) -> bool:
-        return bool(self.weight_decay) and (not self.use_decoupled_weight_decay or self.weight_decay_method == "l2")
+        is_coupled = not self.use_decoupled_weight_decay or self.weight_decay_method == "l2"
+        return bool(self.weight_decay) and is_coupled and not self.keep_norm
 
     def decay(self, lr: float) -> float:
         return 0.0 if self.couples_decay else super().decay(lr)
