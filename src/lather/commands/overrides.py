@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -24,8 +22,6 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
 
     Raises ConfigError for a rule that there is not, and for an argument that is an option of another rule.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for rules that are a user's own
     given = dict(_options(arguments))
     rules = {name: given[option] for option, name in RULE_OPTIONS.items() if given.get(option)}
     for option, name in RULE_OPTIONS.items():

@@ -25,7 +25,7 @@ def parameters_by_kind(
     """Parameters with their names, each claimed once (tied ones, too), by kind; frozen ones as well, for they may be thawed.
 
     - experts: three or more dims and a component of the name in `expert_names`;
-    - router: two dims and a component of the name in `router_names`;
+    - router: a component of the name in `router_names`;
     - rest: fewer than two dims, stacked biases of experts (E, n), the weights of `nn.Embedding`, and whatever has a component of its name
       in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary);
     - matrices: all others.
@@ -39,10 +39,10 @@ def parameters_by_kind(
         components = set(name.split("."))
         is_expert = bool(components & set(expert_names))
         is_vector = p.dim() < 2 or (is_expert and p.dim() == 2 and "bias" in name.rpartition(".")[2])
-        if is_vector or id(p) in embeddings or components & set(adam_names):
-            kinds["rest"].append((name, p))
-        elif components & set(router_names) and p.dim() == 2:
+        if components & set(router_names):
             kinds["router"].append((name, p))
+        elif is_vector or id(p) in embeddings or components & set(adam_names):
+            kinds["rest"].append((name, p))
         else:
             kinds["experts" if p.dim() > 2 and is_expert else "matrices"].append((name, p))
     return kinds

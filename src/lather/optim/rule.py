@@ -73,7 +73,8 @@ class State(dict[str, Tensor]):
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """The entries `name_0`, `name_1`, ... that there are, by number."""
-        return {int(key.rpartition("_")[2]): x for key, x in self.items() if key.startswith(f"{name}_") and key[-1].isdigit()}
+        start = len(name) + 1
+        return {int(key[start:]): x for key, x in self.items() if key.startswith(name) and key[start:].isdigit()}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Rule:
     """decoupled: W -= lr wd W; independent: W -= wd W; palm: W -= lr^2 wd W; l2: wd W is added to the gradient."""
     keep_norm: bool = False
     """Keep every matrix at the Frobenius norm that it had at its first step (hyperball): U is scaled to that norm, W is scaled back to it.
-    Without weight decay. Vectors, and matrices that start at zero, move as without it."""
+    Without weight decay. Vectors, and matrices that start at zero, are not scaled."""
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
     """What a parameter of three dims and more is: tensor, one tensor; per_expert, a batch of independent matrices along the leading dim;
     stacked, the one matrix (m, b*n) if n <= m, else (b*m, n)."""
@@ -131,6 +132,8 @@ class Rule:
 
     name: ClassVar[str] = ""
     """Under which it is registered; empty for rules outside of the package, which go by `module:Class`."""
+    moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
+    """Options that are decay rates of moments, which bf16 state limits."""
     elementwise: ClassVar[bool] = False
     """Whether every element of an update depends on that element alone: parameters of all shapes then share batches."""
     refreshes_first: ClassVar[bool] = False
@@ -144,7 +147,7 @@ class Rule:
     def _check_decay_rates(self) -> None:
         """bf16 has 8 significant bits: a moment in it cannot decay by less than 1 part in 256."""
         moments = self.state_dtype.get("moments") if isinstance(self.state_dtype, Mapping) else self.state_dtype
-        for name in ("betas", "momentum", "beta2") if moments is torch.bfloat16 else ():
+        for name in self.moment_decays if moments is torch.bfloat16 else ():
             value = getattr(self, name, 0.0)
             value = tuple(value) if isinstance(value, tuple | list) else value
             if max(value if isinstance(value, tuple) else (value,)) > MAX_BF16_BETA:
@@ -160,10 +163,7 @@ class Rule:
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """U (B, m, n), of which lr times is subtracted. Moments change in place; g does not. t is 1 at the first gradient.
-
-        Use products, divisions and roots: torch's powers round an element differently in a longer batch, and then one rank would not have
-        the bits of many."""
+        """U (B, m, n), of which lr times is subtracted. Moments change in place; g does not. t is 1 at the first gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
@@ -171,6 +171,10 @@ class Rule:
 
     def on(self, matrix: Matrix) -> Rule:
         """The rule for this matrix: this one, or another that handles what this one does not (vectors, say)."""
+        return self
+
+    def on_vectors(self) -> Rule:
+        """The rule for vectors, and for all that this one has no matrix in; a group with `rule="adamw"` has its options from here."""
         return self
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:

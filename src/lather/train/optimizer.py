@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lather import optim
-from lather.optim import MatrixOptimizer, Rule, parameter_groups
+from lather.optim import MatrixOptimizer, Rule, parameters_by_kind
 from lather.optim.options import options_of
 from lather.parallel.local import LocalParameters
 from lather.train.old_runs import OldOptimConfig, build_old_optimizer
@@ -17,10 +17,8 @@ from lather.train.optim_config import OptimConfig, RuleOptimConfig
 
 LR_FACTOR = "lr_factor"
 """Key of a group: its learning rate as a factor of `optim.lr`, at every step."""
-ROUTER = ".mlp.gate."
-"""In the names of the parameters of a router."""
-
-Named = Sequence[tuple[str, nn.Parameter]]
+ROUTERS = ("gate",)
+"""Components of the names of a router's parameters."""
 
 
 def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -33,7 +31,10 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
         return build_old_optimizer(config, parameters if isinstance(parameters, LocalParameters) else list(parameters))
     assert isinstance(config, RuleOptimConfig)
     groups = []
-    for kind, named in by_kind(parameters.spread() if isinstance(parameters, LocalParameters) else parameters).items():
+    named_ones = parameters.spread() if isinstance(parameters, LocalParameters) else parameters
+    for kind, named in parameters_by_kind(named_ones, router_names=ROUTERS).items():
+        if not named:
+            continue
         rule = config.rule_of(kind)
         options = {name: getattr(rule, name) for name in options_of(type(rule))}
         if rule.elementwise and options["state_dtype"] == torch.float32 and all(p.dtype == torch.float64 for _, p in named):
@@ -41,16 +42,6 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
         factor = config.lr_of(kind) / config.lr if config.lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
     return _optimizer(config.rule, groups)
-
-
-def by_kind(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Named]:
-    """The parameters of each kind that has any, with the names that the models give them."""
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "experts": [], "router": [], "rest": []}
-    for group in parameter_groups(named):
-        kind = "rest" if group.get("rule") == "adamw" else "matrices" if group["matrix_layout"] == "tensor" else "experts"
-        for name, p in group["params"]:
-            found["router" if ROUTER in name else kind].append((name, p))
-    return {kind: each for kind, each in found.items() if each}
 
 
 def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:

@@ -7,6 +7,8 @@ types, and those that the trainer decides itself, are no fields.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ DECIDED = {
 }
 """Options that the trainer decides, and how."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {"soap": {"lr": 6e-3, "second_moment": "rotate"}}
+DEFAULTS: dict[str, dict[str, Any]] = {"soap": {"lr": 6e-3, "second_moment": "rotate"}, "adamw": {"lr": 3e-3}}
 """Of the trainer, where they are not the rule's own; besides these, `sides` is "auto" where it is "both"."""
 
 DEFAULT_LR = 6e-3
@@ -38,7 +40,9 @@ PLAIN = (bool, int, float, str)
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
-    """The rule of this name, or `module:Class`; ConfigError, which says that `field` has it, if there is none."""
+    """The rule of this name, or `module:Class` (the current folder counts); ConfigError, which names `field`, if there is none."""
+    if ":" in name and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         return find_rule(name)
     except ValueError as error:

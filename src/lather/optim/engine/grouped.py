@@ -35,7 +35,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         A parameter that is given twice (tied weights) counts once. Keys that are no options are kept and ignored, but for near-misses.
         """
         rule, given = self._rule_of(param_group)
-        check_keys(param_group, rule)
+        check_keys(param_group, rule, self.defaults if "rule" in param_group else ())
         given = {**given, **{key: param_group[key] for key in options_of(rule) if key in param_group}}
         own = group_options(given, rule, self._default)
         made = rule(**own)
@@ -93,8 +93,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _current_roster(self) -> Roster:
         """The roster, made anew if parameters or options have changed; raises ValueError for an option that is out of range by now."""
         if self._roster is None or not self._is_unchanged(self._roster):
-            self._roster = self._make_roster()
-            self._sharding.plan(self._roster.params)
+            roster = self._make_roster()
+            self._sharding.plan(roster.params)
+            self._roster = roster
         return self._roster
 
     def _is_unchanged(self, roster: Roster) -> bool:
@@ -104,6 +105,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _make_roster(self) -> Roster:
         groups, params, frozen = [], [], []
         for group in self.param_groups:
+            if group["rule"] not in self._rules:
+                raise ValueError(
+                    f"rule {group['rule']!r} of a parameter group was put there after the optimizer was made: make the optimizer anew, "
+                    "or give add_param_group other parameters with that rule"
+                )
             settings = GroupSettings.of(group, self._rules[group["rule"]])
             groups.append(settings)
             for name, p in zip(names_of(group), group["params"], strict=True):

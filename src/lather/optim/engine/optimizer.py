@@ -45,13 +45,13 @@ def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule
     their names and types."""
 
     def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
-        def construct(self: S, params: ParamsT, /, *args: P.args, **options: P.kwargs) -> None:
+        def construct(self: S, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
             init(self, params, rule(*args, **options))
 
         own = inspect.signature(rule)
         first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
         construct.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
-        return construct
+        return construct  # type: ignore[return-value]  # `params` may be given by name, too, which no type can say
 
     return decorate
 
@@ -149,6 +149,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if plan is None or plan.key != key or not plan.holds(self.state):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
+        for rule, t in plan.intervals:
+            rule.due(t + plan.num_steps + 1)  # raises on all ranks, where it does
         plan.idle = found.idle
         self._count_step(plan.runs, found.idle)
         plan.count_step()

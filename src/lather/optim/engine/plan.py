@@ -254,6 +254,8 @@ class Plan:
     """Those that all ranks work on alike (`ownership="replicated"`)."""
     members: Mapping[int, Member]
     """By the id of the parameter, of those that take part in exchanges."""
+    intervals: list[tuple[RefreshingRule, int]]
+    """Rules whose interval is a function, with t of the step before this plan: all ranks ask it, whichever of them refreshes."""
     key: tuple[object, ...]
     """What it was made for."""
     entries: list[Tensor]
@@ -262,6 +264,8 @@ class Plan:
     """Of these the step counts."""
     steps: Tensor
     """Their values."""
+    num_steps: int = 0
+    """Taken by this plan."""
     idle: dict[int, list[bool]] = field(default_factory=dict)
     """In this step: id of a parameter with experts -> which of them got no token."""
 
@@ -281,7 +285,11 @@ class Plan:
         counts = [state[p]["step"] for p in tensors]
         entries = [x for p in tensors for x in state[p].values()]
         steps = torch.stack(counts) if counts else torch.zeros(0)
-        return cls(tensors, runs, exchanges, gathered, members, key, entries, counts, steps)
+        spread = {(id(one.settings), int(state[one.param]["step"])): one.rule for one in params if one.spread is not None}
+        intervals = [
+            (rule, t) for (_, t), rule in spread.items() if isinstance(rule, RefreshingRule) and callable(rule.precondition_frequency)
+        ]
+        return cls(tensors, runs, exchanges, gathered, members, intervals, key, entries, counts, steps)
 
     def holds(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Whether the state is what the plan was made for: the same tensors, with the step counts that it left."""
@@ -293,6 +301,7 @@ class Plan:
 
     def count_step(self) -> None:
         """One more, of all parameters."""
+        self.num_steps += 1
         if self.counts:
             foreach_add_(self.counts, 1)
             self.steps += 1
@@ -314,7 +323,7 @@ def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int,
         info = None if member is None else taking.get(id(member.param))
         if info is not None:
             key = (steps[id(info.param)], exchange_of.get(id(info.param)), info.settings.number)
-        if some and key != last_key:
+        if some and (key != last_key or (info is not None and info.rule != some[-1].rule)):
             first = some[0].param
             runs.append(Run(bucket, i - len(some), some, steps[id(first)], exchange_of.get(id(first))))
             some = []

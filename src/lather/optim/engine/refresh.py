@@ -69,19 +69,26 @@ class _Rows(State):
 
     def __init__(self, job: DimRefresh) -> None:
         super().__init__()
-        self._all, self._dtype = job.run.bucket.stacks, compute_dtype(job.rule)
+        self._all, self._dtype, self._given = job.run.bucket.stacks, compute_dtype(job.rule), dict[str, Tensor]()
         first, last = job.rows[0], job.rows[-1] + 1
         is_range = last - first == len(job.rows)
         self._index: Any = slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
 
     def __missing__(self, name: str) -> Tensor:
-        self[name] = self._all[name][self._index].to(self._dtype)
+        self[name] = self._given[name] = self._all[name][self._index].to(self._dtype)
         return self[name]
 
+    def by_dim(self, name: str) -> dict[int, Tensor]:
+        for key in self._all:
+            if key.startswith(f"{name}_"):
+                self[key]
+        return super().by_dim(name)
+
     def put_back(self) -> None:
-        """Changed entries into the stacks."""
+        """Changed entries, and what a rule has put in their place, into the stacks."""
         for name, x in self.items():
-            if not (isinstance(self._index, slice) and self._all[name].dtype == self._dtype):
+            is_view = isinstance(self._index, slice) and self._all[name].dtype == self._dtype
+            if not is_view or x is not self._given[name]:
                 self._all[name][self._index] = x.to(self._all[name].dtype)
 
 

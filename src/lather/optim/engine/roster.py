@@ -7,7 +7,7 @@ there may change between steps, by schedulers or by hand; a roster holds for as 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from lather.optim.engine.layout import Layout
 from lather.optim.options import options_of
-from lather.optim.rule import Matrix, Rule
+from lather.optim.rule import Rule
 from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 """What a parameter group may hold besides options: torch's own keys, a label, the rule, the dim along which tensor-parallel shards were
 cut, and what torch's learning-rate schedulers leave there."""
+
+TORCH_KEYS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "ns_coefficients", "ns_steps"}
+"""Options of torch's own optimizers, which are in groups that were theirs."""
 
 MULTIPLIERS = ("_mult", "_multiplier", "_scale")
 """Ends of keys that other trainers leave in groups, however like an option they begin."""
@@ -129,7 +132,7 @@ def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
 
     The optimizer's own rule may have a rule of this class for vectors (SOAP has AdamW); then that is what it has.
     """
-    on_vectors = default.on(Matrix((1,), 1))
+    on_vectors = default.on_vectors()
     source = on_vectors if type(on_vectors) is rule else default
     found = {}
     for name, option in options_of(rule).items():
@@ -146,10 +149,10 @@ SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"
 """Options that a group takes over from an optimizer of another rule."""
 
 
-def check_keys(group: Mapping[str, Any], rule: type[Rule]) -> None:
-    """Raise ValueError for a key that looks like a misspelt option. Others are left to whoever put them there."""
+def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str] = ()) -> None:
+    """Raise ValueError for a key that looks like a misspelt option. `others` and those of torch's optimizers are left as they are."""
     options = list(options_of(rule))
-    for key in sorted(set(group) - set(options) - KNOWN_KEYS):
+    for key in sorted(set(group) - set(options) - KNOWN_KEYS - TORCH_KEYS - set(others)):
         near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, options, 1, LIKENESS)
         if near and not key.endswith(MULTIPLIERS):
             known = ", ".join(sorted([*options, *KNOWN_KEYS]))

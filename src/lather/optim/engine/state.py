@@ -63,10 +63,13 @@ def kept_entries(layout: Layout) -> dict[str, KeptEntry]:
     """Name -> entry of the state of a parameter, `step` aside."""
     moments, bases = _kept_dtypes(layout.rule)
     dtypes = {"moment": moments, "basis": bases, "statistic": compute_dtype(layout.rule)}
-    entries = layout.rule.state(layout.matrix)
+    entries, is_flat = layout.rule.state(layout.matrix), layout.kind == "elements"
     if layout.rule.keep_norm and len(layout.inner) > 1:
         entries = {**entries, NORM: Entry(())}
-    return {name: KeptEntry(entry.shape, dtypes[entry.kind], entry.initial, entry.kind == "moment") for name, entry in entries.items()}
+    return {
+        name: KeptEntry(entry.shape, dtypes[entry.kind], entry.initial, entry.kind == "moment" or is_flat)
+        for name, entry in entries.items()
+    }
 
 
 def layout_bytes(layout: Layout, num_ranks: int = 1) -> int:

@@ -76,6 +76,7 @@ class StatefulOptimizer(GroupedOptimizer):
             if self._is_gathered(one.param) and self.state.get(one.param):
                 for name, entry in kept_entries(one.layout).items():
                     self.state[one.param][name] = self.state[one.param][name].to(entry.dtype)
+        _make_steps_tensors([self.state.get(one.param, {}) for one in roster.params])
         kept = [one for one in roster.params if self.state.get(one.param) and self._owns(one.param)]
         members = [member for one in kept if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
         wanted = {id(member.param): member for member in members}
@@ -223,8 +224,10 @@ class StatefulOptimizer(GroupedOptimizer):
                 spread.append((infos[id(p)], state))
                 continue
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                if key == "step":
+                    self.state[p][key] = _step_of(state)
+                elif isinstance(value, Tensor):
+                    self.state[p][key] = value.detach().to(p.device, copy=True)
                 else:
                     self.state[p][key] = deepcopy(value)
         if spread:
@@ -278,6 +281,13 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _count(self, name: str, more: int) -> None:
         self._counts[name] = self._counts.get(name, 0) + more
+
+
+def _make_steps_tensors(states: Sequence[dict[str, Any]]) -> None:
+    """For whoever has put a number there."""
+    for state in states:
+        if not isinstance(state.get("step", torch.zeros(())), Tensor):
+            state["step"] = _step_of(state)
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:

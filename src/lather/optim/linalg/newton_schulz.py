@@ -34,6 +34,9 @@ POLAR_EXPRESS = (
 )
 """Of the published sequence, for singular values from 1e-3 on; the last is repeated."""
 
+SAFETY = 1.01
+"""In bf16 a singular value may be rounded to above 1, where these polynomials grow without bound: they then take x / 1.01, as published."""
+
 COEFFICIENTS = {"quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
 
 
@@ -55,6 +58,8 @@ def orthogonalize(
     y = x.mT if x.shape[-2] > x.shape[-1] else x
     y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(automatic if dtype == "auto" else getattr(torch, dtype))
     table = COEFFICIENTS[coefficients]
+    if y.dtype == torch.bfloat16 and coefficients == "polar_express":
+        table = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in table[:-1]), table[-1])
     for step in range(steps):
         a, b, c = table[min(step, len(table) - 1)]
         gram = average_(y.new_zeros(len(y), y.shape[1], y.shape[1]), y, 0.0, 1.0)

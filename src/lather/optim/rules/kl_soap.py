@@ -64,7 +64,10 @@ class KLSOAPRule(BasisRule):
     has_eigenvalues: ClassVar[bool] = True
 
     def on(self, matrix: Matrix) -> Rule:
-        return self if self.dims(matrix) or self.max_update_rms > 0 else self.turned_into(AdamWRule)
+        return self if self.dims(matrix) or self.max_update_rms > 0 else self.on_vectors()
+
+    def on_vectors(self) -> AdamWRule:
+        return self.turned_into(AdamWRule)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         entries = {key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")} | super().state(matrix)

@@ -1,7 +1,4 @@
-"""Muon (Jordan et al., 2024): momentum, orthogonalised. NorMuon (arXiv:2510.05491): the rows of what comes out evened, too.
-
-B momentum, N its Nesterov numerator, U update; one tensor of state per matrix.
-"""
+"""Muon (Jordan et al., 2024), and NorMuon (arXiv:2510.05491). B momentum, N its Nesterov numerator, U update; one tensor of state each."""
 
 from __future__ import annotations
 
@@ -47,11 +44,13 @@ class MuonRule(Rule):
     name: ClassVar[str] = "muon"
 
     def on(self, matrix: Matrix) -> Rule:
-        return self if matrix.is_matrix else self.turned_into(AdamWRule, nesterov=False)
+        return self if matrix.is_matrix else self.on_vectors()
+
+    def on_vectors(self) -> AdamWRule:
+        return self.turned_into(AdamWRule, nesterov=False)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        entries = {"momentum_buffer": Entry(matrix.shape, "moment")}
-        return entries | ({"row_moment": Entry(matrix.shape[:1])} if self.normalize else {})
+        return {"momentum_buffer": Entry(matrix.shape, "moment")} | ({"row_moment": Entry(matrix.shape[:1])} if self.normalize else {})
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         return self.finished(self.numerator(self.decayed(g, s), s), s)

@@ -97,8 +97,9 @@ class SOAPRule(BasisRule):
 
     def on(self, matrix: Matrix) -> Rule:
         looks_at_whole = self.max_update_rms > 0 or self.normalize_preconditioned_grads or (self.orthogonalize and matrix.is_matrix)
-        if self.dims(matrix) or looks_at_whole:
-            return self
+        return self if self.dims(matrix) or looks_at_whole else self.on_vectors()
+
+    def on_vectors(self) -> AdamWRule:
         method: Literal["l2", "decoupled"] = "l2" if self.couples_decay else self.weight_decay_method  # type: ignore[assignment]
         return self.turned_into(AdamWRule, nesterov=self.use_nesterov, weight_decay_method=method)
 

@@ -38,6 +38,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
     """Plain Muon for this many steps, then the first bases."""
 
     name: ClassVar[str] = "soap_muon"
+    moment_decays: ClassVar[tuple[str, ...]] = ("momentum", "beta2")
     turns_momentum: ClassVar[bool] = False
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.optim.engine.layout import Layout
 from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
-from lather.optim.engine.state import compute_dtype
+from lather.optim.engine.state import compute_dtype, kept_entries
 from lather.optim.sharded.owners import Share, Unit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_
@@ -102,7 +103,7 @@ class Sharding:
 
     def _still_fits(self, one: ParamInfo) -> bool:
         share = self.share_of(one.param)
-        return share is None or (share.layout == one.layout and share.is_gathered == _is_gathered(one))
+        return share is None or (_kept(share.layout) == _kept(one.layout) and share.is_gathered == _is_gathered(one))
 
     def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
         ranks, said = list(params[0][1].ranks), []
@@ -142,10 +143,25 @@ class Sharding:
             share, rule, dtype = self.share_of(one.param), one.rule, compute_dtype(one.rule)
             if share is not None and share.travels:
                 ranks, layout = share.spread.ranks, share.layout
-                key = (ranks, layout.kind, layout.inner, one.param.dtype, dtype, share.elementwise, one.needs_weights, type(rule))
+                key = (
+                    ranks,
+                    layout.kind,
+                    layout.inner,
+                    one.param.dtype,
+                    dtype,
+                    share.elementwise,
+                    one.needs_weights,
+                    one.has_statistics,
+                    type(rule),
+                )
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
                 wanted.append(((one, share), key, size / rule.bucket_bytes))
         return [Exchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
+
+
+def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+    """The layout, with names and shapes of what is kept under it."""
+    return layout, {name: entry.shape for name, entry in kept_entries(layout).items()}
 
 
 def _is_gathered(one: ParamInfo) -> bool:
