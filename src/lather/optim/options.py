@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What values an option may have: in words, and as a test."""
+    """The values that an option may have: in words, and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -93,9 +93,9 @@ class Option:
     hint: Any
     """Its type, without the range."""
     default: Any
-    """`dataclasses.MISSING` if it has none."""
+    """Default value, or `dataclasses.MISSING` if it has none."""
     range: Range | None
-    """None: whatever the type allows."""
+    """Values that it may have; None: whatever the type allows."""
 
 
 def options_of(rule: type) -> dict[str, Option]:

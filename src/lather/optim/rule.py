@@ -2,12 +2,8 @@
 
 A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of
 equal matrices: a gradient g is (B, m, n), an entry of state (B, ...). They never see a parameter, a rank, a stored dtype or a bucket, and
-work in fp32 (fp64 if state is kept in it). A step calls, in this order,
-
-    statistics, refresh, update    if `refreshes_first`
-    statistics, update, refresh    otherwise
-
-and of these only what the rule has. Weights change by W = (1 - decay) W - lr U, which is the engine's, as are all options of `Rule` itself.
+work in fp32 (fp64 if state is kept in it). A step calls `statistics`, `refresh`, `update` in this order if the rule `refreshes_first`, else
+`statistics`, `update`, `refresh`; and of these only what the rule has. Weights change by W = (1 - decay) W - lr U, which is the engine's, as are all options of `Rule` itself.
 
     Rule              any rule: `state` and `update` are enough
     RefreshingRule    a rule with bases, roots or the like, that are renewed now and then: `dims` and `refresh`, too
@@ -35,12 +31,12 @@ MAX_BF16_BETA = 1 - 2**-8
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a rule is asked about: one of the equal matrices of a parameter."""
+    """The matrix that a rule is asked about: one of the equal matrices of a parameter."""
 
     shape: tuple[int, ...]
-    """Usually (m, n); () or (n,) for scalars and vectors, more dims for a tensor."""
+    """Shape, usually (m, n); () or (n,) for scalars and vectors, more dims for a tensor."""
     num_dims: int
-    """Of the whole parameter: 3 for a matrix that is one of a stack of experts."""
+    """Number of dims of the whole parameter: 3 for a matrix that is one of a stack of experts."""
 
     @property
     def is_matrix(self) -> bool:
@@ -79,7 +75,7 @@ class State(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Due:
-    """Whose bases a step renews."""
+    """The matrices whose bases a step renews."""
 
     who: Literal["nobody", "everybody", "interval"]
     """interval: those whose interval is full; with `stagger_refresh` each at a step of its own."""
@@ -105,7 +101,7 @@ class Rule:
     """Keep every matrix at the Frobenius norm that it had at its first step (hyperball): U is scaled to that norm, W is scaled back to it.
     Without weight decay. Vectors, and matrices that start at zero, are not scaled."""
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
-    """What a parameter of three dims and more is: tensor, one tensor; per_expert, a batch of independent matrices along the leading dim;
+    """Layout of a parameter of 3 dims or more: tensor, one tensor; per_expert, a batch of independent matrices along the leading dim;
     stacked, the one matrix (m, b*n) if n <= m, else (b*m, n)."""
     maximize: bool = False
     """Ascend instead of descend."""
@@ -125,13 +121,13 @@ class Rule:
     fp32_matmul_prec: Precision = "highest"
     """torch's fp32 matmul precision for statistics and update."""
     ownership: Literal["whole", "replicated"] = "whole"
-    """Of a matrix that is spread over ranks: whole, one rank keeps its state and works on it; replicated, all keep rows of it, gather them
+    """Owner of a matrix spread over ranks: whole, one rank keeps its state and works on it; replicated, all keep rows of it, gather them
     in each step and compute the same, for state that no rank can keep."""
     tp_group: Any = field(default=None, metadata={"group": False}, repr=False, compare=False)
     """Process group of tensor-parallel shards that are plain tensors, of the whole optimizer; their groups say `partition_dim`."""
 
     name: ClassVar[str] = ""
-    """Under which it is registered; empty for rules outside of the package, which go by `module:Class`."""
+    """Name under which it is registered; empty for rules outside of the package, which go by `module:Class`."""
     moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
     """Options that are decay rates of moments, which bf16 state limits."""
     elementwise: ClassVar[bool] = False
@@ -159,7 +155,7 @@ class Rule:
     # --- what a rule provides ---------------------------------------------------------------------------------------------------------
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        """What is kept of a matrix, by name; `step` aside, which every parameter has."""
+        """The state that is kept of a matrix, by name; `step` aside, which every parameter has."""
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
@@ -242,7 +238,7 @@ class RefreshingRule(Rule):
         return 1
 
     def due(self, t: int) -> Due:
-        """What step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
+        """The matrices whose bases step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
         if t <= self.first_refresh:
             return Due("everybody", first=True) if t == self.first_refresh else NOBODY
         f = self.precondition_frequency

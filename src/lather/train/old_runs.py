@@ -21,7 +21,7 @@ from lather.train.optim_config import KINDS, OptimConfig
 
 @dataclass(frozen=True)
 class OldOptimConfig(OptimConfig):
-    """What `[optim]` was."""
+    """The `[optim]` of that time."""
 
     name: str = "soap"
     lr: float = 6e-3
@@ -43,7 +43,7 @@ class OldOptimConfig(OptimConfig):
 
 OLD_KEYS = {one.name for one in fields(OldOptimConfig)}
 SHARED_KEYS = {one.name for one in fields(OptimConfig)} | {"eps", "weight_decay"}
-"""Of both rules of that time; all others but adam_betas were SOAP's, and without effect under "adamw"."""
+"""Keys of both rules of that time; all others but adam_betas were SOAP's, and without effect under "adamw"."""
 
 
 def is_old(config: Mapping[str, Any]) -> bool:

@@ -76,13 +76,13 @@ class OptimConfig:
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     def resolved(self) -> OptimConfig:
-        """With what follows from defaults that are no field's: rule, rate and options of kinds that are not as [optim] says."""
+        """The values with what follows from defaults that are no field's: rule, rate and options of kinds that are not as [optim] says."""
         return self
 
 
 @dataclass(frozen=True)
 class KindConfig:
-    """What a kind of parameters has of its own."""
+    """Settings that a kind of parameters has of its own."""
 
     rule: str = ""
     """Its rule, if it is another one; with this option --help shows what that one has."""
@@ -92,17 +92,17 @@ class KindConfig:
     """Its peak learning rate as a factor of optim.lr; left out: 1."""
 
     options_rule: ClassVar[type[Rule]]
-    """Whose options it has."""
+    """Rule whose options it has."""
 
 
 @dataclass(frozen=True)
 class RuleOptimConfig(OptimConfig):
-    """Base of what `optim_class` makes."""
+    """Base of the classes that `optim_class` makes."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
-    """That of [optim], under "", and those of the kinds."""
+    """Rule of [optim], under "", and those of the kinds."""
     given: ClassVar[tuple[tuple[str, str], ...]]
-    """What the class was made for."""
+    """Names of the rules that the class was made for (`chosen_rules`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +116,7 @@ class RuleOptimConfig(OptimConfig):
 
     @property
     def rule(self) -> Rule:
-        """That of [optim]; raises ConfigError if its options do not go together."""
+        """The rule of [optim]; raises ConfigError if its options do not go together."""
         return _made(self.rules[""], {"nonfinite": "ignore", **{name: getattr(self, name) for name in fields_of(self.rules[""])}}, "optim.")
 
     @property
@@ -125,7 +125,7 @@ class RuleOptimConfig(OptimConfig):
         return bool(options_of(self.rules["experts"])["matrix_layout"].default == "stacked")
 
     def section(self, kind: str) -> KindConfig:
-        """What the kind has of its own."""
+        """The settings that the kind has of its own."""
         return cast(KindConfig, getattr(self, kind))
 
     def rule_of(self, kind: str) -> Rule:
@@ -198,7 +198,7 @@ def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
 
 
 def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
-    """Of a kind that gives none."""
+    """The `lr_factor` of a kind that gives none."""
     is_adamw = rules[kind] is RULES[REST_RULE]
     return REST_FACTORS.get(rules[""].name, 1.0) if kind == "rest" and is_adamw else 1.0
 
@@ -226,7 +226,7 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
-    """Of the class that `--help` is made from."""
+    """The same values in the class that `--help` is made from."""
     assert isinstance(optim, RuleOptimConfig)
     cls = optim_class(optim.given, brief=True)
     sections = {kind: section_class(cls, kind)(**asdict(optim.section(kind))) for kind in KINDS}

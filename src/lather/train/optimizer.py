@@ -45,7 +45,7 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
 
 
 def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
-    """Of the class that is registered with the rule: checkpoints say its name."""
+    """The optimizer, of the class that is registered with the rule: checkpoints say its name."""
     for cls in vars(optim).values():
         if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
             return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})

@@ -30,10 +30,10 @@ DECIDED = {
 """Options that the trainer decides, and how."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {"soap": {"lr": 6e-3, "second_moment": "rotate"}, "adamw": {"lr": 3e-3}}
-"""Of the trainer, where they are not the rule's own; besides these, `sides` is "auto" where it is "both"."""
+"""Defaults of the trainer, where they are not the rule's own; besides these, `sides` is "auto" where it is "both"."""
 
 DEFAULT_LR = 6e-3
-"""Of rules that have no learning rate of their own."""
+"""Learning rate of rules that have none of their own."""
 
 PLAIN = (bool, int, float, str)
 """Types of values, in the order in which a value is tried."""
@@ -68,7 +68,7 @@ def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
 
 
 def own_fields(rule: type[Rule]) -> list[str]:
-    """Those that not every rule has."""
+    """The fields that not every rule has."""
     common = options_of(Rule).keys()
     return [name for name in fields_of(rule) if name not in common]
 
@@ -114,7 +114,7 @@ def as_text(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """As a command line gives it."""
+    """The text of a value, as a command line gives it."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -151,7 +151,7 @@ def _metavar(hint: Any) -> str:
 
 
 def owners(option: str, rule: type[Rule]) -> str:
-    """Whose an option is that `rule` does not have, or that it has for others than the trainer; nothing if nobody has it."""
+    """The owner of an option that `rule` does not have, or that it has for others than the trainer; nothing if nobody has it."""
     this = name_of(rule)
     if option in DECIDED:
         return f"{option} is the trainer's to decide: {DECIDED[option]}"
@@ -163,5 +163,5 @@ def owners(option: str, rule: type[Rule]) -> str:
 
 
 def name_of(rule: type[Rule]) -> str:
-    """Under which `[optim]` has it."""
+    """The name under which `[optim]` has the rule."""
     return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

@@ -1,4 +1,4 @@
-"""What a step must know of the gradients before it changes anything: whether they are dense, real and finite, and which experts got no
+"""Checks of the gradients before a step changes anything: whether they are dense, real and finite, and which experts got no
 token. One pass over each gradient, and one synchronisation with the device in all; with parameters that are spread over ranks, one more for
 each mesh, in which its ranks agree.
 
@@ -28,7 +28,7 @@ GroupOf = Callable[[Spread], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found."""
+    """Findings about the gradients of a step."""
 
     usable: list[ParamInfo]
     """The parameters that take the step."""
@@ -73,7 +73,7 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
 
 
 def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
-    """Those that this process has to itself, if any, then those that are spread, mesh by mesh in one order everywhere."""
+    """Parameters that this process has to itself, if any, then those that are spread, mesh by mesh in one order everywhere."""
     found: dict[tuple[int, ...], list[ParamInfo]] = {}
     for one in params:
         found.setdefault(() if one.spread is None else one.spread.ranks, []).append(one)
@@ -115,7 +115,7 @@ def _read(here: Sequence[ParamInfo]) -> dict[int, list[float]]:
 
 
 def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[dict[int, list[float]], bool]:
-    """What the ranks of a mesh find together: the norms of those parameters that have a gradient, and whether any rank must raise."""
+    """Findings that the ranks of a mesh share: the norms of those parameters that have a gradient, and whether any rank must raise."""
     device, own = local(some[0].param).device, _norms(some)
     parts = [torch.tensor([float(raises), *(float(one.param.grad is not None) for one in some)], dtype=torch.float64, device=device)]
     for one in some:

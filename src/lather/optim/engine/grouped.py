@@ -122,7 +122,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 
 def _layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
-    """Of the whole parameter."""
+    """Layout of the whole parameter."""
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)
@@ -137,5 +137,5 @@ def _each_once(params: Any) -> Any:
 
 
 def _name_of(rule: type[Rule]) -> str:
-    """Under which groups and saved optimizers have it."""
+    """Name of a rule in groups and saved optimizers."""
     return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

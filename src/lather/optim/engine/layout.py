@@ -35,17 +35,17 @@ class Layout:
     dims: tuple[int, ...]
     """Inner dims that the rule refreshes, ascending."""
     rule: Rule = field(compare=False, repr=False)
-    """Of these tensors: the group's, or what it gives for them (`Rule.on`)."""
+    """Rule of these tensors: the group's, or the one that it gives for them (`Rule.on`)."""
     num_dims: int = field(compare=False, repr=False)
-    """Of the whole parameter."""
+    """Number of dims of the whole parameter."""
 
     @property
     def matrix(self) -> Matrix:
-        """As rules are asked about it; of elements what their parameter is."""
+        """One of its tensors, as rules are asked about it; elements, too, have the number of dims of their parameter."""
         return Matrix(self.inner, self.num_dims)
 
     def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
-        """The same for a part of the parameter: some of its experts, some rows of elements, or all of it."""
+        """The layout of a part of the parameter: some of its experts, some rows of elements, or all of it."""
         if self.kind == "per_expert":
             return replace(self, shape=shape, batch=shape[0])
         if self.kind == "elements" and contiguous:

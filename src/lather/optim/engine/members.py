@@ -1,4 +1,4 @@
-"""What a bucket works on of a parameter: all of it, the part that is here, or matrices that were put together here.
+"""The part of a parameter that a bucket works on: all of it, the part that is here, or matrices that were put together here.
 
 Three cases, one face: gradient and weight as tensors of one shape, and where an update goes.
 
@@ -26,11 +26,11 @@ class Member:
     """One parameter in a bucket."""
 
     param: Tensor
-    """As the optimizer was given it."""
+    """The parameter, as the optimizer was given it."""
     layout: Layout
-    """Of what is worked on here."""
+    """Layout of the part that is worked on here."""
     numbers: Sequence[int]
-    """Of its matrices, among those of the whole parameter."""
+    """Numbers of its matrices among those of the whole parameter."""
     index: Index | None
     received: Tensor | None = None
     """The gradient, during a step; only of an owner, as are the next two."""
@@ -48,21 +48,21 @@ class Member:
         return self.index is None or self.weight().is_contiguous()
 
     def grad(self) -> Tensor:
-        """Never to be changed."""
+        """The gradient, which is never to be changed."""
         if self.index is None:
             assert self.received is not None
             return self.received
         return local_grad(self.param)[self.index]
 
     def weight(self) -> Tensor:
-        """The parameter itself, unless it was put together."""
+        """The weight: the parameter itself, unless it was put together."""
         if self.index is None:
             assert self.received_weight is not None
             return self.received_weight
         return local(self.param)[self.index]
 
     def target(self) -> Tensor:
-        """What a chunk's update changes: the parameter, or where it is kept to be sent."""
+        """The tensor that a chunk's update changes: the parameter, or the place where the update is kept to be sent."""
         return self.weight() if self.update is None else self.update
 
 

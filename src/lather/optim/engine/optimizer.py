@@ -89,7 +89,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     """
 
     rule: ClassVar[type[Rule]]
-    """Of a subclass."""
+    """The rule of a subclass."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._plan: Plan | None = None
@@ -286,7 +286,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 finish(launched, self._count)
 
     def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
-        """What is refreshed in this step, by the precision that it asks for."""
+        """The refreshes of this step, by the matmul precision that they ask for."""
         jobs: dict[str, list[DimRefresh]] = {}
         for run in runs:
             rows = due_rows(run, self._staggering, self._count)
@@ -313,7 +313,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._plan, self._stagger = None, None
 
     def _count_step(self, runs: list[Run], idle: dict[int, list[bool]]) -> None:
-        """t, what is due and who is idle, in runs that knew the step before. An interval that makes no sense raises before any of it."""
+        """Set t, what is due, who is idle, in runs that knew the step before. An interval that makes no sense raises before any of it."""
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):
             run.step += 1

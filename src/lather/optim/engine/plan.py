@@ -58,7 +58,7 @@ class Run:
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         self.take_rates()
         self.due: Due = NOBODY
-        """Of this step."""
+        """Refreshes that are due in this step."""
         self.idle: list[bool] = []
         """Per row, whether it is an expert that got no token in this step; empty where none is."""
         is_plain = all(member.index == () and info.spread is None for member, info in zip(self.members, infos, strict=True))
@@ -87,7 +87,7 @@ class Run:
             yield start, min(start + count, self.rows.stop)
 
     def take_rates(self) -> None:
-        """Of W = (1 - decay) W - lr U, at the group's learning rate."""
+        """Take lr and decay of W = (1 - decay) W - lr U, at the group's learning rate."""
         self.lr, self.rates = self.settings.lr, self.infos[0].rates()
 
     def take_whole(self) -> bool:
@@ -117,7 +117,7 @@ class Chunk:
         self._lengths = [high - low for _, low, high in self._pieces]
         is_whole = all(length == member.layout.batch for length, (member, _, _) in zip(self._lengths, self._pieces, strict=True))
         self._params: list[Tensor] | None = None
-        """Whose gradients and weights are the batch as they are, one after the other."""
+        """Parameters whose gradients and weights, one after the other, are the batch; None: it is put together."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
             self._params = [member.param for member, _, _ in self._pieces]
             self._weights = [p.detach() for p in self._params]
@@ -135,7 +135,7 @@ class Chunk:
         return out
 
     def _gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The same for parts of parameters, of any layout."""
+        """Parts of parameters, of any layout, as one contiguous batch in the dtype of computation."""
         batches = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
         if len(batches) == 1:
             return batches[0].to(self.dtype).contiguous()
@@ -144,7 +144,7 @@ class Chunk:
         return out
 
     def gradients(self) -> Tensor:
-        """(B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
+        """The gradients (B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
         if self._params is not None:
             g = self._batch([p.grad for p in self._params])  # type: ignore[misc]
         else:
@@ -173,13 +173,13 @@ class Chunk:
                 stack.copy_(state[name])
 
     def take_statistics(self) -> None:
-        """The phase of that name."""
+        """Run the rule's `statistics` phase."""
         state = self.state()
         self.run.rule.statistics(self.gradients(), state, self.run.step)
         self.store(state)
 
     def take_update(self) -> None:
-        """The phase of that name, and the change of the weights."""
+        """Run the rule's `update` phase and change the weights."""
         run, state = self.run, self.state()
         if run.needs_weights:
             state.weights = self.weights()
@@ -244,30 +244,30 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass
 class Plan:
-    """What a step does, for as long as it does the same."""
+    """Everything that a step does, kept for as long as steps do the same."""
 
     params: list[Tensor]
-    """Those that take the step."""
+    """Parameters that take the step."""
     runs: list[Run]
     exchanges: list[Exchange]
     gathered: list[ParamInfo]
-    """Those that all ranks work on alike (`ownership="replicated"`)."""
+    """Parameters that all ranks work on alike (`ownership="replicated"`)."""
     members: Mapping[int, Member]
-    """By the id of the parameter, of those that take part in exchanges."""
+    """Members that take part in exchanges, by the id of their parameter."""
     intervals: list[tuple[RefreshingRule, int]]
     """Rules whose interval is a function, with t of the step before this plan: all ranks ask it, whichever of them refreshes."""
     key: tuple[object, ...]
-    """What it was made for."""
+    """Key of the circumstances that the plan was made for."""
     entries: list[Tensor]
     """All entries of state of `params`, one after the other."""
     counts: list[Tensor]
-    """Of these the step counts."""
+    """Step counts among these entries."""
     steps: Tensor
-    """Their values."""
+    """Values of the step counts."""
     num_steps: int = 0
     """Taken by this plan."""
     idle: dict[int, list[bool]] = field(default_factory=dict)
-    """In this step: id of a parameter with experts -> which of them got no token."""
+    """id of a parameter with experts -> which of them got no token in this step."""
 
     @classmethod
     def of(
@@ -280,7 +280,7 @@ class Plan:
         state: Mapping[Tensor, Mapping[str, Tensor]],
         key: tuple[object, ...],
     ) -> Plan:
-        """Of parameters whose state is there."""
+        """Make the plan of parameters whose state is there."""
         tensors = [one.param for one in params]
         counts = [state[p]["step"] for p in tensors]
         entries = [x for p in tensors for x in state[p].values()]
@@ -300,7 +300,7 @@ class Plan:
         return same and (not self.counts or torch.equal(torch.stack(self.counts), self.steps))
 
     def count_step(self) -> None:
-        """One more, of all parameters."""
+        """Add one to the step counts of all parameters."""
         self.num_steps += 1
         if self.counts:
             foreach_add_(self.counts, 1)

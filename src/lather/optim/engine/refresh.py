@@ -41,7 +41,7 @@ class DimRefresh:
     rows: Sequence[int]
     """Rows of the bucket, ascending."""
     methods: tuple[str, ...]
-    """How, and what is tried next on those that fail."""
+    """Methods of refreshing: the first, and those that are tried next on the rows that fail."""
 
     @property
     def rule(self) -> RefreshingRule:
@@ -85,7 +85,7 @@ class _Rows(State):
         return super().by_dim(name)
 
     def put_back(self) -> None:
-        """Changed entries, and what a rule has put in their place, into the stacks."""
+        """Copy changed entries, and what a rule has put in their place, into the stacks."""
         for name, x in self.items():
             is_view = isinstance(self._index, slice) and self._all[name].dtype == self._dtype
             if not is_view or x is not self._given[name]:
@@ -96,7 +96,7 @@ Launched = list[tuple[DimRefresh, Tensor | None]]
 """Batches of a refresh, and which of their rows fail, as the device will know; None: none can."""
 
 Count = Callable[[str, int], None]
-"""Is told how many bases were done, skipped, retried and failed."""
+"""Callback that is told how many bases were done, skipped, retried and failed."""
 
 
 def refresh(jobs: list[DimRefresh], count: Count) -> None:
@@ -133,7 +133,7 @@ def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
 
 
 def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
-    """What a method of the rule says of the rows of a batch, which it may change."""
+    """Ask a method of the rule about the rows of a batch, which it may change."""
     rows = _Rows(batch)
     answer = method(rows, batch.dim, *more)
     rows.put_back()
@@ -141,7 +141,7 @@ def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object)
 
 
 def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
-    """Of the batches with answers the rows that have this one; the devices are waited for once."""
+    """The batches that have answers, narrowed to the rows with this answer; the devices are waited for once."""
     asked = [(batch, flags) for batch, flags in answers if flags is not None]
     narrowed = []
     for (batch, _), flags in zip(asked, read_together([flags for _, flags in asked]), strict=True):
@@ -167,7 +167,7 @@ class Stagger:
 
     @staticmethod
     def of(costs: Sequence[tuple[int, int, float]]) -> Stagger:
-        """From (id of the parameter, number of its matrices, cost of each)."""
+        """Make the line from (id of the parameter, number of its matrices, cost of each)."""
         total = sum(batch * cost for _, batch, cost in costs) or 1.0
         begins = accumulate((batch * cost / total for _, batch, cost in costs), initial=0.0)
         return Stagger({key: (begin, cost / total) for begin, (key, _, cost) in zip(begins, costs, strict=False)})

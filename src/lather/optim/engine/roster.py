@@ -21,7 +21,7 @@ from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""What a parameter group may hold besides options: torch's own keys, a label, the rule, the dim along which tensor-parallel shards were
+"""Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim along which tensor-parallel shards were
 cut, and what torch's learning-rate schedulers leave there."""
 
 TORCH_KEYS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "ns_coefficients", "ns_steps"}
@@ -34,7 +34,7 @@ OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
 """Names that others have for our options."""
 
 LIKENESS = 0.8
-"""From which on an unknown key is taken for a misspelt option."""
+"""Similarity from which on an unknown key is taken for a misspelt option."""
 
 
 @dataclass(eq=False)
@@ -44,18 +44,18 @@ class GroupSettings:
     group: dict[str, Any]
     rule: Rule
     names: tuple[str, ...]
-    """Of what is compared to see a change: `rule` and all options but the learning rate."""
+    """Names of the values that are compared to see a change: `rule` and all options but the learning rate."""
     values: list[Any]
     ids: list[int]
-    """Of its parameters."""
+    """ids of its parameters."""
     lr: float
-    """In this step."""
+    """Learning rate in this step."""
     number: int = 0
-    """Equal for groups whose parameters may share work in this step."""
+    """Number that is equal for groups whose parameters may share work in this step."""
 
     @classmethod
     def of(cls, group: dict[str, Any], rule: type[Rule]) -> GroupSettings:
-        """Raises ValueError for an option out of range."""
+        """Take the settings of a group; raises ValueError for an option out of range."""
         options = options_of(rule)
         made = rule(**{name: group[name] for name in options})
         names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
@@ -73,17 +73,17 @@ class ParamInfo:
     param: Tensor
     settings: GroupSettings
     name: str
-    """That errors give it."""
+    """Name that errors give it."""
     layout: Layout
-    """Of the whole parameter."""
+    """Layout of the whole parameter."""
     spread: Spread | None
-    """Where its parts are; None: this process has it to itself."""
+    """Places of its parts; None: this process has it to itself."""
     has_experts: bool = field(init=False)
     """Whether its matrices have statistics of their own, which stay as they are where there is no gradient."""
     num_norms: int = field(init=False)
     """Norms that its gradient is judged by: of each expert, or one, or none."""
     wide: torch.dtype = field(init=False)
-    """In which they are taken."""
+    """dtype in which the norms are taken."""
 
     def __post_init__(self) -> None:
         self.has_experts = self.layout.kind == "per_expert" and bool(self.layout.dims)
@@ -107,7 +107,7 @@ class ParamInfo:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether they are a phase of their own."""
+        """Whether its statistics are a phase of their own."""
         return bool(self.layout.dims) and type(self.layout.rule).statistics is not Rule.statistics
 
     def rates(self) -> tuple[float, float]:
@@ -160,7 +160,7 @@ def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str]
 
 
 def names_of(group: Mapping[str, Any]) -> Iterator[str]:
-    """What errors call its parameters."""
+    """Names that errors give to the parameters of a group."""
     names = group.get("param_names")
     for index in range(len(group["params"])):
         yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group"

@@ -1,4 +1,4 @@
-"""What the optimizer keeps per parameter: names, shapes and dtypes.
+"""State that the optimizer keeps per parameter: names, shapes and dtypes.
 
 Flat keys: `step`, and what the rule names (`Rule.state`). Statistics are at least fp32; moments and bases may be kept in bf16 to save
 memory and are then widened for the computation, chunk by chunk.
@@ -30,7 +30,7 @@ class KeptEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     initial: float | None
-    """None: the identity matrix."""
+    """Initial value; None: the identity matrix."""
     is_moment: bool
 
     def allocate(self, batch: int, device: torch.device) -> Tensor:
@@ -99,15 +99,15 @@ def check_state(state: Mapping[str, Any], layout: Layout, what: str) -> None:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """What a rank keeps of an entry of a parameter's state."""
+    """The part that a rank keeps of an entry of a parameter's state."""
 
     param: Tensor
-    """As the optimizer was given it."""
+    """The parameter, as the optimizer was given it."""
     key: str
-    """`step`, `exp_avg`, `factor_0`, ..."""
+    """Name of the entry: `step`, `exp_avg`, `factor_0`, ..."""
     value: Tensor
     """A live view: to copy into it is to load it."""
     offset: tuple[int, ...]
-    """Of `value` in the whole entry."""
+    """Offset of `value` in the whole entry."""
     shape: tuple[int, ...]
-    """Of the whole entry."""
+    """Shape of the whole entry."""

@@ -64,7 +64,7 @@ class StatefulOptimizer(GroupedOptimizer):
         return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in kept_entries(one.layout).items()}
 
     def _members(self) -> dict[int, Member]:
-        """By the id of the parameter."""
+        """The members of all buckets by the id of their parameter."""
         return {id(member.param): member for bucket in self._buckets for member in bucket.members}
 
     def _bring_buckets_up_to_date(self) -> None:
@@ -101,7 +101,7 @@ class StatefulOptimizer(GroupedOptimizer):
                     self.state[member.param][name] = view
 
     def _finish_refreshes(self) -> None:
-        """Wait for those under way (`async_refresh`): before anything reads or changes the state."""
+        """Wait for refreshes under way (`async_refresh`), before anything reads or changes the state."""
         raise NotImplementedError
 
     def _owns(self, p: Tensor) -> bool:
@@ -113,7 +113,7 @@ class StatefulOptimizer(GroupedOptimizer):
         return share is not None and share.is_gathered
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """What this rank keeps, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
+        """The state on this rank, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
         self._finish_refreshes()
         members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
         for p, state in self.state.items():
@@ -284,7 +284,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
 
 def _make_steps_tensors(states: Sequence[dict[str, Any]]) -> None:
-    """For whoever has put a number there."""
+    """Make `step` a tensor where somebody has put a number."""
     for state in states:
         if not isinstance(state.get("step", torch.zeros(())), Tensor):
             state["step"] = _step_of(state)

@@ -28,8 +28,8 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def beside(streams: SideStreams, changed: Iterable[Tensor]) -> Iterator[None]:
-    """What CUDA is given inside begins after what the caller's stream has by now, and the caller's stream waits for it in `join`. It may
-    change the tensors `changed`. Without CUDA all is done at once."""
+    """Run the block's CUDA work on a side stream: it begins after what the caller's stream has by now, and that stream waits for it in
+    `join`. The work may change the tensors `changed`. Without CUDA all is done at once."""
     if not torch.cuda.is_initialized():
         yield
         return

@@ -24,7 +24,7 @@ DEFAULT_TOLERANCE = 1e-7
 """Off-diagonal share below which `use_adaptive_criteria` counts a basis as still good."""
 
 DAMPING = 1e-5
-"""Of the mean eigenvalue, for factors without full rank (measured: enough from 1e-5 to 1e-3, and the basis is as good)."""
+"""Damping relative to the mean eigenvalue, for factors without full rank (measured: enough from 1e-5 to 1e-3, and the basis is as good)."""
 
 
 def get_eigenbasis_eigh(
@@ -106,7 +106,7 @@ def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[T
 
 
 def _damping(w: Tensor) -> Tensor | None:
-    """What is added to the diagonal of each K (B, 1, 1), given its Rayleigh quotients; None: nothing.
+    """The damping that is added to the diagonal of each K (B, 1, 1), given its Rayleigh quotients; None: nothing.
 
     Where K has no full rank, K Q has rows of rounding errors, which Cholesky-QR gives up on. Such a K is lifted, and its null space
     keeps the basis that it has. Others stay as they are, to the bit.

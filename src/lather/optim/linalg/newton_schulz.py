@@ -32,7 +32,7 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""Of the published sequence, for singular values from 1e-3 on; the last is repeated."""
+"""Coefficients of the published sequence, for singular values from 1e-3 on; the last is repeated."""
 
 SAFETY = 1.01
 """In bf16 a singular value may be rounded to above 1, where these polynomials grow without bound: they then take x / 1.01, as published."""
@@ -69,7 +69,7 @@ def orthogonalize(
 
 
 def update_scale(shape: Sequence[int], scale: str | float) -> float:
-    """What an orthogonalised update (m, n) is multiplied with.
+    """The factor that an orthogonalised update (m, n) is multiplied with.
 
     "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al., arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a
     number.

@@ -20,7 +20,7 @@ from lather.optim.rules.soap_muon import SOAPMuon as SOAPMuon
 _OPTIMIZERS = [one for one in list(vars().values()) if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer]
 
 RULES: dict[str, type[Rule]] = {one.rule.name: one.rule for one in _OPTIMIZERS}
-"""By name."""
+"""The registered rules by name."""
 
 
 def find_rule(name: str) -> type[Rule]:

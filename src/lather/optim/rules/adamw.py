@@ -57,7 +57,7 @@ class AdamWRule(Rule):
         return adam_in_basis(self.decayed(g, s), m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
 
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """By torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
+        """Take the step by torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
         dtype = states["exp_avg"][0].dtype
         if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].device.type not in ("cpu", "cuda"):
             return False

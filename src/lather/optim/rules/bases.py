@@ -1,4 +1,4 @@
-"""What rules with eigenbases share: which sides of a matrix have one, what is kept for it, and how it is refreshed.
+"""The common part of rules with eigenbases: which sides of a matrix have one, what is kept for it, and how it is refreshed.
 
 Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), V the second moment in the bases (`exp_avg_sq`).
 """
@@ -44,7 +44,7 @@ class BasisRule(RefreshingRule):
     adaptive_update_tolerance: Annotated[
         float | None, Range("a number in (0, 1) or None", lambda tol: tol is None or (is_number(tol, below=1.0) and tol > 0))
     ] = None
-    """How well they must; None: 1e-7."""
+    """Relative tolerance of `use_adaptive_criteria`; None: 1e-7."""
 
     has_eigenvalues: ClassVar[bool] = False
     """Whether the eigenvalues that bases stand for are kept (`eigenvalues_i`)."""

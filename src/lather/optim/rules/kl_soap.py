@@ -49,7 +49,7 @@ class KLSOAPRule(BasisRule):
     adam_warmup_steps: Steps = 1
     """Plain Adam for this many steps, while statistics gather; the first bases come in the step after. 0: at once."""
     initial_eigenvalue: Positive = 1.0
-    """What statistics divide by before the first refresh."""
+    """Eigenvalue that statistics divide by before the first refresh."""
     eigenvalue_floor: NonNegative = 0.0
     """Least eigenvalue that statistics divide by, relative to the mean of its factor's; where experts see few tokens 1e-3 to 1e-2."""
     nesterov: bool = False
@@ -99,7 +99,7 @@ class REKLSRule(KLSOAPRule):
 
     _: KW_ONLY
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "eigh"
-    """As of KL-SOAP."""
+    """qr, cholesky_qr or auto: orthogonal iteration, as in KL-SOAP; eigh: whole eigendecompositions."""
 
     name: ClassVar[str] = "rekls"
 

@@ -31,7 +31,7 @@ class MuonRule(Rule):
     steps: Count = 5
     """Steps of Newton-Schulz; 3 cost no loss that was seen."""
     coefficients: Literal["quintic", "polar_express"] = "quintic"
-    """Of Newton-Schulz: Jordan's at every step, or the sequence of the Polar Express."""
+    """Coefficients of Newton-Schulz: Jordan's at every step, or the sequence of the Polar Express."""
     scale: Scale = "match_rms_adamw"
     """match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's rates fit; spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

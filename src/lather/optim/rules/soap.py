@@ -55,7 +55,7 @@ class SOAPRule(BasisRule):
     second_moment: Literal["permute", "rotate"] = "permute"
     """How V follows turning bases: re-ordered with the columns, as published, or turned with them, which keeps the first steps small."""
     statistics_of: Literal["gradient", "momentum"] = "gradient"
-    """What the factors are made of: the gradient, or Adam's momentum."""
+    """Source of the factors: the gradient, or Adam's momentum."""
     orthogonalize: bool = False
     """Orthogonalise the update of a matrix by five steps of Newton-Schulz, at 0.2 sqrt(max(m, n)) of scale, like Muon's."""
     trace_normalization: bool = False

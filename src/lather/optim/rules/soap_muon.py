@@ -33,7 +33,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
     """Which sides of a matrix have a factor and a basis; smaller: 2.75 times the weights of a 768 x 2048 matrix are kept, in all."""
     statistics_of: Literal["gradient", "momentum"] = "momentum"
-    """What the factors are made of: the gradient, or N."""
+    """Source of the factors: the gradient, or the momentum N."""
     muon_warmup_steps: Count = 1
     """Plain Muon for this many steps, then the first bases."""
 

@@ -36,12 +36,12 @@ class SpreadEntry:
     p: Tensor
     key: str
     value: Tensor
-    """What this rank keeps of it; or as it was saved, whole or a DTensor."""
+    """The part that this rank keeps; or the entry as it was saved, whole or a DTensor."""
     dtype: torch.dtype
     share: Share
-    """The parameter's."""
+    """Share of the parameter."""
     spread: Spread
-    """Of the entry, as its DTensor has it."""
+    """Spread of the entry, as its DTensor has it."""
 
     @property
     def is_cut_alike(self) -> bool:
@@ -77,7 +77,7 @@ def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, 
 
 
 def load_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
-    """What this rank keeps of saved entries, each whole or a DTensor, `step` aside. Every rank of the parameters' meshes calls it."""
+    """This rank's part of saved entries, each whole or a DTensor, `step` aside. Every rank of the parameters' meshes calls it."""
     found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
     for some in _batches(states, sharding):
         shares = [entry.owned(_spread_of_saved(entry)) for entry in some]

@@ -40,12 +40,12 @@ class Gathered:
     """A parameter during its step: a bucket of its own with the whole state, the gradient and, where the rule needs them, the weights."""
 
     def __init__(self, one: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
-        """`rows`: this rank's of each entry. All ranks of the mesh call it together."""
+        """`rows`: this rank's rows of each entry. All ranks of the mesh call it together."""
         assert one.spread is not None
         spread, group, self._kept = one.spread, sharding.group_of(one.spread), list[tuple[Tensor, Tensor]]()
 
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
-            """Put together of the parts of all ranks, on all of them."""
+            """Put the parts of all ranks together, on all of them."""
             whole = Box.whole(spread.shape)
             units = [Unit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
             Transfer([Share(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move([part], [out], group)

@@ -22,14 +22,14 @@ from lather.optim.sharded.placement import Box, Spread
 
 @dataclass(frozen=True)
 class Unit:
-    """What one rank works on as a whole: a matrix, or some rows of a parameter whose elements are independent."""
+    """A piece that one rank works on as a whole: a matrix, or some rows of a parameter whose elements are independent."""
 
     box: Box
-    """In the whole parameter."""
+    """Box in the whole parameter."""
     number: int
-    """Of the matrix in the parameter; 0 if there is one."""
+    """Number of the matrix in the parameter; 0 if there is only one."""
     owner: int
-    """A position in the parameter's mesh."""
+    """Position of the owner in the parameter's mesh."""
     holders: tuple[int, ...]
     """The positions that hold all of it."""
 
@@ -45,9 +45,9 @@ class Share:
 
     spread: Spread
     layout: Layout
-    """Of the whole parameter."""
+    """Layout of the whole parameter."""
     units: tuple[Unit, ...]
-    """Ascending by number."""
+    """Units of the parameter, ascending by number."""
     elementwise: bool
     """The units are rows, at most one on a rank, and their owners change them where they are; otherwise matrices, which may travel."""
     is_apart: bool = False
@@ -57,12 +57,12 @@ class Share:
 
     @cached_property
     def own(self) -> tuple[Unit, ...]:
-        """Those that this rank owns."""
+        """The units that this rank owns."""
         return tuple(unit for unit in self.units if unit.owner == self.spread.position)
 
     @cached_property
     def travels(self) -> bool:
-        """Whether anything of it does, on any rank."""
+        """Whether anything of it travels, on any rank."""
         return not all(unit.stays for unit in self.units)
 
     @cached_property
@@ -73,7 +73,7 @@ class Share:
 
     @property
     def region(self) -> Box:
-        """What is owned here, if anything is, as a box of the whole parameter; of experts their number, when they are not neighbours."""
+        """The part that is owned here, if any, as a box of the whole parameter; for experts that are not neighbours, a box of as many."""
         first = self.own[0].box
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 

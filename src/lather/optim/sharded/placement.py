@@ -52,7 +52,7 @@ class Box:
         return Box(offset, (*self.size[:dim], length, *self.size[dim + 1 :]))
 
     def overlap(self, other: Box) -> Box | None:
-        """What is in both; None if that is nothing."""
+        """The box of what is in both; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
         stops = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True))
         size = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
@@ -68,21 +68,21 @@ class Spread:
     """A tensor over the ranks of a mesh."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     ranks: tuple[int, ...]
     """Global ranks by position."""
     boxes: tuple[Box, ...]
-    """What each position holds."""
+    """Box that each position holds."""
     position: int
-    """Of this rank."""
+    """Position of this rank."""
     mesh: DeviceMesh | None = None
-    """None only where nothing ever travels, as in plans for ranks that are not there."""
+    """Mesh of the ranks; None only where nothing ever travels, as in plans for ranks that are not there."""
     placements: tuple[Placement, ...] = ()
-    """On the mesh."""
+    """Placements on the mesh, one for each of its axes."""
 
     @property
     def box(self) -> Box:
-        """What is here."""
+        """The box that this rank holds."""
         return self.boxes[self.position]
 
     @cached_property
@@ -106,7 +106,7 @@ class Spread:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Without importing DTensor, which takes longer than all of this package: nothing is one as long as nobody has imported it."""
+    """Whether `x` is a DTensor, without importing that class, which takes longer than this package: before that nothing is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -121,7 +121,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def local_grad(p: Tensor) -> Tensor:
-    """What is here of the gradient; zeros if only other ranks have one."""
+    """The part of the gradient that is here; zeros if only other ranks have one."""
     return torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
 
 
@@ -133,7 +133,7 @@ def chunk(length: int, num: int, number: int) -> tuple[int, int]:
 
 
 def boxes_of(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> tuple[Box, ...]:
-    """What the ranks of a mesh hold of a tensor of `shape`, row by row.
+    """The boxes that the ranks of a mesh hold of a tensor of `shape`, row by row.
 
     A strided shard says that the tensor was cut along later mesh axes first: FSDP2 cuts what tensor parallelism has cut.
     """
@@ -171,7 +171,7 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
 
 
 def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None, name: str) -> Spread:
-    """Of a plain tensor that is one of equal shards along `dim`, or a copy. Raises ValueError for a dim or a group that cannot be."""
+    """Spread of a plain tensor, one of equal shards along `dim` or a copy. Raises ValueError for a dim or a group that cannot be."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -187,7 +187,7 @@ def spread_of_shard(x: Tensor, dim: int | None, group: dist.ProcessGroup | None,
 
 
 def spread_on(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Spread:
-    """Of a tensor of `shape` that is placed so on `mesh`, of which this rank is one."""
+    """The spread of a tensor of `shape` with these placements on `mesh`, of which this rank is one."""
     box_of = dict(zip(mesh.mesh.flatten().tolist(), boxes_of(shape, tuple(mesh.mesh.shape), placements), strict=True))
     ranks = tuple(sorted(box_of))
     return Spread(shape, ranks, tuple(box_of[rank] for rank in ranks), ranks.index(dist.get_rank()), mesh, placements)

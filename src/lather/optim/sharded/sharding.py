@@ -40,12 +40,12 @@ class Sharding:
         """`tp_group`: of plain tensor-parallel shards, which have a `partition_dim` in their parameter group."""
         self.tp_group = tp_group
         self._spreads: dict[Any, Spread] = {}
-        """One for all parameters that are spread alike."""
+        """Spreads, one for all parameters that are spread alike."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._shares: dict[int, Share] = {}
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
-        """None for a parameter that this process has to itself. Raises ValueError for one that cannot be served."""
+        """The spread of a parameter; None for one that this process has to itself. Raises ValueError for one that cannot be served."""
         shape, dim = tuple(p.shape), group.get("partition_dim")
         if is_dtensor(p):
             key: Any = (shape, p.device_mesh, tuple(p.placements))
@@ -165,7 +165,7 @@ def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
 
 
 def _is_gathered(one: ParamInfo) -> bool:
-    """Whether all ranks work on it alike."""
+    """Whether all ranks work on the parameter alike."""
     return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
 
 
@@ -244,7 +244,7 @@ class Exchange:
         self._arriving, self._leaving, self._is_in = [], [], False
 
     def _owned(self, members: Mapping[int, Member]) -> dict[int, Member]:
-        """By number, what was put together here."""
+        """The members that were put together here, by number."""
         found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
         return {item: member for item, member in found if member is not None and member.index is None}
 
@@ -262,10 +262,10 @@ class Route(NamedTuple):
 
 
 Parts = list[tuple[Route, Tensor]]
-"""What has come, with where it belongs."""
+"""Tensors that have come, each with the place where it belongs."""
 
 Arriving = Callable[[], Parts]
-"""What is on its way: called once, it returns all of it, for which the current stream waits."""
+"""Tensors on their way: called once, it returns all of them, for which the current stream waits."""
 
 
 class Transfer:
@@ -278,11 +278,11 @@ class Transfer:
 
     def __init__(self, shares: Sequence[Share], *, inward: bool) -> None:
         self._sends: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
-        """To each position."""
+        """Routes of what is sent, by receiving position."""
         self._receives: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
-        """From each position."""
+        """Routes of what is received, by sending position."""
         self._kept: list[tuple[Route, Route]] = []
-        """From and to, on this rank."""
+        """Routes from and to, of what stays on this rank."""
         units = chain.from_iterable(share.units for share in shares)
         self._is_needed = any(unit.owner not in unit.holders if inward else not unit.stays for unit in units)
         """Whether anything travels between any two ranks; if not, nobody calls."""
@@ -293,7 +293,7 @@ class Transfer:
                     self._add(item, share, unit, box, inward)
 
     def _add(self, item: int, share: Share, unit: Unit, box: Box, inward: bool) -> None:
-        """What `box` has of the unit, where this rank is concerned; alike in order on all ranks."""
+        """Add the routes of what `box` has of the unit, where this rank is concerned; in the same order on all ranks."""
         overlap, me, positions = box.overlap(unit.box), share.spread.position, share.spread.positions_of[box]
         if overlap is None:
             return
@@ -331,12 +331,12 @@ class Transfer:
         return wait
 
     def move(self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """All of it at once, between tensors of one dtype and device."""
+        """Move everything at once, between tensors of one dtype and device."""
         put(self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(), targets.__getitem__)
 
 
 def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
-    """What has come into the tensors where it belongs, by number."""
+    """Copy what has come to where it belongs in the tensors, which are found by number."""
     if parts:
         foreach_copy_([targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts])
 
