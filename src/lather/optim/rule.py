@@ -1,10 +1,10 @@
 """The contract of a rule: all that a researcher has to know of the engine to write an optimizer.
 
-A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of
-equal matrices: a gradient g is (B, m, n), an entry of state (B, ...). They never see a parameter, a rank, a stored dtype or a bucket, and
-work in fp32 (fp64 if state is kept in it). A step calls `statistics`, `refresh`, `update` in this order if the rule `refreshes_first`,
-else `statistics`, `update`, `refresh`; and of these only what the rule has. Weights change by W = (1 - decay) W - lr U, which is the engine's, as
-are all options of `Rule` itself.
+A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of equal
+matrices: a gradient g is (B, m, n), an entry of state (B, ...). They never see a parameter, a rank, a stored dtype or a bucket, and work
+in fp32 (fp64 if state is kept in it). A step calls `statistics`, `refresh`, `update` in this order if the rule `refreshes_first`, else
+`statistics`, `update`, `refresh`; and of these only what the rule has. Weights change by W = (1 - decay) W - lr U, which is the engine's,
+as are all options of `Rule` itself.
 
     Rule              any rule: `state` and `update` are enough
     RefreshingRule    a rule with bases, roots or the like, that are renewed now and then: `dims` and `refresh`, too
