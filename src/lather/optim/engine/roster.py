@@ -24,7 +24,17 @@ KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max
 """Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim along which tensor-parallel shards were
 cut, and what torch's learning-rate schedulers leave there."""
 
-TORCH_KEYS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "ns_coefficients", "ns_steps"}
+TORCH_KEYS = {
+    "amsgrad",
+    "betas",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "ns_coefficients",
+    "ns_steps",
+}
 """Options of torch's own optimizers, which are in groups that were theirs."""
 
 MULTIPLIERS = ("_mult", "_multiplier", "_scale")
