@@ -176,8 +176,8 @@ def _owner(cls: type, key: str) -> str:
 
 
 def _nearest(name: str, cls: type) -> str:
-    """What the user may have meant: the section or field most like the last component of `name`, or the keys of its section, which is
-    of class `cls`."""
+    """A hint at what the user may have meant: the section or field most like the last component of `name`, or the keys of its section,
+    which is of class `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
     section, dot, last = name.rpartition(".")
     siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]

@@ -25,7 +25,7 @@ class Bucket:
         layout = members[0].layout
         self.kind, self.inner, self.dims = layout.kind, layout.inner, layout.dims
         self.has_experts = layout.kind == "per_expert" and bool(layout.dims)
-        self.device, self.dtype = members[0].device, members[0].param.dtype
+        self.device = members[0].device
         self.entries = kept_entries(layout)
         self.stacks = {name: entry.allocate(self.first_row[-1], self.device) for name, entry in self.entries.items()}
         self.views = [

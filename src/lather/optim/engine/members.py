@@ -43,10 +43,6 @@ class Member:
     def device(self) -> torch.device:
         return self.param.device
 
-    @property
-    def is_contiguous(self) -> bool:
-        return self.index is None or self.weight().is_contiguous()
-
     def grad(self) -> Tensor:
         """The gradient, which is never to be changed."""
         if self.index is None:
