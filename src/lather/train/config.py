@@ -189,6 +189,8 @@ class LogConfig:
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
     """Also report to this Weights & Biases project (extra `wandb`)."""
+    picture: bool = True
+    """Draw loss.png at the end."""
     sample_prompt: str = "class Queue:"
     """The sample at the end continues this."""
     sample_tokens: int = 160

@@ -238,7 +238,7 @@ class _Run:
         finished = self.progress.step == self.config.train.steps
         rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-        if finished and any(training_rows(rows)):
+        if finished and self.config.log.picture and any(training_rows(rows)):
             from lather.train.plot import draw  # matplotlib takes a second to import
 
             draw([self.path], self.path / "loss.png")

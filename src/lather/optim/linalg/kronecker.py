@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lather.shapes import Float, Int
@@ -87,12 +88,13 @@ def update_kronecker_factors_kl(
 def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None = None) -> Tensor:
     """k = beta k + weight x x^T in place, for x (B, n, rest), on the batch entries `active`; returns k.
 
-    Large ones by block rows up to the diagonal, mirrored: torch has no symmetric rank-k product, and this does 5/8 of a whole one.
+    Large ones by block rows up to the diagonal, mirrored: torch has no symmetric rank-k product, and this does 5/8 of a whole one. In bf16
+    a whole product is so fast that the copies would take longer.
     """
     n = k.shape[-1]
     if active is not None:
         k[active] = average_(k[active], x, beta, weight)
-    elif min(x.shape[1:]) < SYMMETRIC_FROM:
+    elif min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16:
         k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
     else:
         height = -(-n // SYMMETRIC_BLOCKS)

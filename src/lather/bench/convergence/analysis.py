@@ -1,0 +1,156 @@
+"""What follows from the rows of a study: means with intervals over seeds, differences in pairs, steps and seconds to another one's loss.
+
+Runs of one seed share the first weights and every batch, so contestants are compared seed by seed, and the interval is that of the
+differences: their mean, plus and minus Student's 97.5 % quantile times the standard error. Seconds are steps times milliseconds that were
+measured apart, with nothing else running (`lather.bench.convergence.cost`), for gradient and optimizer alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lather.bench.convergence.study import Row, Study, final_loss
+
+STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5 % quantiles of Student's t by degrees of freedom, 1 to 10."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds and half the width of its 95 % interval."""
+
+    value: float
+    half_width: float
+    """NaN for a single seed."""
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Infinite if one of the values is. Raises ValueError without values."""
+        count = len(values)
+        if not count:
+            raise ValueError("a mean needs at least one value")
+        if not all(map(math.isfinite, values)):
+            return cls(math.inf, math.nan, count)
+        quantile = STUDENT[min(count - 1, len(STUDENT) - 1)]
+        spread = statistics.stdev(values) / math.sqrt(count) if count > 1 else 0.0
+        return cls(statistics.fmean(values), quantile * spread, count)
+
+    def text(self, digits: int, signed: bool = False) -> str:
+        shown = f"{self.value:+.{digits}f}" if signed else f"{self.value:.{digits}f}"
+        return shown if math.isnan(self.half_width) else f"{shown} ± {self.half_width:.{digits}f}"
+
+
+def steps_to(row: Row, loss: float) -> float:
+    """Steps until the validation curve, straight between its points, first is at `loss`; infinite if it never is."""
+    for (step_0, loss_0), (step_1, loss_1) in itertools.pairwise(row["validation"]):
+        if loss_1 <= loss:
+            share = (loss_0 - loss) / (loss_0 - loss_1) if loss_0 > loss else 0.0
+            return float(step_0 + share * (step_1 - step_0))
+    return math.inf
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Rows of compared runs and of costs, to be asked."""
+
+    rows: Sequence[Row]
+    costs: Sequence[Row] = ()
+
+    def of(self, setting: str, contestant: str) -> dict[int, Row]:
+        """Rows by seed."""
+        return {row["seed"]: row for row in self.rows if (row["setting"], row["contestant"]) == (setting, contestant)}
+
+    def settings(self) -> list[str]:
+        return list(dict.fromkeys(row["setting"] for row in self.rows))
+
+    def contestants(self, setting: str) -> list[str]:
+        """Best mean loss first."""
+        names = dict.fromkeys(row["contestant"] for row in self.rows if row["setting"] == setting)
+        return sorted(names, key=lambda name: self.final(setting, name).value)
+
+    def final(self, setting: str, contestant: str) -> Mean:
+        """Validation loss at the end."""
+        return Mean.of([final_loss(row) for row in self.of(setting, contestant).values()])
+
+    def difference(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """Final loss less the other one's, seed by seed; None without a common seed."""
+        return self._paired(setting, contestant, other, lambda mine, theirs: final_loss(mine) - final_loss(theirs))
+
+    def steps_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """Steps to the other one's final loss, as a share of the other one's steps, seed by seed."""
+        return self._paired(setting, contestant, other, lambda mine, theirs: steps_to(mine, final_loss(theirs)) / theirs["steps"])
+
+    def seconds_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """The same of seconds; None, too, where a cost is not known."""
+        steps = self.steps_ratio(setting, contestant, other)
+        costs = [self.cost(setting, name) for name in (contestant, other)]
+        if steps is None or None in costs:
+            return None
+        mine, theirs = (cost["gradient_ms"]["median"] + cost["optimizer_ms"]["median"] for cost in costs if cost is not None)
+        return Mean(steps.value * mine / theirs, steps.half_width * mine / theirs, steps.count)
+
+    def cost(self, setting: str, contestant: str) -> Row | None:
+        """The row of its milliseconds and bytes."""
+        return next((row for row in self.costs if (row["setting"], row["contestant"]) == (setting, contestant)), None)
+
+    def _paired(self, setting: str, contestant: str, other: str, compare: Callable[[Row, Row], float]) -> Mean | None:
+        mine, theirs = self.of(setting, contestant), self.of(setting, other)
+        values = [compare(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+        return Mean.of(values) if values else None
+
+
+def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -> str:
+    """A row per contestant of a setting, best first, against each of the baselines."""
+    head = ["rule", "rates", "validation loss"]
+    for other in baselines:
+        head += [f"less {other}'s", f"steps to {other}'s loss", "seconds to it"]
+    head += ["optimizer, ms", "state, bytes per parameter"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for name in findings.contestants(setting):
+        rates = next(iter(findings.of(setting, name).values()))["rates"]
+        cells = [f"`{name}`", " / ".join(f"{rate:.2g}" for rate in rates), findings.final(setting, name).text(3)]
+        for other in baselines:
+            cells += _against(findings, setting, name, other)
+        cost = findings.cost(setting, name)
+        cells += [f"{cost['optimizer_ms']['median']:.1f}", f"{cost['state_bytes'] / cost['parameters']:.1f}"] if cost else ["", ""]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _against(findings: Findings, setting: str, name: str, other: str) -> list[str]:
+    if name == other:
+        return ["", "", ""]
+    means = (
+        findings.difference(setting, name, other),
+        findings.steps_ratio(setting, name, other),
+        findings.seconds_ratio(setting, name, other),
+    )
+    return [_cell(mean, digits, signed) for mean, digits, signed in zip(means, (3, 2, 2), (True, False, False), strict=True)]
+
+
+def _cell(mean: Mean | None, digits: int, signed: bool) -> str:
+    if mean is None:
+        return ""
+    return "never" if math.isinf(mean.value) else mean.text(digits, signed)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
+    """The best rates so far of a study with a search, and the loss there; in brackets the runs that the search still needs."""
+    assert study.tuning is not None
+    lines = [_line(("setting", "rule", "rates", "validation loss, seed of the search")), _line(["---"] * 4)]
+    for setting, contestant in study.pairs():
+        best, missing = study.search(contestant, setting, rows)
+        row = rows.get(study.run(contestant, setting, study.tuning.seed, best).key)
+        loss = "" if row is None else f"{final_loss(row):.4f}"
+        still = f" ({len(missing)} runs to come)" if missing else ""
+        lines.append(_line((setting, f"`{contestant.name}`", " / ".join(f"{rate:.3g}" for rate in best) + still, loss)))
+    return "\n".join(lines)

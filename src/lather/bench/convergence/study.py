@@ -1,0 +1,235 @@
+"""A study as data: who is trained on what, at which rates, with which seeds; and which runs are still to be made.
+
+    name = "short"
+    seeds = [1, 2, 3]                       # of the runs that are compared
+
+    [config]                                # what `lather train` takes from a file, for all runs
+    [settings.NAME]                         # a model, a batch, a length: further keys of the same kind
+    [contestants.NAME]
+    optim = { name = "muon", momentum = 0.9 }         # [optim] without rates
+    rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in which it takes part
+
+    [tuning]                                # if it is there, `rates` are where the search of rates begins
+    seed = 0
+    factor = 2.0
+
+The search: a run at the start and at its four neighbours, which have one of the two rates multiplied or divided by `factor`; then round the
+best run so far, until it is better than its four neighbours. So the best is never at an edge of what was tried. The runs that are compared
+have the best rates and seeds of their own. What is to be run follows from the study and the rows that are there: nothing else is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lather.errors import ConfigError, require
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping
+
+Rates = tuple[float, float]
+"""Peak learning rates of the matrices and of the rest."""
+Row = dict[str, Any]
+MOST_HALVINGS = 8
+"""How often a start that diverges is tried again at both rates divided by `factor`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a study."""
+
+    setting: str
+    contestant: str
+    seed: int
+    rates: Rates
+    mapping: dict[str, Any] = field(repr=False)
+    """What `lather train` takes from a file, without `run_dir`."""
+
+    @property
+    def key(self) -> str:
+        """A name for all that fixes the numbers of the run."""
+        return hashlib.sha256(json.dumps(self.mapping, sort_keys=True).encode()).hexdigest()[:16]
+
+    def config(self, run_dir: Path) -> Config:
+        """The configuration; raises ConfigError."""
+        return config_from_mapping({**self.mapping, "run_dir": str(run_dir)})
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An optimizer with its options, and where it takes part."""
+
+    name: str
+    optim: dict[str, Any]
+    rates: dict[str, Rates]
+    """By setting in which it takes part."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How rates are searched."""
+
+    seed: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study file says."""
+
+    name: str
+    seeds: tuple[int, ...]
+    settings: dict[str, dict[str, Any]]
+    """What `lather train` takes from a file, by name."""
+    contestants: tuple[Contestant, ...]
+    tuning: Tuning | None
+
+    def run(self, contestant: Contestant, setting: str, seed: int, rates: Rates) -> Run:
+        lr, rest = (float(f"{rate:.9g}") for rate in rates)
+        optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
+        return Run(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
+
+    def pairs(self) -> Iterator[tuple[str, Contestant]]:
+        """Every setting with each contestant that takes part in it."""
+        for setting in self.settings:
+            for contestant in self.contestants:
+                if setting in contestant.rates:
+                    yield setting, contestant
+
+    def best_rates(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> Rates | None:
+        """The rates for the runs that are compared; None while they are still searched."""
+        if self.tuning is None:
+            return contestant.rates[setting]
+        best, missing = self.search(contestant, setting, rows)
+        return None if missing else best
+
+    def wanted(self, rows: Mapping[str, Row]) -> list[Run]:
+        """The runs that can be begun, in order; `rows` are the finished ones by key. Empty: the study is done."""
+        runs = [run for setting, contestant in self.pairs() for run in self._wanted_of(contestant, setting, rows)]
+        unique = {run.key: run for run in runs if run.key not in rows}
+        return list(unique.values())
+
+    def compared(self, rows: Mapping[str, Row]) -> list[Row]:
+        """The rows of the runs that are compared, at rates that are known by now."""
+        found = []
+        for setting, contestant in self.pairs():
+            rates = self.best_rates(contestant, setting, rows)
+            if rates is not None:
+                keys = [self.run(contestant, setting, seed, rates).key for seed in self.seeds]
+                found += [{**rows[key], "setting": setting, "contestant": contestant.name} for key in keys if key in rows]
+        return found
+
+    def _wanted_of(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> list[Run]:
+        if self.tuning is not None:
+            best, missing = self.search(contestant, setting, rows)
+            if missing:
+                return missing
+        else:
+            best = contestant.rates[setting]
+        return [self.run(contestant, setting, seed, best) for seed in self.seeds]
+
+    def search(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Run]]:
+        """The best rates so far, and the runs that have to be made before these can be judged."""
+        assert self.tuning is not None
+        lr, rest = contestant.rates[setting]
+        factor, seed = self.tuning.factor, self.tuning.seed
+
+        def run_at(point: tuple[int, int]) -> Run:
+            return self.run(contestant, setting, seed, (lr * factor ** point[0], rest * factor ** point[1]))
+
+        losses: dict[tuple[int, int], float] = {}
+        around = {(0, 0)}
+        while True:
+            missing = [run for point in sorted(around) if (run := run_at(point)).key not in rows]
+            losses |= {point: final_loss(rows[run.key]) for point in around if (run := run_at(point)).key in rows}
+            if not losses:
+                return (lr, rest), missing
+            best = min(losses, key=lambda point: losses[point])
+            if missing:
+                return run_at(best).rates, missing
+            x, y = best
+            if math.isfinite(losses[best]):
+                around = {(x - 1, y), (x + 1, y), (x, y - 1), (x, y + 1)} - losses.keys()
+            else:  # everything diverged so far
+                around = {(-len(losses), -len(losses))} if len(losses) <= MOST_HALVINGS else set()
+            if not around:
+                return run_at(best).rates, []
+
+
+def final_loss(row: Row) -> float:
+    """Validation loss at the end; infinite for a run that diverged."""
+    return math.inf if row["final"] is None else float(row["final"])
+
+
+def rows_by_key(rows: Iterable[Row]) -> dict[str, Row]:
+    return {row["key"]: row for row in rows}
+
+
+def load_study(path: Path) -> Study:
+    """Read a study file; raises ConfigError naming the file and what is wrong, of each run's configuration too."""
+    try:
+        mapping = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}): give a study file such as benchmarks/studies/short.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    try:
+        study = _study(mapping)
+        for setting, contestant in study.pairs():
+            try:
+                study.run(contestant, setting, 0, contestant.rates[setting]).config(Path("unused"))
+            except ConfigError as error:
+                raise ConfigError(f"contestant {contestant.name!r} in setting {setting!r}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return study
+
+
+def _study(mapping: dict[str, Any]) -> Study:
+    _check_keys(mapping, "", required=("name", "settings", "contestants"), optional=("seeds", "config", "tuning"))
+    common, settings = mapping.get("config", {}), mapping["settings"]
+    merged = {name: _merged(common, own) for name, own in settings.items()}
+    contestants = []
+    for name, own in mapping["contestants"].items():
+        prefix = f"contestants.{name}."
+        _check_keys(own, prefix, required=("optim", "rates"), optional=())
+        rates = {setting: _rates(pair, f"{prefix}rates.{setting}") for setting, pair in own["rates"].items()}
+        for setting in rates:
+            require(setting in merged, f"{prefix}rates", setting, f"for the settings {', '.join(merged)}")
+        contestants.append(Contestant(name, own["optim"], rates))
+    tuning = None
+    if "tuning" in mapping:
+        _check_keys(mapping["tuning"], "tuning.", required=("seed", "factor"), optional=())
+        require(mapping["tuning"]["factor"] > 1, "tuning.factor", mapping["tuning"]["factor"], "above 1")
+        tuning = Tuning(mapping["tuning"]["seed"], float(mapping["tuning"]["factor"]))
+    seeds: Sequence[int] = mapping.get("seeds", [])
+    require(bool(seeds) or tuning is not None, "seeds", seeds, "a list with at least one seed, or there must be a [tuning]")
+    overlap = tuning is not None and tuning.seed in seeds
+    require(not overlap, "seeds", seeds, "other than tuning.seed: rates that were chosen on a seed are not judged on it")
+    return Study(mapping["name"], tuple(seeds), merged, tuple(contestants), tuning)
+
+
+def _check_keys(mapping: Any, prefix: str, required: Sequence[str], optional: Sequence[str]) -> None:
+    require(isinstance(mapping, dict), prefix.rstrip(".") or "the study", mapping, "a section")
+    for key in required:
+        require(key in mapping, f"{prefix}{key}", None, "given")
+    for key in mapping:
+        require(key in (*required, *optional), prefix + key, mapping[key], f"left out: known keys are {', '.join((*required, *optional))}")
+
+
+def _rates(pair: Any, name: str) -> Rates:
+    fits = isinstance(pair, list) and len(pair) == 2 and all(isinstance(rate, int | float) and rate > 0 for rate in pair)
+    require(fits, name, pair, "two rates above 0: of the matrices, of the rest")
+    return float(pair[0]), float(pair[1])
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above`, section by section."""
+    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(above[key], Mapping)}
+    return {**below, **above, **both}

@@ -1,0 +1,89 @@
+"""What is concluded from rows, on rows whose conclusions are known."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lather.bench.convergence.analysis import Findings, Mean, markdown_table, steps_to
+
+
+def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:
+    """A run with a validation every 10 steps."""
+    curve = [[10 * index, loss] for index, loss in enumerate(losses)]
+    steps = 10 * (len(losses) - 1)
+    return {
+        "setting": setting,
+        "contestant": contestant,
+        "seed": seed,
+        "final": losses[-1],
+        "validation": curve,
+        "steps": steps,
+        "rates": [1e-2, 2e-2],
+    }
+
+
+def cost(contestant: str, optimizer_ms: float) -> dict[str, Any]:
+    ms = {"gradient_ms": {"median": 50.0}, "optimizer_ms": {"median": optimizer_ms}}
+    return {"setting": "small", "contestant": contestant, "state_bytes": 800, "parameters": 100, **ms}
+
+
+def test_the_interval_is_students() -> None:
+    """Worked by hand: 1, 2, 3 have mean 2, standard deviation 1, standard error 1 / sqrt 3, and t is 4.303 at two degrees of freedom."""
+    mean = Mean.of([1.0, 2.0, 3.0])
+    assert (mean.value, mean.count) == (2.0, 3)
+    assert mean.half_width == pytest.approx(4.303 / math.sqrt(3))
+    assert Mean.of([1.0, 3.0]).half_width == pytest.approx(12.706)
+    assert math.isnan(Mean.of([1.0]).half_width)
+    assert Mean.of([1.0]).text(2) == "1.00"
+    assert mean.text(1, signed=True) == "+2.0 ± 2.5"
+    with pytest.raises(ValueError, match="at least one"):
+        Mean.of([])
+
+
+@pytest.mark.parametrize(("loss", "steps"), [(5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.0, math.inf)])
+def test_steps_to_a_loss(loss: float, steps: float) -> None:
+    """Straight between points; a curve that rises again counts from where it first was there."""
+    assert steps_to(row("a", 0, [5.0, 3.0, 2.0, 2.5]), loss) == steps
+
+
+def test_comparisons_are_in_pairs() -> None:
+    """Seeds differ by far more than contestants: only pairs show the difference."""
+    rows = [row("muon", seed, [9.0, 5.0, 3.0 + seed]) for seed in (1, 2, 3)]
+    rows += [row("adamw", seed, [9.0, 6.0, 4.0 + seed + 0.01 * seed]) for seed in (1, 2, 3)]
+    findings = Findings(rows, [cost("muon", 25.0), cost("adamw", 0.0)])
+    difference = findings.difference("small", "muon", "adamw")
+    assert difference is not None
+    assert difference.value == pytest.approx(-1.02)
+    assert difference.half_width < 0.05 < findings.final("small", "muon").half_width
+    assert findings.contestants("small") == ["muon", "adamw"]
+    steps = findings.steps_ratio("small", "muon", "adamw")
+    # seeds 1, 2, 3: from 5 down to 3 + seed in ten steps, to 4 + 1.01 seed (for seeds 1 and above at 5 or more: before step 10)
+    expected = [10 * (9 - (4 + 1.01 * seed)) / 4 for seed in (1, 2, 3)]
+    assert steps is not None
+    assert steps.value == pytest.approx(sum(expected) / 3 / 20)
+    seconds = findings.seconds_ratio("small", "muon", "adamw")
+    assert seconds is not None
+    assert seconds.value == pytest.approx(steps.value * 75 / 50)
+
+
+def test_what_is_not_there() -> None:
+    findings = Findings([row("muon", 1, [9.0, 5.0]), row("adamw", 2, [9.0, 6.0])])
+    assert findings.difference("small", "muon", "adamw") is None
+    assert findings.cost("small", "muon") is None
+    assert findings.seconds_ratio("small", "muon", "adamw") is None
+
+
+def test_a_run_that_diverged_is_last() -> None:
+    diverged = {**row("wild", 1, [9.0, 8.0]), "final": None}
+    findings = Findings([diverged, row("adamw", 1, [9.0, 6.0])])
+    assert findings.contestants("small") == ["adamw", "wild"]
+    assert math.isinf(findings.final("small", "wild").value)
+
+
+def test_the_table() -> None:
+    rows = [row("muon", 1, [9.0, 4.0]), row("adamw", 1, [9.0, 6.0])]
+    table = markdown_table(Findings(rows, [cost("muon", 25.0), cost("adamw", 5.0)]), "small", ["adamw"])
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.60", "0.82", "25.0", "8.0"]
+    assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
