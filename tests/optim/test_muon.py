@@ -3,6 +3,7 @@ torch's; and vectors, which both give to AdamW."""
 
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from comparison import TOLERANCE, Difference, Group, compare, described, gradien
 from optim_helpers import clones, copy_gradients, give_gradients, largest_difference, parameters, run, run_both
 
 from lather.optim import Muon, SOAPMuon
+from lather.optim.linalg import newton_schulz
 
 STEPS = 14
 FULL_RANK = {"muon_warmup_steps": 4, "precondition_frequency": 3}
@@ -282,15 +284,30 @@ def test_muon_with_bf16_iteration_is_torchs_to_the_rounding_of_bf16() -> None:
             assert (x - y).norm() < 0.03 * y.norm()
 
 
-def test_dtype_of_the_iteration() -> None:
-    """On a CPU "auto" is the dtype of the state's arithmetic; "bfloat16" is seen to round."""
+def test_dtype_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU "auto" is the dtype of the state's arithmetic; "bfloat16" is seen to round; "fastest" is one or the other, by the CPU."""
     ends = {}
-    for dtype in ("auto", "float32", "bfloat16"):
+    for has_tiles, dtype in ((True, "auto"), (True, "float32"), (True, "bfloat16"), (True, "fastest"), (False, "fastest")):
+        monkeypatch.setattr(newton_schulz, "cpu_has_bf16_tiles", lambda has_tiles=has_tiles: has_tiles)
         params = parameters([(8, 6)])
         run(Muon(params, newton_schulz_dtype=dtype), params, range(3))
-        ends[dtype] = params
-    assert largest_difference(ends["auto"], ends["float32"]) == 0
-    assert 1e-5 < largest_difference(ends["auto"], ends["bfloat16"]) < 1e-2
+        ends[dtype, has_tiles] = params
+    exact = ends["float32", True]
+    assert largest_difference(ends["auto", True], exact) == largest_difference(ends["fastest", False], exact) == 0
+    assert 1e-5 < largest_difference(ends["bfloat16", True], exact) < 1e-2
+    assert largest_difference(ends["bfloat16", True], ends["fastest", True]) == 0
+
+
+def test_fastest_leaves_fp64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton_schulz, "cpu_has_bf16_tiles", lambda: True)
+    x = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(newton_schulz.orthogonalize(x, dtype="fastest"), newton_schulz.orthogonalize(x))
+
+
+def test_bf16_tiles_are_those_of_the_cpu() -> None:
+    said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = [line.split(":")[1].split() for line in said.splitlines() if line.startswith("flags")]
+    assert newton_schulz.cpu_has_bf16_tiles() == any("amx_bf16" in each for each in flags)
 
 
 @pytest.mark.parametrize("cls", [Muon, SOAPMuon])

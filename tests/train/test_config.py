@@ -115,6 +115,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "log.expert_load_every": [-1],
     "log.timeline_every": [-1],
     "log.tensorboard": [],
+    "log.picture": [],
     "log.wandb_project": [],
     "log.sample_prompt": [""],
     "log.sample_tokens": [-1],
