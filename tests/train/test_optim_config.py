@@ -160,6 +160,10 @@ def test_rates_of_kinds(name: str) -> None:
     assert {kind: optim.lr_of(kind) for kind in KINDS} == {kind: 0.5 * factor for kind, factor in factors.items()}
     own = optim_of(name=name, lr=0.5, experts={"lr_factor": 4.0}, matrices={"lr": 0.25}, rest={"lr": 2.0})
     assert {kind: own.lr_of(kind) for kind in KINDS} == {"experts": 2.0, "matrices": 0.25, "rest": 2.0, "router": 2.0}
+    expected = {"experts": f"{name} at 2", "matrices": f"{name} at 0.25", "router and rest": "adamw at 2"}
+    if name == "adamw":
+        expected = {"experts and router and rest": "adamw at 2", "matrices": "adamw at 0.25"}
+    assert own.describe_rates() == "; ".join(f"{rate} for {kinds}" for kinds, rate in expected.items())
 
 
 def test_a_rate_and_a_factor_are_refused() -> None:

@@ -200,6 +200,7 @@ class _Run:
         display.note(
             f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, {len(shards):,} training windows"
         )
+        display.note(f"peak learning rates: {config.optim.describe_rates()}")
         if mesh.pp > 1:
             display.note(divide_layers(config, 2 * mesh.pp).describe("M parameters"))
         self.resumed_step = self.progress.step if existing else None

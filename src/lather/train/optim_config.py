@@ -79,6 +79,10 @@ class OptimConfig:
         """The values with what follows from defaults that are no field's: rule, rate and options of kinds that are not as [optim] says."""
         return self
 
+    def describe_rates(self) -> str:
+        """The rule and peak learning rate of every kind of parameters, for the reader of a run."""
+        return f"{self.name} at {self.lr:g}"
+
 
 @dataclass(frozen=True)
 class KindConfig:
@@ -153,6 +157,12 @@ class RuleOptimConfig(OptimConfig):
         if section.lr_factor is None and kind == "router" and not section.rule:
             return self.lr_of("rest")
         return self.lr * self._factor(kind)
+
+    def describe_rates(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for kind in KINDS:
+            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):g}", []).append(kind)
+        return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
 
     def _factor(self, kind: str) -> float:
         factor = self.section(kind).lr_factor

@@ -1,0 +1,148 @@
+"""The tables of docs/results.md and the numbers that README and docs quote, made from the rows under benchmarks/results.
+
+    python docs/result_tables.py            writes the tables between their markers
+    python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
+
+A table is asked for by its two markers, a study and a setting (or `rates`, for what a search of rates ended at):
+
+    <!-- table: short qwen-1k -->
+    <!-- end of table -->
+
+A quoted number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
+
+    [0.58](../benchmarks/results/convergence/short/rows.jsonl "qwen-8k: steps of muon to adamw")
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lather.bench import report
+from lather.bench.convergence.analysis import Findings, Mean, markdown_table, rates_table
+from lather.bench.convergence.command import load_findings
+from lather.bench.convergence.queue import read_rows
+from lather.bench.convergence.study import Study, load_study
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs/results.md"
+STUDIES = REPOSITORY / "benchmarks/studies"
+RESULTS = REPOSITORY / "benchmarks/results"
+BASELINES = ("adamw", "muon")
+TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl) "([^"]+)"\)')
+NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+
+
+@functools.cache
+def study_of(name: str) -> Study:
+    sys.path.insert(0, str(STUDIES))
+    return load_study(STUDIES / f"{name}.toml")
+
+
+@functools.cache
+def findings_of(name: str) -> Findings:
+    return load_findings(study_of(name), RESULTS / "convergence" / name)
+
+
+def table(study: str, setting: str) -> str:
+    """In Markdown."""
+    if setting == "rates":
+        return rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl")) + "\n"
+    findings = findings_of(study)
+    present = findings.contestants(setting)
+    return markdown_table(findings, setting, [name for name in BASELINES if name in present]) + "\n"
+
+
+# --- quoted numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _ratios(path: Path, peer: str) -> list[float]:
+    cases = report.by_case(_rows(path)).values()
+    return [report.ratio(case[peer], case[report.OURS]) for case in cases]
+
+
+def _geometric_mean(values: list[float]) -> float:
+    product = 1.0
+    for value in values:
+        product *= value
+    return product ** (1 / len(values))
+
+
+def _cost(path: Path, setting: str, name: str, key: str) -> float:
+    row = findings_of(path.parent.name).cost(setting, name)
+    assert row is not None
+    return float(row[key]["median"] if isinstance(row[key], dict) else row[key])
+
+
+def _quickstart(path: Path, name: str, key: str) -> float:
+    return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
+
+
+QUOTABLE: dict[str, Callable[..., float | Mean | None]] = {
+    r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
+    r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
+    r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).steps_ratio(setting, a, b),
+    r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).seconds_ratio(setting, a, b),
+    r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "optimizer_ms"),
+    r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "gradient_ms"),
+    r"([\w-]+): geometric mean": lambda path, peer: _geometric_mean(_ratios(path, peer)),
+    r"([\w-]+): least": lambda path, peer: min(_ratios(path, peer)),
+    r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
+}
+"""Titles of links, as patterns, and what they stand for."""
+
+
+def value_of(path: Path, title: str) -> float | Mean | None:
+    """Raises ValueError for a title of no known form."""
+    for pattern, compute in QUOTABLE.items():
+        if match := re.fullmatch(pattern, title):
+            return compute(path, *match.groups())
+    raise ValueError(f"{title!r} is no quotable number: give one of the forms {', '.join(QUOTABLE)}")
+
+
+def wrong_quotes(page: Path) -> Iterator[str]:
+    """A line for each quoted number of a page that is not what its rows say."""
+    for text, target, title in QUOTED.findall(page.read_text()):
+        try:
+            value = value_of((page.parent / target).resolve(), title)
+        except (ValueError, OSError, KeyError, StopIteration) as error:
+            yield f"{page.name}: [{text}] {title!r}: {error!r}"
+            continue
+        expected = [value.value, value.half_width] if isinstance(value, Mean) else [value]
+        numbers = NUMBER.findall(text)
+        if not numbers or value is None or not all(_fits(shown, x) for shown, x in zip(numbers, expected, strict=False)):
+            yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
+
+
+def _fits(shown: str, value: float | None) -> bool:
+    digits, plain = len(shown.partition(".")[2]), shown.replace(",", "")
+    return value is not None and f"{value:+.{digits}f}" == (plain if plain[0] in "+-" else f"+{plain}")
+
+
+def pages() -> list[Path]:
+    return [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def main() -> int:
+    before = PAGE.read_text()
+    after = TABLE.sub(lambda match: match[1] + table(match[2], match[3]) + match[5], before)
+    if "--check" not in sys.argv:
+        PAGE.write_text(after)
+        return 0
+    wrong = [line for page in pages() for line in wrong_quotes(page)]
+    print(*wrong, sep="\n")
+    return int(bool(wrong) or before != after)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
