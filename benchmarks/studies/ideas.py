@@ -201,3 +201,12 @@ def _largest(z: Tensor, az: Tensor) -> Tensor:
     """A bound on the spectral norm of Z A Z: its Frobenius norm's power mean is cheap and never below it."""
     zaz = z @ az
     return torch.linalg.matrix_norm(zaz @ zaz, keepdim=True).sqrt()
+
+
+@dataclass(frozen=True)
+class CautiousMuon(MuonRule):
+    """Muon without the elements of U that disagree in sign with G, with U's norm kept (arXiv:2411.16085)."""
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        u = super().update(g, s, t)
+        return with_norm_of(u, u * (u * g > 0))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lather.bench.convergence.analysis import Findings, Mean, markdown_table, steps_to
+from lather.bench.convergence.analysis import Findings, Mean, markdown_table, reproduction, steps_to
 
 
 def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:
@@ -87,3 +87,17 @@ def test_the_table() -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.60", "0.82", "25.0", "8.0"]
     assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
+
+
+def test_reproduction_of_published_rows() -> None:
+    """Seeds differ by 0.1, contestants a and b by 0.5 in each: a mean may move by the interval of seeds, their order may not turn."""
+
+    def findings(a: float, b: float) -> Findings:
+        rows = [row(name, seed, [9.0, loss + 0.1 * seed]) for name, loss in (("a", a), ("b", b)) for seed in (1, 2, 3)]
+        return Findings(rows)
+
+    published = findings(4.0, 4.5)
+    assert reproduction(findings(4.1, 4.4), published) == ["small: 2 of 2 losses within the published intervals; order reversed: none"]
+    (line,) = reproduction(findings(4.6, 4.5), published)
+    assert line == "small: 1 of 2 losses within the published intervals (not a); order reversed: a and b"
+    assert reproduction(published, published)[0].startswith("small: 2 of 2")

@@ -154,3 +154,32 @@ def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
         still = f" ({len(missing)} runs to come)" if missing else ""
         lines.append(_line((setting, f"`{contestant.name}`", " / ".join(f"{rate:.3g}" for rate in best) + still, loss)))
     return "\n".join(lines)
+
+
+def reproduction(findings: Findings, published: Findings) -> list[str]:
+    """A line for each setting: whether means are within the published intervals, and whether a published order is reversed.
+
+    An order is published for two contestants whose difference in pairs is beyond its interval.
+    """
+    lines = []
+    for setting in findings.settings():
+        both = [name for name in published.contestants(setting) if name in findings.contestants(setting)]
+        outside = [name for name in both if not _is_within(findings.final(setting, name), published.final(setting, name))]
+        reversed_ = [
+            f"{better} and {worse}"
+            for better, worse in itertools.combinations(both, 2)
+            if _is_below(published.difference(setting, better, worse)) and _is_below(findings.difference(setting, worse, better))
+        ]
+        said = f"{setting}: {len(both) - len(outside)} of {len(both)} losses within the published intervals"
+        said += f" (not {', '.join(outside)})" if outside else ""
+        lines.append(f"{said}; order reversed: {', '.join(reversed_) or 'none'}")
+    return lines
+
+
+def _is_within(mean: Mean, published: Mean) -> bool:
+    return abs(mean.value - published.value) <= published.half_width or mean.value == published.value
+
+
+def _is_below(difference: Mean | None) -> bool:
+    """Whether it is negative beyond its interval."""
+    return difference is not None and difference.value + difference.half_width < 0

@@ -13,7 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from lather.bench.convergence.analysis import Findings, markdown_table, rates_table
+from lather.bench.convergence.analysis import Findings, markdown_table, rates_table, reproduction
 from lather.bench.convergence.queue import Queue, append_row, read_rows
 from lather.bench.convergence.study import Study, load_study
 from lather.bench.report import environment
@@ -52,8 +52,9 @@ def run(options: ConvergenceBenchmark) -> int:
     sys.path.insert(0, str(options.study.parent.resolve()))
     study, console = load_study(options.study), wide_console(120)
     folder = options.out or Path("runs/convergence") / study.name
+    published = options.study.parent.parent / "results/convergence" / study.name
     if options.action == "report":
-        return report(study, folder, options.against, console)
+        return report(study, folder, published, options.against, console)
     common = {**environment(torch.device("cpu"), ()), "study": study.name}
     if options.action == "cost":
         _measure_costs(study, folder, common, console)
@@ -63,7 +64,7 @@ def run(options: ConvergenceBenchmark) -> int:
         console.print(text, highlight=False, soft_wrap=True)
 
     done = Queue(study, folder, options.workers, common, say).work(60 * options.minutes)
-    report(study, folder, options.against, console)
+    report(study, folder, published, options.against, console)
     return 0 if done else UNFINISHED
 
 
@@ -75,8 +76,8 @@ def load_findings(study: Study, folder: Path) -> Findings:
     return Findings(study.compared(read_rows(folder / "rows.jsonl")), list(newest.values()))
 
 
-def report(study: Study, folder: Path, against: tuple[str, ...], console: Console) -> int:
-    """Print tables and draw the picture; returns the exit status."""
+def report(study: Study, folder: Path, published: Path, against: tuple[str, ...], console: Console) -> int:
+    """Print tables, draw the picture, and compare with published rows of the study if there are any; returns the exit status."""
     rows = read_rows(folder / "rows.jsonl")
     if not rows:
         raise UserError(f"{folder}: no run is finished yet: lather bench convergence run STUDY makes them")
@@ -86,6 +87,9 @@ def report(study: Study, folder: Path, against: tuple[str, ...], console: Consol
     for setting in findings.settings():
         baselines = [name for name in against if name in findings.contestants(setting)]
         console.print(f"\n{setting}\n{markdown_table(findings, setting, baselines)}", highlight=False, soft_wrap=True, markup=False)
+    if (published / "rows.jsonl").exists() and published.resolve() != folder.resolve():
+        for line in reproduction(findings, load_findings(study, published)):
+            console.print(line, highlight=False, soft_wrap=True)
     if findings.rows:
         from lather.bench.convergence.picture import draw  # matplotlib takes a second to import
 
