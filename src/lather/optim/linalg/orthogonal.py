@@ -9,7 +9,7 @@ to QR (1 to 2 % of the refreshes of the quickstart's first 60 steps).
 
 Everything here works on rows: x (B, n, n) holds Y^T, since K Q is at hand as (Q^T K), which is row-contiguous.
 
-Trade-off: 4 n^3 flops instead of Householder's 8/3 n^3, but at the rate of matrix products. On a CPU that pays from about n = 40 to 600.
+Trade-off: 4 n^3 flops instead of Householder's 8/3 n^3, but at the rate of matrix products. On a CPU that pays from about n = 40.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from lather.shapes import Bool, Float
 
-BLOCK = 32
-"""Rows that are made orthonormal by one Cholesky factorisation."""
+BLOCKS = ((1280, 128), (384, 64), (0, 32))
+"""Sizes from which on so many rows are made orthonormal by one Cholesky factorisation: products with few rows are slow."""
 
 MAX_FIRST_ERROR = 0.3
 """Largest deviation from orthonormality that a block may have before its second Cholesky-QR, which then is exact to rounding. Rows may
 depend on each other, and on those of earlier blocks, down to about one part in a thousand."""
 
-CPU_CHOLESKY_QR = range(40, 577)
-"""Sizes at which Cholesky-QR is faster than LAPACK's QR (measured at 64 to 2048, docs/log.md)."""
+CPU_CHOLESKY_QR = range(40, 4097)
+"""Sizes at which Cholesky-QR is faster than LAPACK's QR, or within 5 % of it (measured at 64 to 2048, docs/log.md)."""
 
 CUDA_CHOLESKY_QR = range(1, 4097)
 """On CUDA a batched QR is a loop over kernel chains; products win at every size in use (an estimate, not yet measured)."""
@@ -51,21 +51,22 @@ def orthonormal_rows(y: Float[Tensor, "b n n"], method: str) -> tuple[Float[Tens
         failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
     else:
         failed = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-        _orthonormalise_(y, 0, y.shape[1], failed)
+        block = next(rows for size, rows in BLOCKS if y.shape[1] >= size)
+        _orthonormalise_(y, 0, y.shape[1], block, failed)
         q = y
     return q, failed | ~q.sum((1, 2)).isfinite()
 
 
-def _orthonormalise_(x: Tensor, start: int, stop: int, failed: Tensor) -> None:
-    """Rows start to stop of x (B, n, n), given that those before are orthonormal and taken out of them once."""
-    if stop - start <= BLOCK:
+def _orthonormalise_(x: Tensor, start: int, stop: int, block: int, failed: Tensor) -> None:
+    """Rows start to stop of x (B, n, n), `block` at a time, given that those before are orthonormal and taken out of them once."""
+    if stop - start <= block:
         x[:, start:stop] = _orthonormal_block(x[:, start:stop], x[:, :start], failed)
         return
-    middle = start + BLOCK * max(1, round((stop - start) / (2 * BLOCK)))
-    _orthonormalise_(x, start, middle, failed)
+    middle = start + block * max(1, round((stop - start) / (2 * block)))
+    _orthonormalise_(x, start, middle, block, failed)
     first, second = x[:, start:middle], x[:, middle:stop]
     x[:, middle:stop] = torch.baddbmm(second, second @ first.mT, first, alpha=-1)
-    _orthonormalise_(x, middle, stop, failed)
+    _orthonormalise_(x, middle, stop, block, failed)
 
 
 def _orthonormal_block(x: Tensor, earlier: Tensor, failed: Tensor) -> Tensor:
