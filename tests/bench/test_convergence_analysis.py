@@ -82,11 +82,16 @@ def test_a_run_that_diverged_is_last() -> None:
 
 
 def test_the_table() -> None:
-    rows = [row("muon", 1, [9.0, 4.0]), row("adamw", 1, [9.0, 6.0])]
+    rows = [row("muon", 1, [9.0, 4.0, 4.0]), row("adamw", 1, [9.0, 7.0, 6.0])]
     table = markdown_table(Findings(rows, [cost("muon", 25.0), cost("adamw", 5.0)]), "small", ["adamw"])
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.60", "0.82", "25.0", "8.0"]
+    assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.30", "0.41", "25.0", "8.0"]
     assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
+
+
+def test_the_table_of_runs_that_were_validated_at_the_end_alone() -> None:
+    rows = [row("muon", 1, [9.0, 4.0]), row("adamw", 1, [9.0, 6.0])]
+    assert markdown_table(Findings(rows), "small", ["adamw"]).splitlines()[0].count("|") == 7
 
 
 def test_reproduction_of_published_rows() -> None:

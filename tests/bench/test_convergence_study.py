@@ -72,6 +72,16 @@ def test_runs_of_a_comparison(tmp_path: Path) -> None:
     assert len({run.key for run in runs}) == len(runs)
 
 
+def test_a_part_of_a_study(tmp_path: Path) -> None:
+    study = study_of(tmp_path, COMPARE)
+    assert {(run.setting, run.contestant) for run in study.limited_to(["small"], []).wanted({})} == {("small", "muon"), ("small", "adamw")}
+    assert {(run.setting, run.contestant) for run in study.limited_to([], ["muon"]).wanted({})} == {("small", "muon"), ("large", "muon")}
+    assert study.limited_to(["large"], ["adamw"]).wanted({}) == []
+    assert {run.key for run in study.limited_to(["large"], []).wanted({})} < {run.key for run in study.wanted({})}
+    with pytest.raises(ConfigError, match=r"--settings = 'huge'.*small, large"):
+        study.limited_to(["huge"], [])
+
+
 def test_a_row_stands_for_its_run_alone(tmp_path: Path) -> None:
     study = study_of(tmp_path, COMPARE)
     first = study.wanted({})[0]

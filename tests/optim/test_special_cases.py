@@ -23,7 +23,7 @@ from optim_helpers import (
     same,
 )
 
-from lather.optim import KLSOAP, SOAP, StackedSOAP
+from lather.optim import KLSOAP, SOAP, EmbeddingSOAP, StackedSOAP
 from lather.optim.rules.adamw import AdamWRule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -169,3 +169,18 @@ def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     params = [parameter(7, dtype=dtype), parameter(5, dtype=dtype), parameter(4, 4, dtype=dtype)]
     run(SOAP(params), params, range(1))
     assert taken == ([2] if is_fused else [])
+
+
+def test_embedding_soap_is_soap_with_one_side_renewed_at_every_step() -> None:
+    """The same bits, on an embedding, its transpose and a vector; and other defaults are seen to be others."""
+    options = {"betas": (0.9, 0.95), "sides": "smaller", "precondition_frequency": 1, "second_moment": "rotate"}
+    ours = parameters([(40, 6), (6, 40), (6,)])
+    theirs, others = clones(ours), clones(ours)
+    run_both((EmbeddingSOAP(ours, lr=1e-2), ours), (SOAP(theirs, lr=1e-2, **options), theirs), range(8))
+    run(SOAP(others, lr=1e-2), others, range(8))
+    assert largest_difference(ours, theirs) == 0
+    assert largest_difference(ours, others) > 1e-4
+    state = EmbeddingSOAP(parameters([(40, 6)]), lr=1e-2)
+    state.param_groups[0]["params"][0].grad = torch.ones(40, 6)
+    state.step()
+    assert {key: tuple(x.shape) for key, x in next(iter(state.state.values())).items() if key.startswith("basis")} == {"basis_1": (6, 6)}

@@ -85,7 +85,7 @@ def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: 
     ("name", "arguments", "words"),
     [
         ("soap", ["--optim.lr", "1e-3"], "optim.lr is 0.006 there and 0.001 here"),
-        ("adamw", ["--optim.lr", "2e-3"], "optim.lr is 0.006 there and 0.002 here"),
+        ("adamw", ["--optim.lr", "2.5e-3"], "optim.lr is 0.006 there and 0.0025 here"),
         ("soap", ["--optim.name", "muon"], "optim.name is 'soap' there and 'muon' here"),
         ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas is (0.9, 0.95) there and (0.8, 0.9) here"),
         ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas is (0.9, 0.95) there and (0.8, 0.9) here"),

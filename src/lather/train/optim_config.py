@@ -3,7 +3,7 @@
     [optim]             name = "muon", its options, the schedule
     [optim.experts]     routed experts                      rule: that of [optim]
     [optim.matrices]    all other matrices                  rule: that of [optim]
-    [optim.rest]        embeddings, head, norms, biases     rule: adamw, at `lr_factor` times the rate
+    [optim.rest]        embeddings, head, norms, biases     rule: embedding_soap under muon and soap_muon, else adamw; a rate of their own
     [optim.router]      routers                             a part of the rest, unless they name a rule
 
 What fields there are depends on the rules, so every choice of rules has a dataclass of its own: `optim_class` makes it, and `optim_config`
@@ -45,10 +45,16 @@ KINDS = {
 }
 """Kinds of parameters, and what `--help` says of them."""
 
-REST_RULE = "adamw"
-REST_FACTORS = {"adamw": 8.0, "muon": 2.0, "soap_muon": 2.0}
-"""Learning rate of the rest under AdamW, as a factor of that of the matrices, by the rule of `[optim]`; 1 for all others. To start from: on
-a small MoE with a tied embedding AdamW was best at 16, Muon and SOAP-Muon at 2 to 3 with 1,024 tokens a step and at 1.6 with 8,192."""
+REST_RULES = {"muon": "embedding_soap", "soap_muon": "embedding_soap"}
+"""Rule of the rest by the rule of `[optim]`; adamw for all others."""
+REST_FACTORS = {
+    ("adamw", "adamw"): 16.0,
+    ("muon", "adamw"): 3.0,
+    ("soap_muon", "adamw"): 3.0,
+    ("muon", "embedding_soap"): 1.6,
+    ("soap_muon", "embedding_soap"): 1.6,
+}
+"""Learning rate of the rest as a factor of that of the matrices, by the rules of both; 1 for all others. From docs/results.md."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +215,12 @@ def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
 
 def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
     """The `lr_factor` of a kind that gives none."""
-    is_adamw = rules[kind] is RULES[REST_RULE]
-    return REST_FACTORS.get(rules[""].name, 1.0) if kind == "rest" and is_adamw else 1.0
+    return REST_FACTORS.get((rules[""].name, rules[kind].name), 1.0) if kind == "rest" else 1.0
+
+
+def _default_rules(name: str) -> dict[str, str | None]:
+    """The rules of kinds that name none, under a rule of `[optim]`; None: that of another kind."""
+    return {"experts": name, "matrices": name, "rest": REST_RULES.get(name, "adamw"), "router": None}
 
 
 def optim_config(name: str = "soap", **values: Any) -> OptimConfig:
@@ -228,7 +238,7 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     for kind in KINDS:
         section = mapping.get(kind)
         named = section.get("rule", "") if isinstance(section, Mapping) else ""
-        if named and named != {"rest": REST_RULE, "router": None}.get(kind, found[""]):
+        if named and named != _default_rules(found[""])[kind]:
             found[kind] = named
     for kind, name in found.items():
         require(isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string")
@@ -257,8 +267,8 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     names = dict(given)
     rules = {"": rule_named(names[""], "optim.name")}
     for kind in ("experts", "matrices", "rest", "router"):
-        named = rule_named(names[kind], f"optim.{kind}.rule") if kind in names else None
-        rules[kind] = named or {"rest": RULES[REST_RULE], "router": rules.get("rest")}.get(kind) or rules[""]
+        name = names.get(kind) or _default_rules(names[""])[kind]
+        rules[kind] = rules["rest"] if name is None else rule_named(name, f"optim.{kind}.rule")
     own: list[Any] = [_name_field(rules[""]), _lr_field(rules[""])]
     for name, (hint, default) in fields_of(rules[""]).items():
         if name != "lr":

@@ -29,7 +29,12 @@ DECIDED = {
 }
 """Options that the trainer decides, and how."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {"soap": {"lr": 6e-3, "second_moment": "rotate"}, "adamw": {"lr": 3e-3}}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "soap": {"lr": 4e-3, "second_moment": "rotate"},
+    "adamw": {"lr": 2e-3},
+    "muon": {"momentum": 0.9},
+    "soap_muon": {"momentum": 0.9},
+}
 """Defaults of the trainer, where they are not the rule's own; besides these, `sides` is "auto" where it is "both"."""
 
 DEFAULT_LR = 6e-3

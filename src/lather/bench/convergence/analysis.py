@@ -105,17 +105,18 @@ class Findings:
 
 
 def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -> str:
-    """A row per contestant of a setting, best first, against each of the baselines."""
+    """A row per contestant of a setting, best first, against each of the baselines; steps and seconds if there are curves to tell."""
+    has_curves = any(len(row["validation"]) > 2 for row in findings.rows)
     head = ["rule", "rates", "validation loss"]
     for other in baselines:
-        head += [f"less {other}'s", f"steps to {other}'s loss", "seconds to it"]
+        head += [f"less {other}'s", f"steps to {other}'s loss", "seconds to it"][: 3 if has_curves else 1]
     head += ["optimizer, ms", "state, bytes per parameter"]
     lines = [_line(head), _line(["---"] * len(head))]
     for name in findings.contestants(setting):
         rates = next(iter(findings.of(setting, name).values()))["rates"]
         cells = [f"`{name}`", " / ".join(f"{rate:.2g}" for rate in rates), findings.final(setting, name).text(3)]
         for other in baselines:
-            cells += _against(findings, setting, name, other)
+            cells += _against(findings, setting, name, other)[: 3 if has_curves else 1]
         cost = findings.cost(setting, name)
         cells += [f"{cost['optimizer_ms']['median']:.1f}", f"{cost['state_bytes'] / cost['parameters']:.1f}"] if cost else ["", ""]
         lines.append(_line(cells))

@@ -35,6 +35,10 @@ class ConvergenceBenchmark:
     """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules (module:Class)."""
     out: Path | None = None
     """Folder for rows.jsonl, costs.jsonl, picture and unfinished runs (default: runs/convergence/NAME)."""
+    settings: tuple[str, ...] = ()
+    """Settings of the study to be dealt with; none named: all."""
+    contestants: tuple[str, ...] = ()
+    """Contestants to be dealt with; none named: all."""
     workers: int = os.cpu_count() or 1
     """Runs at a time, each on one core."""
     minutes: float = float("inf")
@@ -50,7 +54,7 @@ class ConvergenceBenchmark:
 def run(options: ConvergenceBenchmark) -> int:
     """Carry out the action; returns the exit status, `UNFINISHED` if runs are missing after `--minutes`."""
     sys.path.insert(0, str(options.study.parent.resolve()))
-    study, console = load_study(options.study), wide_console(120)
+    study, console = load_study(options.study).limited_to(options.settings, options.contestants), wide_console(120)
     folder = options.out or Path("runs/convergence") / study.name
     published = options.study.parent.parent / "results/convergence" / study.name
     if options.action == "report":

@@ -25,7 +25,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,19 @@ class Study:
         lr, rest = (float(f"{rate:.9g}") for rate in rates)
         optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
         return Run(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
+
+    def limited_to(self, settings: Sequence[str], contestants: Sequence[str]) -> Study:
+        """The part of it with these names; empty: all. Raises ConfigError for a name that there is not."""
+        known = {"settings": list(self.settings), "contestants": [one.name for one in self.contestants]}
+        for option, names in (("settings", settings), ("contestants", contestants)):
+            for name in names:
+                require(name in known[option], f"--{option}", name, f"one of {', '.join(known[option])}")
+        kept = [
+            replace(one, rates={key: rates for key, rates in one.rates.items() if not settings or key in settings})
+            for one in self.contestants
+            if not contestants or one.name in contestants
+        ]
+        return replace(self, contestants=tuple(kept))
 
     def pairs(self) -> Iterator[tuple[str, Contestant]]:
         """Every setting with each contestant that takes part in it."""

@@ -15,6 +15,7 @@ from lather.optim.rules.kl_soap import REKLS as REKLS
 from lather.optim.rules.kl_soap import StackedSOAP as StackedSOAP
 from lather.optim.rules.muon import Muon as Muon
 from lather.optim.rules.soap import SOAP as SOAP
+from lather.optim.rules.soap import EmbeddingSOAP as EmbeddingSOAP
 from lather.optim.rules.soap_muon import SOAPMuon as SOAPMuon
 
 _OPTIMIZERS = [one for one in list(vars().values()) if isinstance(one, type) and issubclass(one, _Optimizer) and one is not _Optimizer]

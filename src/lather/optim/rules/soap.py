@@ -23,7 +23,7 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import bias_corrected_beta, precondition, update_kronecker_factors
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
-from lather.optim.options import Betas, NonNegative, Range, Rate, is_number
+from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, is_number
 from lather.optim.rule import Entry, Matrix, Rule, State, clip_rms, column, rms
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.bases import BasisRule, Warmup
@@ -145,11 +145,41 @@ class SOAPRule(BasisRule):
         return ("eigh",) if self.use_eigh else super().methods(first)
 
 
+@dataclass(frozen=True)
+class EmbeddingSOAPRule(SOAPRule):
+    """SOAP with the defaults that suit embeddings and heads: a basis for the smaller side, the hidden one, renewed at every step.
+
+    A factor over the vocabulary would be far too large; one over the hidden side costs less than a thousandth of a large model's step.
+    """
+
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of Adam's two moments."""
+    _: KW_ONLY
+    precondition_frequency: Interval = 1
+    """Steps between refreshes of the basis; in Python also a callable of the step (`lather.optim.schedules`)."""
+    sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
+    """Which sides of a matrix have a factor and a basis."""
+    second_moment: Literal["permute", "rotate"] = "rotate"
+    """How V follows a turning basis: re-ordered with the columns, or turned with them."""
+
+    name: ClassVar[str] = "embedding_soap"
+
+
 class SOAP(MatrixOptimizer):
     """Adam in the slowly turning eigenbasis of Shampoo's preconditioner (arXiv:2409.11321)."""
 
     rule = SOAPRule
 
     @constructor(SOAPRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
+
+
+class EmbeddingSOAP(MatrixOptimizer):
+    """SOAP with the defaults that suit embeddings and heads: a basis for the smaller side, the hidden one, renewed at every step."""
+
+    rule = EmbeddingSOAPRule
+
+    @constructor(EmbeddingSOAPRule)
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         super().__init__(params, rule)
