@@ -110,13 +110,18 @@ def _check(one: ParamInfo, grad: Tensor) -> None:
 
 def _read(here: Sequence[ParamInfo]) -> dict[int, list[float]]:
     """The norms of gradients that this process has to itself."""
-    norms = _norms(here)
-    return {**{id(one): [] for one in here}, **dict(zip(norms, read_together(list(norms.values())), strict=True))}
+    measured = _norms(here)
+    found: dict[int, list[float]] = {id(one): [] for one in here}
+    for (some, _), norms in zip(measured, read_together([norms for _, norms in measured]), strict=True):
+        found.update({id(some[0]): norms} if some[0].has_experts else zip(map(id, some), ([norm] for norm in norms), strict=True))
+    return found
 
 
 def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[dict[int, list[float]], bool]:
     """Findings that the ranks of a mesh share: the norms of those parameters that have a gradient, and whether any rank must raise."""
-    device, own = local(some[0].param).device, _norms(some)
+    device, own = local(some[0].param).device, dict[int, Tensor]()
+    for measured, norms in _norms(some):
+        own.update({id(measured[0]): norms} if measured[0].has_experts else zip(map(id, measured), norms.split(1), strict=True))
     parts = [torch.tensor([float(raises), *(float(one.param.grad is not None) for one in some)], dtype=torch.float64, device=device)]
     for one in some:
         assert one.spread is not None
@@ -133,20 +138,20 @@ def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool)
     return {id(one): root for one, is_here, root in zip(some, present, roots, strict=True) if is_here}, elsewhere > 0
 
 
-def _norms(params: Sequence[ParamInfo]) -> dict[int, Tensor]:
-    """id -> the norm of each expert's gradient that is here, or of the whole as one; in order, of those that are measured."""
-    norms: dict[int, Tensor] = {}
+def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
+    """The norms of gradients that are measured: of all experts of one parameter that are here, or of several parameters, one each."""
+    found: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[torch.dtype, list[ParamInfo]] = {}
     for one in params:
         if one.has_experts:
             grad = local_grad(one.param)
-            norms[id(one)] = torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)
+            found.append(([one], torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)))
         elif one.num_norms:
             whole.setdefault(one.wide, []).append(one)
     for dtype, same in whole.items():
         grads: Any = [one.param.grad if one.spread is None else local_grad(one.param) for one in same]
-        norms.update(zip(map(id, same), [norm.view(1) for norm in foreach_norm(grads, 2, dtype=dtype)], strict=True))
-    return norms
+        found.append((same, torch.stack([norm.to(grads[0].device) for norm in foreach_norm(grads, 2, dtype=dtype)])))
+    return found
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
