@@ -113,7 +113,7 @@ def _read(here: Sequence[ParamInfo]) -> dict[int, list[float]]:
     measured = _norms(here)
     found: dict[int, list[float]] = {id(one): [] for one in here}
     for (some, _), norms in zip(measured, read_together([norms for _, norms in measured]), strict=True):
-        found.update({id(some[0]): norms} if some[0].has_experts else zip(map(id, some), ([norm] for norm in norms), strict=True))
+        found.update({id(some[0]): norms} if some[0].has_experts else zip(map(id, some), [[norm] for norm in norms], strict=True))
     return found
 
 
