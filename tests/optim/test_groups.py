@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lather.optim import SOAP, StackedSOAP, parameter_groups
+from lather.optim import SOAP, Muon, StackedSOAP, parameter_groups
 
 
 class Tiny(nn.Module):
@@ -62,3 +62,16 @@ def test_experts_may_be_stacked() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.state[model.experts["up"]]["factor_0"].shape == (12, 12)
+
+
+def test_embeddings_may_have_a_basis() -> None:
+    """On the hidden side, also of a vocabulary that is not 8 times as long; vectors and matrices as before."""
+    model = Tiny()
+    optimizer = Muon(parameter_groups(model, rest_rule="embedding_soap"), lr=1e-2)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    optimizer.step()
+    bases = {key: tuple(x.shape) for key, x in optimizer.state[model.embed_tokens.weight].items() if key.startswith("basis")}
+    assert bases == {"basis_1": (4, 4)}
+    assert optimizer.state[model.mixer.weight].keys() == {"step", "momentum_buffer"}
+    assert optimizer.state[model.mixer.bias].keys() == {"step", "exp_avg", "exp_avg_sq"}

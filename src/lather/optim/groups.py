@@ -54,13 +54,15 @@ def parameter_groups(
     expert_names: Sequence[str] = EXPERT_NAMES,
     adam_names: Sequence[str] = ADAM_NAMES,
     expert_layout: str = "per_expert",
+    rest_rule: str = "adamw",
 ) -> list[dict[str, Any]]:
     """Groups for `SOAP(parameter_groups(model))`, or any other optimizer here, of a model or of parameters with names.
 
-    Matrices as they are, experts under `matrix_layout=expert_layout` ("per_expert", or "stacked" for `StackedSOAP`), and AdamW
-    (`rule="adamw"`) for embeddings, heads, norms and biases; `parameters_by_kind` says which is which. A rule with bases takes the smaller
-    side of a matrix alone where the other is more than 8 times as long (`sides="auto"`): LoRA's 4096 x 8 adapters would keep 1,026 times
-    their weights. Frozen parameters are in their groups and take no step until they have gradients.
+    Matrices as they are, experts under `matrix_layout=expert_layout` ("per_expert", or "stacked" for `StackedSOAP`), and `rest_rule` for
+    embeddings, heads, norms and biases: "adamw", or "embedding_soap", which learns faster (docs/results.md); `parameters_by_kind` says
+    which is which. A rule with bases takes the smaller side of a matrix alone where the other is more than 8 times as long
+    (`sides="auto"`): LoRA's 4096 x 8 adapters would keep 1,026 times their weights. Frozen parameters are in their groups and take no step
+    until they have gradients.
 
     Empty groups are left out. Groups carry the parameters' names, which errors then show.
     """
@@ -68,6 +70,6 @@ def parameter_groups(
     options: dict[str, dict[str, Any]] = {
         "matrices": {"matrix_layout": "tensor", "sides": "auto"},
         "experts": {"matrix_layout": expert_layout, "sides": "auto"},
-        "rest": {"matrix_layout": "tensor", "rule": "adamw"},
+        "rest": {"matrix_layout": "tensor", "rule": rest_rule},
     }
     return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]
