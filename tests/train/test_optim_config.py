@@ -157,12 +157,12 @@ def test_a_router_is_a_part_of_the_rest_until_it_names_a_rule() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_rates_of_kinds(name: str) -> None:
     optim = optim_of(name=name, lr=0.5)
-    of_rest = {"adamw": 16.0, "muon": 1.6, "soap_muon": 1.6}.get(name, 1.0)
+    of_rest = {"adamw": 16.0, "muon": 2.0, "soap_muon": 2.0, "soap": 8.0}.get(name, 1.0)
     factors = {"experts": 1.0, "matrices": 1.0, "rest": of_rest, "router": of_rest}
     assert {kind: optim.lr_of(kind) for kind in KINDS} == {kind: 0.5 * factor for kind, factor in factors.items()}
     own = optim_of(name=name, lr=0.5, experts={"lr_factor": 4.0}, matrices={"lr": 0.25}, rest={"lr": 2.0})
     assert {kind: own.lr_of(kind) for kind in KINDS} == {"experts": 2.0, "matrices": 0.25, "rest": 2.0, "router": 2.0}
-    expected = {"experts": f"{name} at 2", "matrices": f"{name} at 0.25", "router and rest": f"{optim.rules['rest'].name} at 2"}
+    expected = {"experts": f"{name} at 2", "matrices": f"{name} at 0.25", "router and rest": "adamw at 2"}
     if name == "adamw":
         expected = {"experts and router and rest": "adamw at 2", "matrices": "adamw at 0.25"}
     assert own.describe_rates() == "; ".join(f"{rate} for {kinds}" for kinds, rate in expected.items())
@@ -184,10 +184,10 @@ def test_kinds_on_the_command_line(file: Path) -> None:
 
 def test_resolved_says_what_follows_from_defaults() -> None:
     rest = optim_of(name="muon").resolved().section("rest")  # type: ignore[attr-defined]
-    assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == ("embedding_soap", 1.6, (0.9, 0.95), None)
+    assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == ("adamw", 2.0, (0.9, 0.95), None)
+    rest = optim_of(name="muon", rest={"rule": "embedding_soap"}).resolved().section("rest")  # type: ignore[attr-defined]
+    assert (rest.rule, rest.lr_factor, rest.betas) == ("embedding_soap", 1.6, (0.9, 0.95))
     assert (rest.sides, rest.precondition_frequency, rest.second_moment) == ("smaller", 1, "rotate")
-    rest = optim_of(name="muon", rest={"rule": "adamw"}).resolved().section("rest")  # type: ignore[attr-defined]
-    assert (rest.rule, rest.lr_factor) == ("adamw", 3.0)
 
 
 # --- what is not there --------------------------------------------------------------------------------------------------------------

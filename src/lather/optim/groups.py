@@ -59,8 +59,8 @@ def parameter_groups(
     """Groups for `SOAP(parameter_groups(model))`, or any other optimizer here, of a model or of parameters with names.
 
     Matrices as they are, experts under `matrix_layout=expert_layout` ("per_expert", or "stacked" for `StackedSOAP`), and `rest_rule` for
-    embeddings, heads, norms and biases: "adamw", or "embedding_soap", which learns faster (docs/results.md); `parameters_by_kind` says
-    which is which. A rule with bases takes the smaller side of a matrix alone where the other is more than 8 times as long
+    embeddings, heads, norms and biases: "adamw", or "embedding_soap", which learns faster from small batches; `parameters_by_kind`
+    says which is which. A rule with bases takes the smaller side of a matrix alone where the other is more than 8 times as long
     (`sides="auto"`): LoRA's 4096 x 8 adapters would keep 1,026 times their weights. Frozen parameters are in their groups and take no step
     until they have gradients.
 

@@ -3,7 +3,7 @@
     [optim]             name = "muon", its options, the schedule
     [optim.experts]     routed experts                      rule: that of [optim]
     [optim.matrices]    all other matrices                  rule: that of [optim]
-    [optim.rest]        embeddings, head, norms, biases     rule: embedding_soap under muon and soap_muon, else adamw; a rate of their own
+    [optim.rest]        embeddings, head, norms, biases     rule: adamw, at `lr_factor` times the rate
     [optim.router]      routers                             a part of the rest, unless they name a rule
 
 What fields there are depends on the rules, so every choice of rules has a dataclass of its own: `optim_class` makes it, and `optim_config`
@@ -45,12 +45,12 @@ KINDS = {
 }
 """Kinds of parameters, and what `--help` says of them."""
 
-REST_RULES = {"muon": "embedding_soap", "soap_muon": "embedding_soap"}
-"""Rule of the rest by the rule of `[optim]`; adamw for all others."""
+REST_RULE = "adamw"
 REST_FACTORS = {
     ("adamw", "adamw"): 16.0,
-    ("muon", "adamw"): 3.0,
-    ("soap_muon", "adamw"): 3.0,
+    ("muon", "adamw"): 2.0,
+    ("soap_muon", "adamw"): 2.0,
+    ("soap", "adamw"): 8.0,
     ("muon", "embedding_soap"): 1.6,
     ("soap_muon", "embedding_soap"): 1.6,
 }
@@ -220,7 +220,7 @@ def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
 
 def _default_rules(name: str) -> dict[str, str | None]:
     """The rules of kinds that name none, under a rule of `[optim]`; None: that of another kind."""
-    return {"experts": name, "matrices": name, "rest": REST_RULES.get(name, "adamw"), "router": None}
+    return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
 
 
 def optim_config(name: str = "soap", **values: Any) -> OptimConfig:
