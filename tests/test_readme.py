@@ -19,7 +19,7 @@ def test_python_blocks_run() -> None:
 
 
 def test_files_and_commands_that_it_names_exist() -> None:
-    for path in re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"configs/\S+\.toml", README):
+    for path in re.findall(r"\]\(([^)#\s]+)", README) + re.findall(r"configs/\S+\.toml", README):
         assert (ROOT / path).exists(), path
     for command in re.findall(r"^lather (\w+)", README, re.MULTILINE):
         assert f"  {command} " in USAGE

@@ -105,12 +105,13 @@ class Findings:
 
 
 def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -> str:
-    """A row per contestant of a setting, best first, against each of the baselines; steps and seconds if there are curves to tell."""
+    """A row per contestant of a setting, best first, against each of the baselines; steps, seconds and costs if they are known."""
     has_curves = any(len(row["validation"]) > 2 for row in findings.rows)
     head = ["rule", "rates", "validation loss"]
     for other in baselines:
         head += [f"less {other}'s", f"steps to {other}'s loss", "seconds to it"][: 3 if has_curves else 1]
-    head += ["optimizer, ms", "state, bytes per parameter"]
+    has_costs = any(row["setting"] == setting for row in findings.costs)
+    head += ["optimizer, ms", "state, bytes per parameter"] if has_costs else []
     lines = [_line(head), _line(["---"] * len(head))]
     for name in findings.contestants(setting):
         rates = next(iter(findings.of(setting, name).values()))["rates"]
@@ -118,7 +119,8 @@ def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -
         for other in baselines:
             cells += _against(findings, setting, name, other)[: 3 if has_curves else 1]
         cost = findings.cost(setting, name)
-        cells += [f"{cost['optimizer_ms']['median']:.1f}", f"{cost['state_bytes'] / cost['parameters']:.1f}"] if cost else ["", ""]
+        if has_costs:
+            cells += [f"{cost['optimizer_ms']['median']:.1f}", f"{cost['state_bytes'] / cost['parameters']:.1f}"] if cost else ["", ""]
         lines.append(_line(cells))
     return "\n".join(lines)
 
@@ -145,14 +147,14 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
-    """The best rates so far of a study with a search, and the loss there; in brackets the runs that the search still needs."""
+    """The best rates so far of a study with a search, and the loss there; and where the search is not at its end."""
     assert study.tuning is not None
     lines = [_line(("setting", "rule", "rates", "validation loss, seed of the search")), _line(["---"] * 4)]
     for setting, contestant in study.pairs():
         best, missing = study.search(contestant, setting, rows)
         row = rows.get(study.run(contestant, setting, study.tuning.seed, best).key)
         loss = "" if row is None else f"{final_loss(row):.4f}"
-        still = f" ({len(missing)} runs to come)" if missing else ""
+        still = " (search goes on)" if missing else ""
         lines.append(_line((setting, f"`{contestant.name}`", " / ".join(f"{rate:.3g}" for rate in best) + still, loss)))
     return "\n".join(lines)
 
