@@ -184,7 +184,7 @@ def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: Ma
 def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: MakeConfig, tmp_path: Path) -> None:
     """Stopped after step 3, when the biases are no longer 0; memory may change on the way."""
     moe = {"bias_update_rate": 0.01, "balance_level": "global_batch", "z_loss_coefficient": 0.01}
-    options: dict[str, Any] = {"moe": moe, "train": {"steps": 6}, "checkpoint": {"every": 10}}
+    options: dict[str, Any] = {"moe": moe, "train": {"steps": 7}, "checkpoint": {"every": 10}}
     whole = run(make_config(run_dir=str(tmp_path / "whole"), **options))
     config = make_config(run_dir=str(tmp_path / "stopped"), **options)
     asked = iter([False] * 3 + [True])

@@ -85,7 +85,7 @@ def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
         ({"train": {"steps": 5}}, "train.steps", "4", "5"),
         ({"seed": 7}, "seed", "0", "7"),
         ({"optim": {"name": "soap_muon"}}, "optim.name", "'soap'", "'soap_muon'"),
-        ({"optim": {"rest": {"lr_factor": 2.0}}}, "optim.rest.lr_factor", "1.0", "2.0"),
+        ({"optim": {"rest": {"lr_factor": 2.0}}}, "optim.rest.lr_factor", "8.0", "2.0"),
         ({"optim": {"experts": {"rule": "muon"}}}, "optim.experts.rule", "''", "'muon'"),
         ({"optim": {"betas": [0.9, 0.99]}}, "optim.betas", "(0.95, 0.95)", "(0.9, 0.99)"),
         ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "None", "4"),
