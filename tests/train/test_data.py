@@ -70,6 +70,16 @@ def test_files_in_sub_folders_are_read_and_what_is_no_text_is_left_out(config: C
     assert [document.name for document in read_corpus(config.data)] == [f"{n}.txt" for n in (0, 1, 2, 3, 4, 6, 7)] + ["more/5.txt"]
 
 
+def test_the_files_of_an_installed_package(config: Config) -> None:
+    import rich
+
+    documents = read_corpus(replace(config.data, source="package:rich", pattern="*.py"))
+    here = Path(rich.__file__).parent
+    files = {path.relative_to(here).as_posix() for path in here.rglob("*.py") if path.read_text("utf-8").strip()}
+    assert {document.name for document in documents} == files
+    assert next(document.text for document in documents if document.name == "console.py") == (here / "console.py").read_text("utf-8")
+
+
 @given(st.integers(2, 60), st.integers(2, 80))
 @example(2, 2)
 @example(2, 80)
@@ -330,6 +340,9 @@ def test_shards_too_small_for_a_window_name_their_field(config: Config) -> None:
 
 SOURCES = {
     "no folder": ({"source": "absent"}, r"data\.source = 'absent' is not a folder: give "),
+    "no package": ({"source": "package:absent"}, r"data\.source = 'package:absent': no package 'absent' is installed here: install it, or"),
+    "a module": ({"source": "package:antigravity"}, r"no package 'antigravity' is installed"),
+    "no name": ({"source": "package:"}, r"no package '' is installed"),
     "no file": ({"pattern": "*.rst"}, r"corpus: 0 text files match data\.pattern = '\*\.rst', but at least 2 .*give another"),
     "one file": ({"pattern": "1.txt"}, r"corpus: 1 text files match data\.pattern = '1\.txt', but at least 2 .*give another"),
     "cache below a file": ({"cache_dir": "/dev/null/cache"}, r"data\.cache_dir = '/dev/null/cache' cannot be written .*give another"),

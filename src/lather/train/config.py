@@ -23,7 +23,7 @@ class DataConfig:
     """Which text is learned, and where its tokens are kept."""
 
     source: str = "python-stdlib"
-    """"python-stdlib": the running Python's own standard library; otherwise a folder of text files."""
+    """"python-stdlib": the running Python's own standard library; "package:NAME": an installed package's files; otherwise a folder."""
     pattern: str = "*.py"
     """Which files below the folder are text (glob on the file name)."""
     tokenizer: str = ""
@@ -40,7 +40,7 @@ class DataConfig:
     """Size of a token shard, tokens."""
 
     def __post_init__(self) -> None:
-        require(bool(self.source), "data.source", self.source, "'python-stdlib' or a folder")
+        require(bool(self.source), "data.source", self.source, "'python-stdlib', 'package:NAME' or a folder")
         require(bool(self.pattern), "data.pattern", self.pattern, "a glob such as '*.txt'")
         require(bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer")
         require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import importlib.util
 import json
 import sysconfig
 import tempfile
@@ -53,12 +54,7 @@ class Document:
 
 def read_corpus(config: DataConfig) -> list[Document]:
     """All text files, sorted by name; a file that is empty or not readable as text is left out."""
-    if config.source == "python-stdlib":
-        root, left_out = Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT
-    else:
-        root, left_out = Path(config.source), {"__pycache__"}
-        if not root.is_dir():
-            raise DataError(f"data.source = {config.source!r} is not a folder: give one that holds text files, or 'python-stdlib'")
+    root, left_out = _source(config.source)
     paths = sorted(path.relative_to(root) for path in root.rglob("*") if fnmatch.fnmatch(path.name, config.pattern))
     documents = []
     for path in paths:
@@ -75,6 +71,23 @@ def read_corpus(config: DataConfig) -> list[Document]:
             "(one is held out): give another folder or pattern"
         )
     return documents
+
+
+def _source(source: str) -> tuple[Path, set[str]]:
+    """The folder of a source, and the names of folders in it that are left out."""
+    if source == "python-stdlib":
+        return Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT
+    kind, colon, name = source.partition(":")
+    if kind == "package" and colon:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                return Path(folder), {"__pycache__"}
+        raise DataError(f"data.source = {source!r}: no package {name!r} is installed here: install it, or give another package or a folder")
+    root = Path(source)
+    if not root.is_dir():
+        raise DataError(f"data.source = {source!r} is not a folder: give one that holds text files, 'python-stdlib' or 'package:NAME'")
+    return root, {"__pycache__"}
 
 
 def split_corpus(documents: Sequence[Document], holdout_every: int) -> dict[str, list[Document]]:
