@@ -7,7 +7,7 @@ CONFIG ?= configs/quickstart.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-convergence bench-convergence-tune bench-convergence-long clean
+.PHONY: help train test test-all lint bench bench-convergence bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,9 +48,6 @@ bench-convergence: $(READY)  ## which rule learns how fast: the short study (an 
 
 bench-convergence-tune: $(READY)  ## the search of rates for the short study (hours; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/tune.toml $(ARGS)
-
-bench-convergence-long: $(READY)  ## the long study (hours; may be stopped, goes on)
-	$(BIN)/lather bench convergence run benchmarks/studies/long.toml $(ARGS)
 
 clean:  ## remove the environment and what training wrote
 	rm -rf $(VENV) runs data

@@ -1,4 +1,4 @@
-"""What follows from the rows of a study: means with intervals over seeds, differences in pairs, steps and seconds to another one's loss.
+"""Conclusions from the rows of a study: means with intervals over seeds, differences in pairs, steps and seconds to another one's loss.
 
 Runs of one seed share the first weights and every batch, so contestants are compared seed by seed, and the interval is that of the
 differences: their mean, plus and minus Student's 97.5 % quantile times the standard error. Seconds are steps times milliseconds that were

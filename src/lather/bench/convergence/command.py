@@ -73,7 +73,7 @@ def run(options: ConvergenceBenchmark) -> int:
 
 
 def load_findings(study: Study, folder: Path) -> Findings:
-    """What the folder's rows say of the study, the newest costs among them."""
+    """The compared rows of a study in a folder, and its newest costs."""
     costs = folder / "costs.jsonl"
     rows = [json.loads(line) for line in costs.read_text().splitlines()] if costs.exists() else []
     newest = {(row["setting"], row["contestant"]): row for row in rows}

@@ -1,4 +1,4 @@
-"""What the optimizers of a study cost: milliseconds of a step and of a gradient, and bytes of state, on a machine that does nothing else.
+"""Costs of the optimizers of a study: milliseconds of a step and of a gradient, and bytes of state, on a machine that does nothing else.
 
 The optimizers of a setting are alive together and take turns: in every round each does whole intervals between refreshes, on gradients of
 real batches. The gradient is the model's of that setting, forward and backward, timed in the same rounds.
@@ -38,7 +38,7 @@ class _Contestant:
     params: list[nn.Parameter]
     optimizer: MatrixOptimizer
     steps: int
-    """Of a round."""
+    """Steps of a round."""
 
     def seconds(self, gradients: list[list[Tensor]], steps: int) -> float:
         """Mean of a step."""
@@ -97,7 +97,7 @@ def _batches(config: Config) -> Batches:
 
 
 def _gradients(engine: Engine, tokens_BS: Tensor) -> list[Tensor]:
-    """Of a batch, clipped or not: only their time and values of a usual size matter."""
+    """The gradients of a batch, not clipped: only their time and their usual size matter."""
     engine.gradients(tokens_BS)
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.clear_gradients()

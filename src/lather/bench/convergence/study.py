@@ -49,7 +49,7 @@ class Run:
     seed: int
     rates: Rates
     mapping: dict[str, Any] = field(repr=False)
-    """What `lather train` takes from a file, without `run_dir`."""
+    """The configuration as `lather train` reads it from a file, without `run_dir`."""
 
     @property
     def key(self) -> str:
@@ -81,12 +81,12 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study file says."""
+    """The contents of a study file."""
 
     name: str
     seeds: tuple[int, ...]
     settings: dict[str, dict[str, Any]]
-    """What `lather train` takes from a file, by name."""
+    """Configurations as `lather train` reads them from a file, by name."""
     contestants: tuple[Contestant, ...]
     tuning: Tuning | None
 
