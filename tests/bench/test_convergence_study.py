@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lather.bench.convergence.study import Run, Study, load_study
+from lather.bench.convergence.study import Study, Trial, load_study
 from lather.errors import ConfigError
 
 HEAD = """\
@@ -41,25 +41,25 @@ def study_of(folder: Path, head: str) -> Study:
     return load_study(file)
 
 
-def finish(study: Study, loss: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
+def finish(study: Study, loss: Callable[[Trial], float]) -> dict[str, dict[str, Any]]:
     """All rows of a study whose runs end at `loss`."""
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(100):
         wanted = study.wanted(rows)
         if not wanted:
             return rows
-        assert not {run.key for run in wanted} & rows.keys()
-        for run in wanted:
-            final = loss(run)
-            row = {"key": run.key, "final": None if math.isinf(final) else final, "rates": run.rates, "seed": run.seed}
-            rows[run.key] = {**row, "setting": run.setting, "contestant": run.contestant}
+        assert not {trial.key for trial in wanted} & rows.keys()
+        for trial in wanted:
+            final = loss(trial)
+            row = {"key": trial.key, "final": None if math.isinf(final) else final, "rates": trial.rates, "seed": trial.seed}
+            rows[trial.key] = {**row, "setting": trial.setting, "contestant": trial.contestant}
     raise AssertionError("the study does not end")
 
 
 def test_runs_of_a_comparison(tmp_path: Path) -> None:
     study = study_of(tmp_path, COMPARE)
     runs = study.wanted({})
-    assert [(run.setting, run.contestant, run.seed) for run in runs] == [
+    assert [(trial.setting, trial.contestant, trial.seed) for trial in runs] == [
         ("small", "muon", 1),
         ("small", "muon", 2),
         ("small", "adamw", 1),
@@ -69,15 +69,18 @@ def test_runs_of_a_comparison(tmp_path: Path) -> None:
     ]
     config = runs[0].config(tmp_path / "run")
     assert (config.seed, config.optim.lr, config.optim.rest.lr, config.train.batch_size) == (1, 1e-2, 2e-2, 2)  # type: ignore[attr-defined]
-    assert len({run.key for run in runs}) == len(runs)
+    assert len({trial.key for trial in runs}) == len(runs)
 
 
 def test_a_part_of_a_study(tmp_path: Path) -> None:
     study = study_of(tmp_path, COMPARE)
-    assert {(run.setting, run.contestant) for run in study.limited_to(["small"], []).wanted({})} == {("small", "muon"), ("small", "adamw")}
-    assert {(run.setting, run.contestant) for run in study.limited_to([], ["muon"]).wanted({})} == {("small", "muon"), ("large", "muon")}
-    assert study.limited_to(["large"], ["adamw"]).wanted({}) == []
-    assert {run.key for run in study.limited_to(["large"], []).wanted({})} < {run.key for run in study.wanted({})}
+
+    def pairs(part: Study) -> set[tuple[str, str]]:
+        return {(trial.setting, trial.contestant) for trial in part.wanted({})}
+
+    assert pairs(study.limited_to(["small"], [])) == {("small", "muon"), ("small", "adamw")}
+    assert pairs(study.limited_to([], ["muon"])) == {("small", "muon"), ("large", "muon")}
+    assert {trial.key for trial in study.limited_to(["large"], []).wanted({})} < {trial.key for trial in study.wanted({})}
     with pytest.raises(ConfigError, match=r"--settings = 'huge'.*small, large"):
         study.limited_to(["huge"], [])
 
@@ -86,10 +89,10 @@ def test_a_row_stands_for_its_run_alone(tmp_path: Path) -> None:
     study = study_of(tmp_path, COMPARE)
     first = study.wanted({})[0]
     left = study.wanted({first.key: {"key": first.key, "final": 1.0}})
-    assert [run.key for run in left] == [run.key for run in study.wanted({})[1:]]
+    assert [trial.key for trial in left] == [trial.key for trial in study.wanted({})[1:]]
     changed = tmp_path / "study.toml"
     changed.write_text(changed.read_text().replace("momentum = 0.9", "momentum = 0.8"))
-    assert first.key not in {run.key for run in load_study(changed).wanted({})}
+    assert first.key not in {trial.key for trial in load_study(changed).wanted({})}
 
 
 @settings(max_examples=50, deadline=None)
@@ -98,9 +101,9 @@ def test_the_search_ends_inside_what_it_tried(best: tuple[float, float], tilt: f
     """On a bowl anywhere the rates that it ends at are better than their four neighbours, all of which were tried."""
     study = study_of(tmp_path_factory.mktemp("study"), TUNE)
 
-    def loss(run: Run) -> float:
-        start = {"muon": {"small": (1e-2, 2e-2), "large": (2e-2, 2e-2)}, "adamw": {"small": (3e-3, 1e-2)}}[run.contestant][run.setting]
-        x, y = (math.log2(rate / first) - middle for rate, first, middle in zip(run.rates, start, best, strict=True))
+    def loss(trial: Trial) -> float:
+        start = {"muon": {"small": (1e-2, 2e-2), "large": (2e-2, 2e-2)}, "adamw": {"small": (3e-3, 1e-2)}}[trial.contestant][trial.setting]
+        x, y = (math.log2(rate / first) - middle for rate, first, middle in zip(trial.rates, start, best, strict=True))
         return math.inf if x > 3 else 3 + x * x + y * y + tilt * x * y
 
     rows = finish(study, loss)
@@ -111,15 +114,15 @@ def test_the_search_ends_inside_what_it_tried(best: tuple[float, float], tilt: f
         at_best = [row for row in tried.values() if row["rates"] == rates]
         assert at_best
         for lr, rest in ((2, 1), (0.5, 1), (1, 2), (1, 0.5)):
-            key = study.run(contestant, setting, 0, (rates[0] * lr, rates[1] * rest)).key
-            assert rows[key]["final"] is None or rows[key]["final"] >= rows[study.run(contestant, setting, 0, rates).key]["final"]
+            key = study.trial(contestant, setting, 0, (rates[0] * lr, rates[1] * rest)).key
+            assert rows[key]["final"] is None or rows[key]["final"] >= rows[study.trial(contestant, setting, 0, rates).key]["final"]
     compared = study.compared(rows)
     assert sorted({row["seed"] for row in compared}) == [1, 2]
     assert len(compared) == 6
 
 
 def test_a_rule_that_always_diverges_ends_the_search(tmp_path: Path) -> None:
-    finish(study_of(tmp_path, TUNE), lambda run: math.inf)
+    finish(study_of(tmp_path, TUNE), lambda trial: math.inf)
 
 
 @pytest.mark.parametrize(

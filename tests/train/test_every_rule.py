@@ -62,7 +62,7 @@ def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
 def test_the_options_of_a_users_rule_are_fields(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(config), "--optim.name", LION, "--optim.betas", "0.8", "0.98", "--optim.rest.betas", "0.5", "0.6"]
     optim = _read(arguments)[0].optim
-    assert (optim.name, optim.lr) == (LION, 1e-3)
+    assert (optim.name, optim.peak_lr, optim.resolved(8192).lr) == (LION, 1e-3, 1e-3)
     experts, rest = (optim.rule_of(kind) for kind in ("experts", "rest"))  # type: ignore[attr-defined]
     assert (experts.betas, experts.matrix_layout, rest.betas) == ((0.8, 0.98), "per_expert", (0.5, 0.6))
     with pytest.raises(SystemExit):

@@ -130,7 +130,7 @@ def test_a_value_out_of_range_is_refused_by_field_value_and_constraint(name: str
 def test_a_configuration_can_be_copied_and_written(name: str) -> None:
     optim = optim_config(name, experts={"rule": "muon", "lr": 0.125}, rest={"betas": (0.5, 0.6)})
     assert pickle.loads(pickle.dumps(optim)) == optim
-    assert optim.resolved().resolved() == optim.resolved()
+    assert optim.resolved(1024).resolved(8192) == optim.resolved(1024)
 
 
 # --- kinds --------------------------------------------------------------------------------------------------------------------------
@@ -168,6 +168,17 @@ def test_rates_of_kinds(name: str) -> None:
     assert own.describe_rates() == "; ".join(f"{rate} for {kinds}" for kinds, rate in expected.items())
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_a_rate_that_is_left_out_follows_the_tokens_of_a_step(name: str) -> None:
+    """As their fourth root between the sizes that were measured, and not beyond them; a rate that is given stays."""
+    optim = optim_of(name=name, rest={"lr_factor": 2.0})
+    rates = {tokens: optim.resolved(tokens).peak_lr for tokens in (1, 1024, 4096, 8192, 2**22)}
+    least = optim.peak_lr
+    assert rates == pytest.approx({1: least, 1024: least, 4096: least * 4**0.25, 8192: least * 8**0.25, 2**22: least * 8**0.25}, rel=5e-3)
+    assert optim.resolved(8192).lr_of("rest") == 2 * rates[8192]  # type: ignore[attr-defined]
+    assert optim_of(name=name, lr=0.5).resolved(8192).lr == 0.5
+
+
 def test_a_rate_and_a_factor_are_refused() -> None:
     message = refusal(rest={"lr": 1e-3, "lr_factor": 2.0})
     assert message == "optim.rest.lr = 0.001 and optim.rest.lr_factor = 2.0 are both given: leave one of them out"
@@ -177,15 +188,15 @@ def test_a_rate_and_a_factor_are_refused() -> None:
 def test_kinds_on_the_command_line(file: Path) -> None:
     words = ["--optim.rest.lr-factor", "4", "--optim.rest.betas", "0.9", "0.99", "--optim.experts.rule", "muon"]
     optim = optim_of(str(file), *words, "--optim.experts.momentum=0.8", "--optim.experts.nesterov", "False")
-    assert (optim.lr_of("rest"), optim.rule_of("rest").betas) == (4 * optim.lr, (0.9, 0.99))  # type: ignore[attr-defined]
+    assert (optim.lr_of("rest"), optim.rule_of("rest").betas) == (4 * optim.peak_lr, (0.9, 0.99))  # type: ignore[attr-defined]
     experts = optim.rule_of("experts")
     assert (experts.name, experts.momentum, experts.nesterov) == ("muon", 0.8, False)  # type: ignore[attr-defined]
 
 
 def test_resolved_says_what_follows_from_defaults() -> None:
-    rest = optim_of(name="muon").resolved().section("rest")  # type: ignore[attr-defined]
+    rest = optim_of(name="muon").resolved(1024).section("rest")  # type: ignore[attr-defined]
     assert (rest.rule, rest.lr_factor, rest.betas, rest.weight_decay) == ("adamw", 2.0, (0.9, 0.95), None)
-    rest = optim_of(name="muon", rest={"rule": "embedding_soap"}).resolved().section("rest")  # type: ignore[attr-defined]
+    rest = optim_of(name="muon", rest={"rule": "embedding_soap"}).resolved(1024).section("rest")  # type: ignore[attr-defined]
     assert (rest.rule, rest.lr_factor, rest.betas) == ("embedding_soap", 1.6, (0.9, 0.95))
     assert (rest.sides, rest.precondition_frequency, rest.second_moment) == ("smaller", 1, "rotate")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from lather.errors import ConfigError, RunError
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
+from lather.train.optim_config import optim_config
 from lather.train.run_dir import RunDirectory
 
 MakeConfig = Callable[..., Config]
@@ -24,6 +26,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from lather.train.config_file import load_config
+from lather.train.optim_config import optim_config
 from lather.train.run_dir import RunDirectory
 held = RunDirectory.open(load_config(Path(sys.argv[1])))
 print("held", flush=True)
@@ -99,6 +102,16 @@ def test_another_configuration_is_refused_by_field_and_both_values(
         message = refusal(make_config(**change))
     assert message.startswith(f"run_dir = {str(begun)!r} belongs to another configuration: {key} is {theirs} there and {mine} here")
     assert "give another --run-dir" in message
+
+
+def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Whatever the default was when it was begun."""
+    first = make_config(optim={"lr": 0.123}, run_dir=str(tmp_path / "run"))
+    RunDirectory.open(first).close()
+    optim = {key: value for key, value in asdict(first.optim).items() if key != "lr"}
+    again = RunDirectory.open(replace(first, optim=optim_config(**optim)))
+    again.close()
+    assert again.config.optim.lr == 0.123
 
 
 def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -> None:

@@ -268,8 +268,8 @@ class Config:
         return number
 
     def resolved(self) -> Config:
-        """With the defaults of `[optim]` that depend on its rules, as the run directory keeps it."""
-        return replace(self, optim=self.optim.resolved())
+        """With the defaults of `[optim]` that depend on its rules and on the batch, as the run directory keeps it."""
+        return replace(self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length))
 
     def resolved_moe(self) -> MoEConfig:
         """With the model's own coefficient of the balance loss, if none is given."""

@@ -200,7 +200,8 @@ class _Run:
         display.note(
             f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, {len(shards):,} training windows"
         )
-        display.note(f"peak learning rates: {config.optim.describe_rates()}")
+        tokens = train.batch_size * train.sequence_length
+        display.note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
         if mesh.pp > 1:
             display.note(divide_layers(config, 2 * mesh.pp).describe("M parameters"))
         self.resumed_step = self.progress.step if existing else None
@@ -286,7 +287,7 @@ class _Run:
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
-                f"lower optim.lr (now {self.config.optim.lr}) or raise optim.warmup_steps, and start in another run directory"
+                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and start in another run directory"
             )
 
     @contextlib.contextmanager

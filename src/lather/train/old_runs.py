@@ -95,7 +95,8 @@ def build_old_optimizer(config: OldOptimConfig, parameters: LocalParameters | li
     """SOAP on matrices and experts with AdamW on the rest, or torch's AdamW on everything, as it was."""
     if config.name == "adamw":
         named = parameters.named() if isinstance(parameters, LocalParameters) else parameters
-        return torch.optim.AdamW(named, lr=config.lr, betas=config.adam_betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+        own: dict[str, Any] = {"betas": config.adam_betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        return torch.optim.AdamW(named, lr=config.peak_lr, **own, fused=True)
     groups = parameter_groups(parameters.spread() if isinstance(parameters, LocalParameters) else parameters)
     for group in groups:
         group.update({"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"})

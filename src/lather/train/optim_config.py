@@ -26,7 +26,9 @@ from lather.optim.options import options_of
 from lather.optim.rules import RULES
 from lather.train.rule_fields import (
     DEFAULT_LR,
+    MEASURED_TOKENS,
     as_text,
+    default_lr,
     described,
     fields_of,
     inherited_by,
@@ -63,8 +65,8 @@ class OptimConfig:
 
     name: str = "soap"
     """The rule of matrices and experts."""
-    lr: float = DEFAULT_LR
-    """Peak learning rate of matrices and experts."""
+    lr: float | None = None
+    """Peak learning rate of matrices and experts; left out: the rule's, for as many tokens as a step has."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
     """Shape of the rate after warm-up, for all parameters; wsd: constant, then linear over the last decay_fraction."""
     warmup_steps: int = 20
@@ -81,13 +83,19 @@ class OptimConfig:
         require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
-    def resolved(self) -> OptimConfig:
-        """The values with what follows from defaults that are no field's: rule, rate and options of kinds that are not as [optim] says."""
+    @property
+    def peak_lr(self) -> float:
+        """`lr`; where it is left out, the rule's for steps of 1,024 tokens."""
+        return DEFAULT_LR if self.lr is None else self.lr
+
+    def resolved(self, tokens_per_step: int) -> OptimConfig:
+        """The values with what follows from defaults that are no field's: the rate for steps of so many tokens; rule, rate and options of
+        kinds that are not as [optim] says."""
         return self
 
     def describe_rates(self) -> str:
         """The rule and peak learning rate of every kind of parameters, for the reader of a run."""
-        return f"{self.name} at {self.lr:g}"
+        return f"{self.name} at {self.peak_lr:.3g}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,12 @@ class RuleOptimConfig(OptimConfig):
     @property
     def rule(self) -> Rule:
         """The rule of [optim]; raises ConfigError if its options do not go together."""
-        return _made(self.rules[""], {"nonfinite": "ignore", **{name: getattr(self, name) for name in fields_of(self.rules[""])}}, "optim.")
+        options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
+        return _made(self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim.")
+
+    @property
+    def peak_lr(self) -> float:
+        return default_lr(self.rules[""]) if self.lr is None else self.lr
 
     @property
     def stacks_experts(self) -> bool:
@@ -155,19 +168,19 @@ class RuleOptimConfig(OptimConfig):
                 raise ConfigError(
                     f"optim.{kind}.lr = {section.lr} and optim.{kind}.lr_factor = {section.lr_factor} are both given: leave one of them out"
                 )
-            if not self.lr and section.lr:
+            if not self.peak_lr and section.lr:
                 raise ConfigError(
                     f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all rates follow that of optim.lr: give it a number > 0"
                 )
             return section.lr
         if section.lr_factor is None and kind == "router" and not section.rule:
             return self.lr_of("rest")
-        return self.lr * self._factor(kind)
+        return self.peak_lr * self._factor(kind)
 
     def describe_rates(self) -> str:
         kinds: dict[str, list[str]] = {}
         for kind in KINDS:
-            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):g}", []).append(kind)
+            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(kind)
         return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
 
     def _factor(self, kind: str) -> float:
@@ -181,7 +194,7 @@ class RuleOptimConfig(OptimConfig):
         own = {name: value for name, value in own.items() if value is not None}
         return own if kind != "router" or section.rule else self._own("rest") | own
 
-    def resolved(self) -> OptimConfig:
+    def resolved(self, tokens_per_step: int) -> OptimConfig:
         changes: dict[str, KindConfig] = {}
         for kind, rule in self.rules.items():
             if not kind or (kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)):
@@ -192,7 +205,8 @@ class RuleOptimConfig(OptimConfig):
             changes[kind] = replace(
                 section, rule=name_of(rule), lr_factor=factor, **{name: as_text(getattr(made, name)) for name in chosen}
             )
-        return replace(self, **changes)  # type: ignore[arg-type]
+        lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
+        return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
         """Classes that are made as needed cannot be found by name: a copy is made from the values."""
@@ -290,8 +304,11 @@ def _name_field(rule: type[Rule]) -> Any:
 
 
 def _lr_field(rule: type[Rule]) -> Any:
-    text = "Peak learning rate of matrices and experts."
-    return ("lr", Annotated[float, tyro.conf.arg(help=text)], fields_of(rule)["lr"][1])
+    least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
+    of_default = f"(default: {least:g})"
+    if most != least:
+        of_default = f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
+    return ("lr", _quiet(float | None, "Peak learning rate of matrices and experts.", of_default), None)
 
 
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:

@@ -39,7 +39,7 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
         options = {name: getattr(rule, name) for name in options_of(type(rule))}
         if rule.elementwise and options["state_dtype"] == torch.float32 and all(p.dtype == torch.float64 for _, p in named):
             options["state_dtype"] = torch.float64
-        factor = config.lr_of(kind) / config.lr if config.lr else 1.0
+        factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
     return _optimizer(config.rule, groups)
 

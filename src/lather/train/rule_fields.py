@@ -40,6 +40,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 DEFAULT_LR = 6e-3
 """Learning rate of rules that have none of their own."""
 
+MEASURED_TOKENS = 1024, 8192
+"""Tokens a step between which the best rates were measured (docs/results.md): beyond them the default rate stays what it is there."""
+LR_EXPONENT = 0.25
+"""Power of the tokens of a step with which the default rate grows: the best one grew with 0.23 for Muon, 0.33 for AdamW."""
+
 PLAIN = (bool, int, float, str)
 """Types of values, in the order in which a value is tried."""
 
@@ -70,6 +75,15 @@ def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
         if hint is not None:
             found[name] = (hint, _default(rule, option, hint))
     return found
+
+
+def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
+    """The peak learning rate of matrices under a rule, where none is given; that of a rule of the user's own does not grow."""
+    own = float(fields_of(rule)["lr"][1])
+    if rule not in RULES.values():
+        return own
+    least, most = MEASURED_TOKENS
+    return float(f"{own * (min(max(tokens_per_step, least), most) / least) ** LR_EXPONENT:.3g}")
 
 
 def own_fields(rule: type[Rule]) -> list[str]:

@@ -107,6 +107,8 @@ def _in_its_terms(path: Path, config: Config) -> Config:
         before = load_run(path).resolved()
     except ConfigError as error:
         raise RunError(f"{error}; give another --run-dir, or delete {path}") from None
+    if config.optim.lr is None:
+        config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     if isinstance(before.optim, OldOptimConfig):
         config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()

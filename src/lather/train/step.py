@@ -22,7 +22,7 @@ from lather.train.optimizer import LR_FACTOR
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     """`optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return config.peak_lr * step / config.warmup_steps
     start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
     shape = {
@@ -31,7 +31,7 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
         "wsd": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[config.schedule]
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+    return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
 def pick_device(name: str) -> torch.device:

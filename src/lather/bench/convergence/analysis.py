@@ -152,7 +152,7 @@ def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
     lines = [_line(("setting", "rule", "rates", "validation loss, seed of the search")), _line(["---"] * 4)]
     for setting, contestant in study.pairs():
         best, missing = study.search(contestant, setting, rows)
-        row = rows.get(study.run(contestant, setting, study.tuning.seed, best).key)
+        row = rows.get(study.trial(contestant, setting, study.tuning.seed, best).key)
         loss = "" if row is None else f"{final_loss(row):.4f}"
         still = " (search goes on)" if missing else ""
         lines.append(_line((setting, f"`{contestant.name}`", " / ".join(f"{rate:.3g}" for rate in best) + still, loss)))

@@ -31,7 +31,7 @@ WARM_UP = 12
 
 
 @dataclass
-class _Contestant:
+class _Timed:
     """An optimizer with parameters of its own."""
 
     name: str
@@ -56,7 +56,7 @@ def measure(study: Study, folder: Path) -> Iterator[Row]:
     """A row for each setting and contestant of the study."""
     for setting in study.settings:
         names = {contestant.name: contestant for where, contestant in study.pairs() if where == setting}
-        configs = {name: study.run(one, setting, 0, one.rates[setting]).config(folder) for name, one in names.items()}
+        configs = {name: study.trial(one, setting, 0, one.rates[setting]).config(folder) for name, one in names.items()}
         if configs:
             yield from _measure_setting(setting, configs)
 
@@ -66,7 +66,7 @@ def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
     engine = build_engine(config, Mesh.single(torch.device("cpu")))
     batch = _batches(config)
     gradients = [_gradients(engine, batch.batch(step)) for step in range(1, 5)]
-    contestants = [_contestant(name, config, engine) for name, config in configs.items()]
+    contestants = [_timed(name, config, engine) for name, config in configs.items()]
     for one in contestants:
         one.seconds(gradients, WARM_UP)
     times: dict[str, list[float]] = {one.name: [] for one in contestants}
@@ -104,13 +104,13 @@ def _gradients(engine: Engine, tokens_BS: Tensor) -> list[Tensor]:
     return found
 
 
-def _contestant(name: str, config: Config, engine: Engine) -> _Contestant:
+def _timed(name: str, config: Config, engine: Engine) -> _Timed:
     named = [(key, nn.Parameter(p.detach().clone())) for key, p in engine.parameters.spread()]
     optimizer = build_optimizer(config.optim, named)
     assert isinstance(optimizer, MatrixOptimizer)
     frequencies = [group.get("precondition_frequency", 1) for group in optimizer.param_groups]
     every = math.lcm(*(frequency for frequency in frequencies if isinstance(frequency, int)))
-    return _Contestant(name, [p for _, p in named], optimizer, every * -(-STEPS // every))
+    return _Timed(name, [p for _, p in named], optimizer, every * -(-STEPS // every))
 
 
 def _tensors(state: object) -> Iterator[Tensor]:

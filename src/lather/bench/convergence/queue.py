@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lather.bench.convergence.study import Row, Run, Study, rows_by_key
+from lather.bench.convergence.study import Row, Study, Trial, rows_by_key
 from lather.bench.convergence.training import forget, perform
 from lather.errors import UserError
 from lather.train.data import prepare
@@ -46,7 +46,7 @@ class Queue:
     """The part of a row that is the same for all: commit, hardware, versions."""
     report: Callable[[str], None]
     rows: dict[str, Row] = field(default_factory=dict)
-    running: dict[str, tuple[Run, BaseProcess]] = field(default_factory=dict)
+    running: dict[str, tuple[Trial, BaseProcess]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
 
     def work(self, seconds: float) -> bool:
@@ -69,67 +69,67 @@ class Queue:
 
     def _prepare_data(self) -> None:
         """Make the data sets, in a process that then ends, before there are several that would."""
-        for run in {run.setting: run for run in self.study.wanted(self.rows)}.values():
-            config = run.config(self.folder)
+        for trial in {trial.setting: trial for trial in self.study.wanted(self.rows)}.values():
+            config = trial.config(self.folder)
             process = FORK.Process(target=prepare, args=(config.data, config.model.vocab_size, self.report))
             process.start()
             process.join()
             if process.exitcode:
-                raise UserError(f"the data of setting {run.setting!r} cannot be prepared; see above")
+                raise UserError(f"the data of setting {trial.setting!r} cannot be prepared; see above")
 
-    def _start(self, wanted: list[Run]) -> None:
-        for run in wanted:
+    def _start(self, wanted: list[Trial]) -> None:
+        for trial in wanted:
             if len(self.running) == self.workers:
                 return
-            if run.key not in self.running:
-                process = FORK.Process(target=_child, args=(run, self._place(run), os.getpid()), name=run.key)
+            if trial.key not in self.running:
+                process = FORK.Process(target=_child, args=(trial, self._place(trial), os.getpid()), name=trial.key)
                 process.start()
-                self.running[run.key] = run, process
+                self.running[trial.key] = trial, process
 
-    def _place(self, run: Run) -> Path:
-        return self.folder / "runs" / run.key
+    def _place(self, trial: Trial) -> Path:
+        return self.folder / "runs" / trial.key
 
     def _collect(self) -> None:
-        for key, (run, process) in [*self.running.items()]:
+        for key, (trial, process) in [*self.running.items()]:
             if process.is_alive():
                 continue
             process.join()
             del self.running[key]
-            result = self._place(run) / "row.json"
+            result = self._place(trial) / "row.json"
             if result.exists():
-                self._keep(run, json.loads(result.read_text()))
+                self._keep(trial, json.loads(result.read_text()))
             else:
-                self._failed(run, process.exitcode)
+                self._failed(trial, process.exitcode)
 
-    def _keep(self, run: Run, row: Row) -> None:
+    def _keep(self, trial: Trial, row: Row) -> None:
         row = {**self.common, "study": self.study.name, **row}
         append_row(self.folder / "rows.jsonl", row)
-        self.rows[run.key] = row
-        forget(self._place(run))
+        self.rows[trial.key] = row
+        forget(self._place(trial))
         final = "diverged" if row["final"] is None else f"{row['final']:.4f}"
-        rates = " / ".join(f"{rate:g}" for rate in run.rates)
+        rates = " / ".join(f"{rate:g}" for rate in trial.rates)
         left = len(self.study.wanted(self.rows))
-        self.report(f"{run.setting} {run.contestant} {rates} seed {run.seed}: {final}  ({row['seconds']:.0f} s; {left} more known)")
+        self.report(f"{trial.setting} {trial.contestant} {rates} seed {trial.seed}: {final}  ({row['seconds']:.0f} s; {left} more known)")
 
-    def _failed(self, run: Run, code: int | None) -> None:
-        self.failures[run.key] = self.failures.get(run.key, 0) + 1
-        if self.failures[run.key] > 1:
-            error = self._place(run) / "error.txt"
+    def _failed(self, trial: Trial, code: int | None) -> None:
+        self.failures[trial.key] = self.failures.get(trial.key, 0) + 1
+        if self.failures[trial.key] > 1:
+            error = self._place(trial) / "error.txt"
             text = error.read_text() if error.exists() else f"its process ended with exit code {code}"
-            raise UserError(f"run {run.key} ({run.setting}, {run.contestant}, seed {run.seed}) failed twice: {text}")
+            raise UserError(f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed twice: {text}")
 
     def _stop(self) -> None:
         """Have children save and end."""
         for _, process in self.running.values():
             process.terminate()
-        for run, process in self.running.values():
+        for trial, process in self.running.values():
             process.join()
-            if (result := self._place(run) / "row.json").exists():  # it had just finished
-                self._keep(run, json.loads(result.read_text()))
+            if (result := self._place(trial) / "row.json").exists():  # it had just finished
+                self._keep(trial, json.loads(result.read_text()))
         self.running.clear()
 
 
-def _child(run: Run, folder: Path, parent: int) -> None:
+def _child(trial: Trial, folder: Path, parent: int) -> None:
     """Perform a run on one core; what it leaves is `row.json`, or `error.txt`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which says what to do
     stopped = False
@@ -142,7 +142,7 @@ def _child(run: Run, folder: Path, parent: int) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        row = perform(run, folder / "run", lambda: stopped or os.getppid() != parent)
+        row = perform(trial, folder / "run", lambda: stopped or os.getppid() != parent)
         if row is not None:
             aside = folder / "row.partial.json"
             aside.write_text(json.dumps(row))

@@ -41,7 +41,7 @@ MOST_HALVINGS = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class Trial:
     """One training run of a study."""
 
     setting: str
@@ -90,10 +90,10 @@ class Study:
     contestants: tuple[Contestant, ...]
     tuning: Tuning | None
 
-    def run(self, contestant: Contestant, setting: str, seed: int, rates: Rates) -> Run:
+    def trial(self, contestant: Contestant, setting: str, seed: int, rates: Rates) -> Trial:
         lr, rest = (float(f"{rate:.9g}") for rate in rates)
         optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
-        return Run(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
+        return Trial(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
 
     def limited_to(self, settings: Sequence[str], contestants: Sequence[str]) -> Study:
         """The part of it with these names; empty: all. Raises ConfigError for a name that there is not."""
@@ -122,10 +122,10 @@ class Study:
         best, missing = self.search(contestant, setting, rows)
         return None if missing else best
 
-    def wanted(self, rows: Mapping[str, Row]) -> list[Run]:
+    def wanted(self, rows: Mapping[str, Row]) -> list[Trial]:
         """The runs that can be begun, in order; `rows` are the finished ones by key. Empty: the study is done."""
-        runs = [run for setting, contestant in self.pairs() for run in self._wanted_of(contestant, setting, rows)]
-        unique = {run.key: run for run in runs if run.key not in rows}
+        runs = [trial for setting, contestant in self.pairs() for trial in self._wanted_of(contestant, setting, rows)]
+        unique = {trial.key: trial for trial in runs if trial.key not in rows}
         return list(unique.values())
 
     def compared(self, rows: Mapping[str, Row]) -> list[Row]:
@@ -134,45 +134,45 @@ class Study:
         for setting, contestant in self.pairs():
             rates = self.best_rates(contestant, setting, rows)
             if rates is not None:
-                keys = [self.run(contestant, setting, seed, rates).key for seed in self.seeds]
+                keys = [self.trial(contestant, setting, seed, rates).key for seed in self.seeds]
                 found += [{**rows[key], "setting": setting, "contestant": contestant.name} for key in keys if key in rows]
         return found
 
-    def _wanted_of(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> list[Run]:
+    def _wanted_of(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> list[Trial]:
         if self.tuning is not None:
             best, missing = self.search(contestant, setting, rows)
             if missing:
                 return missing
         else:
             best = contestant.rates[setting]
-        return [self.run(contestant, setting, seed, best) for seed in self.seeds]
+        return [self.trial(contestant, setting, seed, best) for seed in self.seeds]
 
-    def search(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Run]]:
+    def search(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Trial]]:
         """The best rates so far, and the runs that have to be made before these can be judged."""
         assert self.tuning is not None
         lr, rest = contestant.rates[setting]
         factor, seed = self.tuning.factor, self.tuning.seed
 
-        def run_at(point: tuple[int, int]) -> Run:
-            return self.run(contestant, setting, seed, (lr * factor ** point[0], rest * factor ** point[1]))
+        def trial_at(point: tuple[int, int]) -> Trial:
+            return self.trial(contestant, setting, seed, (lr * factor ** point[0], rest * factor ** point[1]))
 
         losses: dict[tuple[int, int], float] = {}
         around = {(0, 0)}
         while True:
-            missing = [run for point in sorted(around) if (run := run_at(point)).key not in rows]
-            losses |= {point: final_loss(rows[run.key]) for point in around if (run := run_at(point)).key in rows}
+            missing = [trial for point in sorted(around) if (trial := trial_at(point)).key not in rows]
+            losses |= {point: final_loss(rows[trial.key]) for point in around if (trial := trial_at(point)).key in rows}
             if not losses:
                 return (lr, rest), missing
             best = min(losses, key=lambda point: losses[point])
             if missing:
-                return run_at(best).rates, missing
+                return trial_at(best).rates, missing
             x, y = best
             if math.isfinite(losses[best]):
                 around = {(x - 1, y), (x + 1, y), (x, y - 1), (x, y + 1)} - losses.keys()
             else:  # everything diverged so far
                 around = {(-len(losses), -len(losses))} if len(losses) <= MOST_HALVINGS else set()
             if not around:
-                return run_at(best).rates, []
+                return trial_at(best).rates, []
 
 
 def final_loss(row: Row) -> float:
@@ -196,7 +196,7 @@ def load_study(path: Path) -> Study:
         study = _study(mapping)
         for setting, contestant in study.pairs():
             try:
-                study.run(contestant, setting, 0, contestant.rates[setting]).config(Path("unused"))
+                study.trial(contestant, setting, 0, contestant.rates[setting]).config(Path("unused"))
             except ConfigError as error:
                 raise ConfigError(f"contestant {contestant.name!r} in setting {setting!r}: {error}") from None
     except ConfigError as error:

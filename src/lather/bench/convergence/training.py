@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lather.bench.convergence.study import Row, Run
+from lather.bench.convergence.study import Row, Trial
 from lather.train.loop import DivergedError, train
 from lather.train.metrics import StepRow, read_rows, training_rows
 
@@ -28,30 +28,30 @@ class Silent:
         pass
 
 
-def perform(run: Run, folder: Path, stop: Callable[[], bool]) -> Row | None:
+def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
     """Train to the end in `folder`, a folder of the run's own, and return its row; None if it was stopped before. Raises UserError."""
-    config = run.config(folder)
+    config = trial.config(folder)
     try:
         outcome = train(config, Silent(), stop)
     except DivergedError:
-        return row_of(run, folder, diverged=True)
-    return row_of(run, folder, diverged=False) if outcome.finished else None
+        return row_of(trial, folder, diverged=True)
+    return row_of(trial, folder, diverged=False) if outcome.finished else None
 
 
-def row_of(run: Run, folder: Path, *, diverged: bool) -> Row:
+def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
     """The row of a finished run."""
     rows = read_rows(folder / "metrics.jsonl")
     steps: list[dict[str, Any]] = list(training_rows(rows))
     validation = [[row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row]
-    config = run.config(folder)
+    config = trial.config(folder)
     return {
         "benchmark": "convergence",
-        "key": run.key,
-        "setting": run.setting,
-        "contestant": run.contestant,
-        "seed": run.seed,
-        "rates": list(run.rates),
-        "optim": run.mapping["optim"],
+        "key": trial.key,
+        "setting": trial.setting,
+        "contestant": trial.contestant,
+        "seed": trial.seed,
+        "rates": list(trial.rates),
+        "optim": trial.mapping["optim"],
         "steps": config.train.steps,
         "tokens_per_step": config.train.batch_size * config.train.sequence_length,
         "final": None if diverged else validation[-1][1],
