@@ -1,19 +1,18 @@
 """What the pages of docs/ and the README say is so: links lead somewhere, tables are those of the code, code runs."""
 
 import importlib
-import importlib.util
 import math
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import option_tables
 from lather import optim
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import options_of
@@ -71,21 +70,11 @@ def test_scripts_that_it_names_exist(page: Path) -> None:
 # --- tables -------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def option_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("option_tables", DOCS / "option_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_option_tables_are_those_of_the_rules(option_tables: ModuleType) -> None:
+def test_the_option_tables_are_those_of_the_rules() -> None:
     assert option_tables.main(["--check"]) == 0, "run python docs/option_tables.py"
 
 
-def test_every_option_of_every_rule_is_in_a_table(option_tables: ModuleType) -> None:
+def test_every_option_of_every_rule_is_in_a_table() -> None:
     page = REFERENCE.read_text()
     tables = dict(re.findall(r"<!-- options of (\w+) -->\n(.*?)<!-- end of options -->", page, re.DOTALL))
     assert {"Rule", "BasisRule"} | {rule.__name__ for rule in RULES.values()} == set(tables)
@@ -96,7 +85,7 @@ def test_every_option_of_every_rule_is_in_a_table(option_tables: ModuleType) -> 
 
 
 def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
-    option_tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(REFERENCE.read_text().replace("| `momentum` | `0.95` |", "| `momentum` | `0.9` |"))

@@ -1,38 +1,27 @@
 """docs/results.md and the numbers that README and docs quote are those of the rows under benchmarks/results."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+import result_tables
+from lather.bench.convergence.queue import read_rows
 
 
-@pytest.fixture(scope="module")
-def result_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("result_tables", REPOSITORY / "docs/result_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_and_quoted_numbers_are_those_of_the_rows(result_tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_and_quoted_numbers_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["result_tables.py", "--check"])
     assert result_tables.main() == 0
 
 
-def test_pages_quote_numbers(result_tables: ModuleType) -> None:
+def test_pages_quote_numbers() -> None:
     """So that the test above has something to find."""
     quoted = [quote for page in result_tables.pages() for quote in result_tables.QUOTED.findall(page.read_text())]
     assert len(quoted) >= 5
     assert len(result_tables.TABLE.findall(result_tables.PAGE.read_text())) >= 2
 
 
-def test_a_wrong_number_is_noticed(result_tables: ModuleType, tmp_path: Path) -> None:
+def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     """To the last digit that is shown, sign and unit aside; and a title that means nothing."""
     rows = tmp_path / "quickstart.jsonl"
     rows.write_text(json.dumps({"contestant": "muon", "loss": 4.0672, "seconds": 1234.5}) + "\n")
@@ -51,9 +40,7 @@ def test_a_wrong_number_is_noticed(result_tables: ModuleType, tmp_path: Path) ->
     assert "is no quotable number" in wrong("4.07", "whatever")[0]
 
 
-def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
-    result_tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "results.md"
     text = result_tables.PAGE.read_text()
     (_, study, setting, table, _) = result_tables.TABLE.findall(text)[0]
@@ -65,3 +52,14 @@ def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
     assert result_tables.main() == 0
     assert page.read_text() == text
     assert table == result_tables.table(study, setting)
+
+
+def test_the_short_study_has_the_rates_that_the_search_found() -> None:
+    """Wherever it is at its end: a contestant has no rates that nobody searched."""
+    tune, short = result_tables.study_of("tune"), result_tables.study_of("short")
+    rows = read_rows(result_tables.RESULTS / "convergence/tune/rows.jsonl")
+    searched = {(setting, one.name): tune.search(one, setting, rows) for setting, one in tune.pairs()}
+    for setting, one in short.pairs():
+        best, missing = searched[setting, one.name]
+        assert missing or one.rates[setting] == pytest.approx(best), (setting, one.name)
+    assert sum(not missing for _, missing in searched.values()) >= 30
