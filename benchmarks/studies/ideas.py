@@ -6,7 +6,6 @@ Letters as in `lather.optim.rules.muon`: G gradient, B momentum, N numerator, U 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,14 +77,12 @@ class MARSMuon(MuonRule):
 
 @dataclass(frozen=True)
 class SignalMuon(MuonRule):
-    """Muon whose step is as long as its gradients agree: U times (|N|_F^2 / mean |G|_F^2)^(power / 2), near 1 for signal, small for noise.
+    """Muon whose step is as long as its gradients agree: U times |N|_F / (mean |G|_F^2)^(1/2), near 1 for signal, small for noise.
 
     An expert that saw few tokens has a noisy gradient, which orthogonalising makes as long as any other.
     """
 
     _: KW_ONLY
-    power: NonNegative = 1.0
-    """Exponent of the share of signal."""
     norm_decay: Decay = 0.95
     """Decay rate of the mean of |G|_F^2."""
 
@@ -97,20 +94,7 @@ class SignalMuon(MuonRule):
         square = s["square_norm"].lerp_(g.square().sum((1, 2)), 1 - self.norm_decay) / (1 - self.norm_decay**t)
         n = self.numerator(g, s) / (1 - self.momentum**t)
         signal = (n.square().sum((1, 2)) / square.clamp_min(1e-30)).clamp_max(1.0)
-        return self.finished(n, s) * column(signal ** (self.power / 2), n)
-
-
-@dataclass(frozen=True)
-class AdamMuon(MuonRule):
-    """SOAP-Muon without bases: the numerator over the root of its second moment, with its norm kept, then orthogonalised."""
-
-    def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return super().state(matrix) | {"exp_avg_sq": Entry(matrix.shape, "moment")}
-
-    def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        n = self.numerator(self.decayed(g, s), s)
-        v = s["exp_avg_sq"].mul_(self.beta2).addcmul_(n, n, value=1 - self.beta2)
-        return self.finished(with_norm_of(n, n / (v / (1 - self.beta2**t)).sqrt_().add_(1e-8)), s)
+        return self.finished(n, s) * column(signal.sqrt(), n)
 
 
 @dataclass(frozen=True)
@@ -130,10 +114,6 @@ class AdaMuon(MuonRule):
 class FactoredSOAPMuon(SOAPMuonRule):
     """SOAP-Muon that keeps of its second moment in the bases the means of rows and of columns alone: m + n numbers instead of m n."""
 
-    _: KW_ONLY
-    second_moment_of: Literal["rows", "rows_and_columns"] = "rows_and_columns"
-    """rows: of the basis alone."""
-
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         m, n = matrix.shape
         return super().state(matrix) | {"row_square": Entry((m,)), "column_square": Entry((n,))}
@@ -148,9 +128,7 @@ class FactoredSOAPMuon(SOAPMuonRule):
             square = x.square()
             rows = s["row_square"].lerp_(square.mean(2), 1 - self.beta2)
             columns = s["column_square"].lerp_(square.mean(1), 1 - self.beta2)
-            v = rows[:, :, None]
-            if self.second_moment_of == "rows_and_columns":
-                v = v * columns[:, None, :] / rows.mean(1).clamp_min(1e-30)[:, None, None]
+            v = rows[:, :, None] * columns[:, None, :] / rows.mean(1).clamp_min(1e-30)[:, None, None]
             x = precondition(with_norm_of(x, x / (v / (1 - self.beta2**t)).sqrt().add(self.eps)), bases, "out")
         return self.finished(x, s)
 
@@ -201,12 +179,3 @@ def _largest(z: Tensor, az: Tensor) -> Tensor:
     """A bound on the spectral norm of Z A Z: its Frobenius norm's power mean is cheap and never below it."""
     zaz = z @ az
     return torch.linalg.matrix_norm(zaz @ zaz, keepdim=True).sqrt()
-
-
-@dataclass(frozen=True)
-class CautiousMuon(MuonRule):
-    """Muon without the elements of U that disagree in sign with G, with U's norm kept (arXiv:2411.16085)."""
-
-    def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        u = super().update(g, s, t)
-        return with_norm_of(u, u * (u * g > 0))
