@@ -1,9 +1,10 @@
-"""The tables of docs/results.md and the numbers that README and docs quote, made from the rows under benchmarks/results.
+"""The tables of the studies and the numbers that README and docs quote, made from the rows under benchmarks/results.
 
     python docs/result_tables.py            writes the tables between their markers
     python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
 
-A table is asked for by its two markers, a study and a setting (or `rates`, for what a search of rates ended at):
+A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at, or `summary` for
+one row per rule of `SUMMARIZED`:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -24,16 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from lather.bench import report
-from lather.bench.convergence.analysis import Findings, Mean, markdown_table, rates_table
+from lather.bench.convergence.analysis import Findings, Mean
 from lather.bench.convergence.command import load_findings
 from lather.bench.convergence.queue import read_rows
 from lather.bench.convergence.study import Study, load_study
+from lather.bench.convergence.tables import markdown_table, rates_table, summary_table
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = REPOSITORY / "docs/results.md"
 STUDIES = REPOSITORY / "benchmarks/studies"
 RESULTS = REPOSITORY / "benchmarks/results"
 BASELINES = ("adamw", "muon")
+SUMMARIZED = ("muon", "muon-rest_soap", "soap_muon", "soap_muon-both", "soap", "klsoap", "rekls", "stacked_soap", "adamw")
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl) "([^"]+)"\)')
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
@@ -55,6 +57,8 @@ def table(study: str, setting: str) -> str:
     if setting == "rates":
         return rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl")) + "\n"
     findings = findings_of(study)
+    if setting == "summary":
+        return summary_table(findings, SUMMARIZED, BASELINES[0]) + "\n"
     present = findings.contestants(setting)
     return markdown_table(findings, setting, [name for name in BASELINES if name in present]) + "\n"
 
@@ -134,14 +138,17 @@ def pages() -> list[Path]:
 
 
 def main() -> int:
-    before = PAGE.read_text()
-    after = TABLE.sub(lambda match: match[1] + table(match[2], match[3]) + match[5], before)
-    if "--check" not in sys.argv:
-        PAGE.write_text(after)
-        return 0
-    wrong = [line for page in pages() for line in wrong_quotes(page)]
+    wrong = []
+    for page in pages():
+        before = page.read_text()
+        after = TABLE.sub(lambda match: match[1] + table(match[2], match[3]) + match[5], before)
+        if "--check" not in sys.argv:
+            page.write_text(after)
+        elif before != after:
+            wrong.append(f"{page.name}: a table is not what the rows say: run python docs/result_tables.py")
+        wrong += wrong_quotes(page)
     print(*wrong, sep="\n")
-    return int(bool(wrong) or before != after)
+    return int("--check" in sys.argv and bool(wrong))
 
 
 if __name__ == "__main__":

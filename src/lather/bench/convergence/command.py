@@ -13,9 +13,10 @@ import torch
 import tyro
 from rich.console import Console
 
-from lather.bench.convergence.analysis import Findings, markdown_table, rates_table, reproduction
+from lather.bench.convergence.analysis import Findings, reproduction
 from lather.bench.convergence.queue import Queue, append_row, read_rows
 from lather.bench.convergence.study import Study, load_study
+from lather.bench.convergence.tables import markdown_table, rates_table
 from lather.bench.report import environment
 from lather.console import wide_console
 from lather.errors import UserError, require
