@@ -32,6 +32,7 @@ cache_dir = "{cache}"
 holdout_every = 3
 
 [optim]
+name = "soap"
 precondition_frequency = 3
 warmup_steps = 2
 

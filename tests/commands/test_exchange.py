@@ -252,7 +252,7 @@ def test_the_command_that_is_printed_trains_further_from_any_folder(
     assert "starting from the weights of" in capsys.readouterr().out
     optim = load_config(work / "my run/config.toml").optim
     assert (optim.name, optim.lr) == ("soap", 1e-4)
-    assert optim.lr < optim_config().lr / 10
+    assert optim.lr < optim_config("soap").peak_lr / 10
     assert (elsewhere / "new/tokenizer.json").is_file()
 
 

@@ -43,7 +43,7 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
             "run_dir": str(tmp_path / "run"),
             "model": MODEL,
             "data": {"source": str(corpus), "pattern": "*.txt", "cache_dir": str(tmp_path / "cache"), "holdout_every": 4},
-            "optim": {"lr": 1e-2, "precondition_frequency": 2, "warmup_steps": 2},
+            "optim": {"name": "soap", "lr": 1e-2, "precondition_frequency": 2, "warmup_steps": 2},
             "train": {
                 "steps": 4,
                 "batch_size": 4,

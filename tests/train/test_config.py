@@ -283,9 +283,8 @@ MAPPINGS = st.fixed_dictionaries(
         "model": st.fixed_dictionaries({}, optional={"q_lora_rank": st.integers(1, 999), "rope_theta": POSITIVE}),
         "data": st.fixed_dictionaries({}, optional={"source": st.text(min_size=1), "shard_tokens": st.integers(1, 2**40)}),
         "optim": st.fixed_dictionaries(
-            {},
+            {"name": st.sampled_from(["soap", "klsoap", "adamw"])},
             optional={
-                "name": st.sampled_from(["soap", "klsoap", "adamw"]),
                 "lr": st.one_of(st.floats(1e-300, 1e290), st.integers(0, 9)),
                 "betas": BETAS,
                 "eps": POSITIVE,

@@ -207,7 +207,7 @@ def test_resolved_says_what_follows_from_defaults() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"momentum": 0.9}, "unknown key 'optim.momentum'; momentum is an option of muon and soap_muon, not of soap"),
+        ({"name": "soap", "momentum": 0.9}, "unknown key 'optim.momentum'; momentum is an option of muon and soap_muon, not of soap"),
         ({"rest": {"momentum": 0.9}}, "unknown key 'optim.rest.momentum'; momentum is an option of muon and soap_muon, not of adamw"),
         ({"name": "muon", "momentun": 0.9}, "unknown key 'optim.momentun'; did you mean 'optim.momentum'?"),
         ({"rest": {"beta": 0.9}}, "unknown key 'optim.rest.beta'; did you mean 'optim.rest.betas'?"),

@@ -281,7 +281,7 @@ def test_the_groups_of_soap(make_model: MakeModel) -> None:
 def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeModel) -> None:
     """The trainer decides about layouts; a kind that gives an option has its own."""
     given = {"lr": 0.5, "eps": 1e-4, "weight_decay": 0.3, "precondition_frequency": 7, "second_moment": "permute", "use_eigh": True}
-    config = optim_config(**given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5})
+    config = optim_config("soap", **given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5})
     groups = {group["param_names"][0]: group for group in build_optimizer(config, make_model().named_parameters()).param_groups}
     experts, matrices = groups["layers.1.mlp.experts.gate_up_proj"], groups["layers.0.self_attn.q_proj.weight"]
     for group in (experts, matrices):
@@ -325,7 +325,7 @@ def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(make_model: MakeMode
 def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
     """The same gradients to both; a matrix shows that the comparison can tell them apart."""
     ours, plain = make_model(), make_model()
-    config = optim_config(lr=1e-2, precondition_frequency=1, rest={"lr_factor": 1.0})
+    config = optim_config("soap", lr=1e-2, precondition_frequency=1, rest={"lr_factor": 1.0})
     optimizers = [
         build_optimizer(config, ours.named_parameters()),
         torch.optim.AdamW(plain.parameters(), 1e-2, (0.9, 0.95), 1e-8, 0.01),
@@ -379,7 +379,7 @@ def test_a_device_that_is_not_there_names_the_field(monkeypatch: pytest.MonkeyPa
 
 def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(make_model: MakeModel, tokens: Tokens) -> None:
     model = make_model()
-    optimizer = build_optimizer(optim_config(precondition_frequency=2, async_refresh=True), model.named_parameters())
+    optimizer = build_optimizer(optim_config("soap", precondition_frequency=2, async_refresh=True), model.named_parameters())
     assert isinstance(optimizer, SOAP)
     step, counts = train_step(model, optimizer), []
     for number in range(6):

@@ -22,7 +22,7 @@ import tomli_w
 from lather.errors import ConfigError, require
 from lather.train.config import Config
 from lather.train.old_runs import OldOptimConfig, in_new_keys, is_old
-from lather.train.optim_config import KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
+from lather.train.optim_config import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.train.rule_fields import owners
 
 C = TypeVar("C")
@@ -126,7 +126,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _sections(hint: Any) -> list[type]:
     """The dataclasses that a field of this type may hold; none: it is a plain value."""
     if hint is OptimConfig:
-        return [optim_class((("", "soap"),))]
+        return [optim_class((("", DEFAULT_RULE),))]
     return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
 
 
@@ -185,9 +185,10 @@ def _nearest(name: str, cls: type) -> str:
     known = dict.fromkeys([*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere])
 
     def likeness(other: str) -> float:
-        """A field of the same section wins a tie."""
+        """A field of the same section wins a tie, an option of a rule loses it."""
         other_section, _, other_last = other.rpartition(".")
-        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section)
+        is_of_rule = other.startswith("optim.") and other_last not in OptimConfig.__dataclass_fields__
+        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section) - 0.01 * is_of_rule
 
     if likeness(best := max(known, key=likeness)) >= 0.7:
         return f"did you mean {best!r}?"

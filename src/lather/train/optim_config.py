@@ -47,6 +47,8 @@ KINDS = {
 }
 """Kinds of parameters, and what `--help` says of them."""
 
+DEFAULT_RULE = "muon"
+"""Rule of matrices and experts: of those with little time and state the one that gains most (docs/results.md)."""
 REST_RULE = "adamw"
 REST_FACTORS = {
     ("adamw", "adamw"): 16.0,
@@ -63,7 +65,7 @@ REST_FACTORS = {
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: str = "soap"
+    name: str = DEFAULT_RULE
     """The rule of matrices and experts."""
     lr: float | None = None
     """Peak learning rate of matrices and experts; left out: the rule's, for as many tokens as a step has."""
@@ -237,7 +239,7 @@ def _default_rules(name: str) -> dict[str, str | None]:
     return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
 
 
-def optim_config(name: str = "soap", **values: Any) -> OptimConfig:
+def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
     """`[optim]` from Python: options of the rule, and mappings for sections. Raises ConfigError for a bad value, TypeError for an unknown
     option."""
     values = {"name": name, **values}
@@ -248,7 +250,7 @@ def optim_config(name: str = "soap", **values: Any) -> OptimConfig:
 
 def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """The names of rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than they have anyway."""
-    found = {"": mapping.get("name", "soap")}
+    found = {"": mapping.get("name", DEFAULT_RULE)}
     for kind in KINDS:
         section = mapping.get(kind)
         named = section.get("rule", "") if isinstance(section, Mapping) else ""
