@@ -104,6 +104,12 @@ def test_the_summary() -> None:
     ]
 
 
+def test_a_loss_that_is_not_reached_by_every_seed() -> None:
+    rows = [row("adamw", seed, [9.0, 7.0, 5.0]) for seed in (1, 2)]
+    rows += [row("soap", 1, [9.0, 8.0, 6.0]), row("soap", 2, [9.0, 8.0, 4.0])]
+    assert markdown_table(Findings(rows), "small", ["adamw"]).splitlines()[-1].split(" | ")[4] == "in 1 of 2 seeds"
+
+
 def test_the_table_of_runs_that_were_validated_at_the_end_alone() -> None:
     rows = [row("muon", 1, [9.0, 4.0]), row("adamw", 1, [9.0, 6.0])]
     assert markdown_table(Findings(rows), "small", ["adamw"]).splitlines()[0].count("|") == 5

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lather.bench.convergence.study import Row, final_loss
 
@@ -27,6 +27,8 @@ class Mean:
     half_width: float
     """NaN for a single seed."""
     count: int
+    finite: int
+    """How many of the values are."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
@@ -34,11 +36,12 @@ class Mean:
         count = len(values)
         if not count:
             raise ValueError("a mean needs at least one value")
-        if not all(map(math.isfinite, values)):
-            return cls(math.inf, math.nan, count)
+        finite = sum(map(math.isfinite, values))
+        if finite < count:
+            return cls(math.inf, math.nan, count, finite)
         quantile = STUDENT[min(count - 1, len(STUDENT) - 1)]
         spread = statistics.stdev(values) / math.sqrt(count) if count > 1 else 0.0
-        return cls(statistics.fmean(values), quantile * spread, count)
+        return cls(statistics.fmean(values), quantile * spread, count, finite)
 
     def text(self, digits: int, signed: bool = False) -> str:
         shown = f"{self.value:+.{digits}f}" if signed else f"{self.value:.{digits}f}"
@@ -92,7 +95,7 @@ class Findings:
         if steps is None or None in costs:
             return None
         mine, theirs = (cost["gradient_ms"]["median"] + cost["optimizer_ms"]["median"] for cost in costs if cost is not None)
-        return Mean(steps.value * mine / theirs, steps.half_width * mine / theirs, steps.count)
+        return replace(steps, value=steps.value * mine / theirs, half_width=steps.half_width * mine / theirs)
 
     def cost(self, setting: str, contestant: str) -> Row | None:
         """The row of its milliseconds and bytes."""

@@ -44,7 +44,9 @@ def _against(findings: Findings, setting: str, name: str, other: str) -> list[st
 def _cell(mean: Mean | None, digits: int, signed: bool) -> str:
     if mean is None:
         return ""
-    return "never" if math.isinf(mean.value) else mean.text(digits, signed)
+    if math.isinf(mean.value):
+        return f"in {mean.finite} of {mean.count} seeds" if mean.finite else "never"
+    return mean.text(digits, signed)
 
 
 def _line(cells: Iterable[str]) -> str:
