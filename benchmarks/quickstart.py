@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 OWN = "muon"
 CONTESTANTS: dict[str, list[str]] = {
     OWN: [],
-    "adamw": ["--optim.name", "adamw", "--optim.lr", "2e-3", "--optim.rest.rule", "adamw", "--optim.rest.lr-factor", "32"],
+    "adamw": ["--optim.name", "adamw", "--optim.lr", "2e-3", "--optim.rest.rule", "adamw", "--optim.rest.lr-factor", "16"],
 }
 """Options of `lather train configs/quickstart.toml`, with the rates that the study `tune` found for this model."""
 WARM_UP = 10
