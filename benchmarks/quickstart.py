@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.only:
             run_dir = REPOSITORY / f"runs/quickstart-{name}-{seed}"
+            shutil.rmtree(run_dir, ignore_errors=True)  # a run of another configuration, or a finished one
             command = [sys.executable, "-m", "lather", "train", "configs/quickstart.toml", "--run-dir", str(run_dir), "--seed", str(seed)]
             subprocess.run([*command, *CONTESTANTS[name], *options.more], cwd=REPOSITORY, check=True)
             rows.append({**common, "benchmark": "quickstart", "contestant": name, "seed": seed, **row_of(run_dir)})
