@@ -3,8 +3,7 @@
     python docs/result_tables.py            writes the tables between their markers
     python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
 
-A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at, or `summary` for
-one row per rule of `SUMMARIZED`:
+A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -29,13 +28,12 @@ from lather.bench.convergence.analysis import Findings, Mean
 from lather.bench.convergence.command import load_findings
 from lather.bench.convergence.queue import read_rows
 from lather.bench.convergence.study import Study, load_study
-from lather.bench.convergence.tables import markdown_table, rates_table, summary_table
+from lather.bench.convergence.tables import markdown_table, rates_table
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"
 RESULTS = REPOSITORY / "benchmarks/results"
 BASELINES = ("adamw", "muon")
-SUMMARIZED = ("muon", "muon-rest_soap", "soap_muon", "soap_muon-both", "soap", "klsoap", "rekls", "stacked_soap", "adamw")
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl) "([^"]+)"\)')
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
@@ -57,8 +55,6 @@ def table(study: str, setting: str) -> str:
     if setting == "rates":
         return rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl")) + "\n"
     findings = findings_of(study)
-    if setting == "summary":
-        return summary_table(findings, SUMMARIZED, BASELINES[0]) + "\n"
     present = findings.contestants(setting)
     return markdown_table(findings, setting, [name for name in BASELINES if name in present]) + "\n"
 

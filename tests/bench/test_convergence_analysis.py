@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lather.bench.convergence.analysis import Findings, Mean, reproduction, steps_to
-from lather.bench.convergence.tables import markdown_table, summary_table
+from lather.bench.convergence.tables import markdown_table
 
 
 def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:
@@ -88,20 +88,6 @@ def test_the_table() -> None:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert lines[2] == ["`muon`", "0.01 / 0.02", "4.000", "-2.000", "0.30", "0.41", "25.0", "8.0"]
     assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
-
-
-def test_the_summary() -> None:
-    """Nothing where a contestant takes no part or is the baseline; "never" where the loss is not reached."""
-    rows = [row("muon", 1, [9.0, 4.0, 4.0]), row("adamw", 1, [9.0, 7.0, 6.0]), row("soap", 1, [9.0, 8.0, 7.0])]
-    rows += [row("muon", 1, [9.0, 5.0, 4.0], "large"), row("adamw", 1, [9.0, 7.0, 5.0], "large")]
-    table = summary_table(Findings(rows, [cost("muon", 25.0), cost("adamw", 5.0)]), ["muon", "soap", "adamw"], "adamw")
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert lines[0][2:] == ["small: less adamw's, steps", "large: less adamw's, steps"]
-    assert lines[2:] == [
-        ["`muon`", "8.0", "-2.000, 0.30", "-1.000, 0.50"],
-        ["`soap`", "", "+1.000, never", ""],
-        ["`adamw`", "8.0", "", ""],
-    ]
 
 
 def test_a_loss_that_is_not_reached_by_every_seed() -> None:

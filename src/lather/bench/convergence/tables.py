@@ -53,22 +53,6 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def summary_table(findings: Findings, names: Sequence[str], baseline: str) -> str:
-    """A row per contestant: bytes of state, then for each setting its loss less the baseline's and the share of the baseline's steps that
-    it needs to the same loss."""
-    settings = findings.settings()
-    head = ["rule", "state, bytes per parameter", *(f"{setting}: less {baseline}'s, steps" for setting in settings)]
-    lines = [_line(head), _line(["---"] * len(head))]
-    for name in names:
-        costs = [cost for setting in settings if (cost := findings.cost(setting, name))]
-        cells = [f"`{name}`", f"{costs[0]['state_bytes'] / costs[0]['parameters']:.1f}" if costs else ""]
-        for setting in settings:
-            difference, steps, _ = _against(findings, setting, name, baseline)
-            cells.append(f"{difference}, {steps}" if difference else "")
-        lines.append(_line(cells))
-    return "\n".join(lines)
-
-
 def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
     """The best rates so far of a study with a search, and the loss there; and where the search is not at its end."""
     assert study.tuning is not None
