@@ -3,7 +3,8 @@
     python docs/result_tables.py            writes the tables between their markers
     python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
 
-A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at:
+A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at, or
+`optimizer` and a device for what `lather bench optimizer` measured:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -23,12 +24,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lather.bench import report
+from lather.bench import optimizer_report
 from lather.bench.convergence.analysis import Findings, Mean
 from lather.bench.convergence.command import load_findings
 from lather.bench.convergence.queue import read_rows
 from lather.bench.convergence.study import Study, load_study
 from lather.bench.convergence.tables import markdown_table, rates_table
+from lather.bench.optimizer_report import Range
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"
@@ -52,6 +54,8 @@ def findings_of(name: str) -> Findings:
 
 def table(study: str, setting: str) -> str:
     """In Markdown."""
+    if study == "optimizer":
+        return optimizer_report.markdown_table(_rows(RESULTS / f"optimizer-{setting}.jsonl")) + "\n"
     if setting == "rates":
         return rates_table(study_of(study), read_rows(RESULTS / "convergence" / study / "rows.jsonl")) + "\n"
     findings = findings_of(study)
@@ -66,16 +70,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _ratios(path: Path, peer: str) -> list[float]:
-    cases = report.by_case(_rows(path)).values()
-    return [report.ratio(case[peer], case[report.OURS]) for case in cases]
-
-
-def _geometric_mean(values: list[float]) -> float:
-    product = 1.0
-    for value in values:
-        product *= value
-    return product ** (1 / len(values))
+def _cases(path: Path) -> optimizer_report.Cases:
+    return optimizer_report.by_case(_rows(path))
 
 
 def _cost(path: Path, setting: str, name: str, key: str) -> float:
@@ -88,21 +84,21 @@ def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
 
-QUOTABLE: dict[str, Callable[..., float | Mean | None]] = {
+QUOTABLE: dict[str, Callable[..., float | Mean | Range | None]] = {
     r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).steps_ratio(setting, a, b),
     r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).seconds_ratio(setting, a, b),
     r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "optimizer_ms"),
     r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "gradient_ms"),
-    r"([\w-]+): geometric mean": lambda path, peer: _geometric_mean(_ratios(path, peer)),
-    r"([\w-]+): least": lambda path, peer: min(_ratios(path, peer)),
+    r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(_cases(path), rule, peer),
+    r"(\w+) of (\w+): least": lambda path, rule, peer: optimizer_report.least(_cases(path), rule, peer),
     r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
 }
 """Titles of links, as patterns, and what they stand for."""
 
 
-def value_of(path: Path, title: str) -> float | Mean | None:
+def value_of(path: Path, title: str) -> float | Mean | Range | None:
     """Raises ValueError for a title of no known form."""
     for pattern, compute in QUOTABLE.items():
         if match := re.fullmatch(pattern, title):
@@ -118,10 +114,20 @@ def wrong_quotes(page: Path) -> Iterator[str]:
         except (ValueError, OSError, KeyError, StopIteration) as error:
             yield f"{page.name}: [{text}] {title!r}: {error!r}"
             continue
-        expected = [value.value, value.half_width] if isinstance(value, Mean) else [value]
+        expected = _numbers(value)
         numbers = NUMBER.findall(text)
         if not numbers or value is None or not all(_fits(shown, x) for shown, x in zip(numbers, expected, strict=False)):
             yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
+
+
+def _numbers(value: float | Mean | Range | None) -> list[float | None]:
+    """What a text may show, in this order."""
+    match value:
+        case Mean():
+            return [value.value, value.half_width]
+        case Range():
+            return [value.median, value.least, value.most]
+    return [value]
 
 
 def _fits(shown: str, value: float | None) -> bool:

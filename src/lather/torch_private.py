@@ -12,6 +12,9 @@ compiling an optimizer's step would trace every branch of its engine.
 `foreach_*` do one operation on a list of tensors, in few kernels on CUDA; torch's own optimizers are built on them. Without them they
 become loops of the operation of that name: the same numbers, a kernel launch for each tensor.
 
+`fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`; the public function wants a step count for every tensor and adds one to
+each, which for a hundred small tensors takes as long as the kernel. Without it that function would do.
+
 `prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` are FSDP2 outside its hooks: a pipeline calls parts of a
 module, micro-batch by micro-batch, so that no hook is at the right place, and gradients cannot be reduced by public names but in a backward
 pass through a sharded module. They are known for the torch versions that `check_torch_version` lets pass, and for no others.
@@ -55,6 +58,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "fused_adamw_",
     "linalg_eigh",
     "memory_tracker",
     "prepare_sharding",
@@ -77,6 +81,7 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+fused_adamw_ = torch._fused_adamw_
 linalg_eigh = torch.ops.aten._linalg_eigh
 
 

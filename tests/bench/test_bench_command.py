@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from lather.bench import contestants, optimizer, report
+from lather.bench import contestants, optimizer, optimizer_report
 from lather.bench.check import CheckError
-from lather.bench.report import RowFile, draw, summary
+from lather.bench.optimizer_report import Range, draw, markdown_table, summary
+from lather.bench.report import RowFile
 from lather.cli import main
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of a run without peers."""
+    """The results of two runs with torch as the only peer."""
     out = tmp_path_factory.mktemp("bench")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    command = ["bench", "optimizer", "--sets", "tiny", "tiny_3d", "--frequencies", "1", "3", "--rounds", "5", "--peers", "none"]
-    assert main([*command, "--out", str(out)]) == 0
+    command = ["bench", "optimizer", "--sets", "tiny", "tiny_3d", "--frequencies", "1", "3", "--rounds", "5", "--peers", "torch"]
+    assert main([*command, "--runs", "2", "--out", str(out)]) == 0
     torch.set_num_threads(before)
     return out
 
@@ -31,7 +32,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def with_peer(rows: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
-    """The rows, and a peer's that takes `times` as long."""
+    """SOAP's rows, and a peer's that takes `times` as long."""
+    rows = [row for row in rows if row["config"]["rule"] == "soap"]
     peers = []
     for row in rows:
         ms = {key: times * value for key, value in row["step_ms"].items()}
@@ -41,13 +43,19 @@ def with_peer(rows: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
 
 
 def test_a_row_has_everything(rows: list[dict[str, Any]]) -> None:
-    cases = [(row["config"]["set"], row["config"]["frequency"]) for row in rows]
-    assert cases == [("tiny", 1), ("tiny", 3), ("tiny_3d", 1), ("tiny_3d", 3)]
+    soap = [(name, frequency, "lather", "soap") for name in ("tiny", "tiny_3d") for frequency in (1, 3)]
+    rest = [(name, 1, who, rule) for rule in ("muon", "adamw") for name in ("tiny", "tiny_3d") for who in ("lather", "torch")]
+    keys = ("set", "frequency", "contestant", "rule")
+    assert [tuple(row["config"][key] for key in keys) for row in rows] == 2 * [*soap, *rest]
+    assert [row["run"] for row in rows] == [1] * 12 + [2] * 12
     for row in rows:
         assert row.keys() >= {"commit", "dirty", "baseline", "check", "flops_per_step", "matmul_gflops_per_second", "qr_ms"}
         assert row["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
         assert row["versions"].keys() == {"python", "torch", "lather"}
-        assert row["config"]["options"]["betas"] == [0.95, 0.95]
+        assert row["config"]["options"]["lr"] == 1e-3
+        if row["config"]["contestant"] == "torch":
+            assert row["times_of_lather"] > 0
+            continue
         assert row["config"]["matrix_layout"] == ("per_expert" if row["config"]["set"] == "tiny_3d" else "tensor")
         assert len(row["round_ms"]) == row["config"]["rounds"] == 5
         assert 0 < row["step_ms"]["p20"] <= row["step_ms"]["median"] <= row["step_ms"]["p80"]
@@ -64,16 +72,18 @@ def test_only_finished_files_are_left(folder: Path) -> None:
 
 
 def test_with_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for peer in contestants.PEERS:
+    peers = contestants.PEERS["soap"]
+    for peer in peers:
         pytest.importorskip(peer)
-    assert main(["bench", "optimizer", "--sets", "tiny", "--frequencies", "2", "--rounds", "5", "--out", str(tmp_path)]) == 0
+    command = ["bench", "optimizer", "--rules", "soap", "--sets", "tiny", "--frequencies", "2", "--rounds", "5"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
-    assert [row["config"]["contestant"] for row in rows] == ["lather", *contestants.PEERS]
-    assert rows[0]["baseline"] == list(contestants.PEERS)
+    assert [row["config"]["contestant"] for row in rows] == ["lather", *peers]
+    assert rows[0]["baseline"] == list(peers)
     assert rows[0]["versions"]["heavyball"]
     out = capsys.readouterr().out
-    for peer in contestants.PEERS:
-        assert f"against {peer}: geometric mean" in out
+    for peer in peers:
+        assert f"soap against {peer}: takes" in out
 
 
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -93,6 +103,8 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, ca
         (["optimizer", "--sets", "huge"], "huge"),
         (["optimizer", "--peers", "none", "heavyball"], "--peers"),
         (["optimizer", "--rounds", "4"], "--rounds"),
+        (["optimizer", "--runs", "0"], "--runs"),
+        (["optimizer", "--rules", "shampoo"], "shampoo"),
         (["optimizer", "--frequencies", "0"], "--frequencies"),
         (["optimizer", "--device", "tpu"], "tpu"),
         (["optimizer", "--peers", "none", "--out", "/proc/nowhere"], "--out"),
@@ -108,17 +120,17 @@ def test_what_can_be_put_right_is_one_line(arguments: list[str], names: str, cap
 def test_a_case_that_fails_its_check_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_for_frequency_2(matrices: Any, frequency: int, *_: Any) -> dict[str, Any]:
-        if frequency == 2:
+    def fail_for_frequency_2(case: contestants.Case, *_: Any) -> dict[str, Any]:
+        if case.frequency == 2:
             raise CheckError("no good")
         return {}
 
     monkeypatch.setattr(optimizer, "check_case", fail_for_frequency_2)
-    command = ["bench", "optimizer", "--sets", "tiny", "--rounds", "5", "--peers", "none", "--out", str(tmp_path)]
+    command = ["bench", "optimizer", "--rules", "soap", "--sets", "tiny", "--rounds", "5", "--peers", "none", "--out", str(tmp_path)]
     assert main([*command, "--frequencies", "2"]) == 1
     assert not list(tmp_path.iterdir())
     assert main([*command, "--frequencies", "1", "2"]) == 1
-    assert "tiny f=2: check failed, not measured: no good" in capsys.readouterr().out
+    assert "soap tiny f=2: check failed, not measured: no good" in capsys.readouterr().out
     (row,) = [json.loads(line) for line in (tmp_path / "optimizer-cpu.jsonl").read_text().splitlines()]
     assert row["config"]["frequency"] == 1
 
@@ -139,9 +151,18 @@ def test_summary_holds_each_target(rows: list[dict[str, Any]]) -> None:
     for row in renamed:
         row["config"]["frequency"] = {1: 1, 3: 10}[row["config"]["frequency"]]
     lines = summary(with_peer(renamed, times=1.6))
-    assert lines[0].startswith("against heavyball: geometric mean 1.60 x faster")
-    for beginning in ("against the roofline", "experts: frequency 10", "experts_3d: frequency 10", "state: at most"):
+    assert lines[0].startswith("soap against heavyball: takes 1.60 times as long (geometric mean")
+    for beginning in ("against the roofline", "soap experts: frequency 10", "soap experts_3d: frequency 10", "state: at most"):
         assert any(line.startswith(beginning) for line in lines), beginning
+
+
+def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:
+    one = [row for row in with_peer(rows, times=2.0) if row["run"] == 1]
+    slower = [{**row, "run": 2} for row in with_peer(rows, times=3.0) if row["run"] == 1]
+    assert summary(one + slower)[0].startswith("soap against heavyball: takes 2.50 (2.00 - 3.00) times as long")
+    assert "| soap tiny f=1 | heavyball |" in markdown_table(one + slower)
+    assert "| 2.50 (2.00 - 3.00) |" in markdown_table(one + slower)
+    assert Range.of([1200.0]).text(1) == "1,200.0"
 
 
 def test_summary_of_refreshes() -> None:
@@ -154,14 +175,15 @@ def test_summary_of_refreshes() -> None:
 
 def test_picture_has_bars_of_all_and_the_roofline(rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda figure, out, **_: (figures.append(figure), Path(out).write_bytes(b"")))
+    monkeypatch.setattr(optimizer_report.Figure, "savefig", lambda figure, out, **_: (figures.append(figure), Path(out).write_bytes(b"")))
     draw(with_peer(rows, times=2.0), tmp_path / "a.png")
     (axes,) = figures[0].axes
     ours, peer = axes.containers[0], axes.containers[-1]
     assert axes.get_yscale() == "log"
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"lather", "heavyball", "roofline"}
-    bars = {
-        container.get_label(): [bar.get_height() for bar in container] for container in axes.containers if hasattr(container, "patches")
-    }
+    bars: dict[str, list[float]] = {}
+    for container in axes.containers:
+        if hasattr(container, "patches"):
+            bars.setdefault(container.get_label(), []).extend(bar.get_height() for bar in container)
     assert bars["heavyball"] == pytest.approx([2 * height for height in bars["lather"]])
     assert ours is not peer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lather.bench import measure
-from lather.bench.contestants import SETS, Contestant, gradient_pool, make_contestant
-from lather.bench.measure import peak_temporary_bytes, percentiles, state_bytes, steps_per_round, time_rounds
+from lather.bench.contestants import SETS, Case, Contestant, gradient_pool, make_contestant
+from lather.bench.measure import peak_temporary_bytes, percentiles, state_bytes, time_rounds
 
 CPU = torch.device("cpu")
 SIZE = 4 * 1000 * 1000
@@ -64,18 +64,19 @@ def test_state_counts_each_storage_once_and_no_parameter() -> None:
     assert state_bytes(Contestant("fake", [p], optimizer, [[g]])) == 4 * (20 + 1 + 7)
 
 
-def test_state_of_ours_is_within_the_bound() -> None:
-    for name in ("tiny", "tiny_3d"):
-        matrices = SETS[name]
-        contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
-        measure.run_steps(contestant, 4)
-        m, n = matrices.shape
-        floats = 2 * m * n + 2 * m * m + 2 * n * n
-        assert 4 * matrices.num_matrices * floats <= state_bytes(contestant) <= matrices.state_bound_bytes()
+@pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
+@pytest.mark.parametrize("rule", ["soap", "muon", "adamw"])
+def test_state_of_ours_is_within_the_bound(rule: str, name: str) -> None:
+    case = Case(rule, SETS[name], 2)
+    contestant = case.contestant("lather", gradient_pool(case.matrices, CPU))
+    measure.run_steps(contestant, 4)
+    m, n = case.matrices.shape
+    floats = {"soap": 2 * m * n + 2 * m * m + 2 * n * n, "muon": m * n, "adamw": 2 * m * n}[rule]
+    assert 4 * case.matrices.num_matrices * floats <= state_bytes(contestant) <= case.state_bound_bytes()
 
 
 def test_rounds_hold_whole_intervals_of_every_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [steps_per_round(f) for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
+    assert [Case("soap", SETS["tiny"], f).steps_per_round for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
     calls: list[tuple[str, int]] = []
 
     def fake(contestant: Contestant, num_steps: int, _: torch.device) -> float:

@@ -1,12 +1,13 @@
 """What has to hold before a case is timed, on a small copy of it (same options, same layout, matrices shrunk to at most 24).
 
-Ours: after the steps of two intervals and more, every parameter has moved as in a naive SOAP, fp64 and matrix by matrix (`naive_soap`), to
-`TOLERANCE` relative to the movement. For this comparison alone Adam's warm-up lasts six steps instead of one, until the factors have
-full rank: the eigenvectors of a singular factor are not unique, and any two programs choose differently.
+Ours: after the steps of two intervals and more, every parameter has moved as in a naive program of the rule, fp64 and matrix by matrix
+(`lather.bench.naive`), to `TOLERANCE` relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six steps
+instead of one, until the factors have full rank (the eigenvectors of a singular factor are not unique, and any two programs choose
+differently), and Muon iterates in fp32.
 
 Peers: not the same numbers, as their rules differ in small points (`lather.bench.contestants`), but the updates of the last `COMPARED`
-steps have to point the same way as ours, cosine above `MIN_COSINE` over all parameters. All: every window of f steps after the first
-changes the bases in exactly one step, and gradients stay as they are. Not compared: speed of learning, and precision at full size.
+steps have to point the same way as ours, cosine above `MIN_COSINE` over all parameters. All: in every window of f steps after the first
+SOAP changes its bases in exactly one step, and gradients stay as they are. Not compared: speed of learning, and precision at full size.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.bench.contestants import OURS, RULE, Contestant, MatrixSet, gradient_pool, make_contestant
+from lather.bench.contestants import OURS, Case, Contestant, MatrixSet, gradient_pool
 from lather.bench.measure import reachable_tensors
+from lather.bench.naive import NAIVE, WARMUP
 from lather.shapes import Float
 
 TOLERANCE = 1e-3
-MIN_COSINE = 0.95
-"""Measured: 0.984 and more between the three libraries, 0.80 to 0.86 between SOAP and plain Adam."""
-WARMUP = 6
+MIN_COSINE = {"soap": 0.95, "muon": 0.99, "adamw": 0.9999}
+"""Measured: 0.984 and more between the three SOAPs, 0.80 to 0.86 between SOAP and plain Adam; 0.9998 between Muon in fp32 and in bf16."""
+FOR_THE_CHECK: dict[str, dict[str, Any]] = {"soap": {"adam_warmup_steps": WARMUP}, "muon": {"newton_schulz_dtype": "float32"}, "adamw": {}}
+"""Options of ours while they are compared with the naive program."""
 COMPARED = 4
 LARGEST = 24
 BASIS = re.compile(r"\.basis_\d+$|\.Q$|_Q_\d+$")
@@ -37,18 +40,18 @@ class CheckError(RuntimeError):
     """A case whose contestants do not do what the benchmark says that they do."""
 
 
-def check_case(matrices: MatrixSet, frequency: int, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
+def check_case(case: Case, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
     """What was compared, for the rows of the case. Raises CheckError."""
-    small = shrunk(matrices)
-    error = error_of_ours(small, frequency, device)
+    small = replace(case, matrices=shrunk(case.matrices))
+    error = error_of_ours(small, device)
     if not error < TOLERANCE:
-        raise CheckError(f"{OURS} differs from the naive fp64 SOAP by {error:.1e} of the movement; {TOLERANCE:.0e} is allowed")
-    pool = gradient_pool(small, device, num_steps=4 * max(frequency, 10), decay=_well_separated)
-    updates = {name: _last_updates(make_contestant(name, small, frequency, pool), frequency) for name in (OURS, *peers)}
+        raise CheckError(f"{OURS} differs from the naive fp64 {case.rule} by {error:.1e} of the movement; {TOLERANCE:.0e} is allowed")
+    pool = gradient_pool(small.matrices, device, num_steps=4 * max(case.frequency, 10), decay=_well_separated)
+    updates = {name: _last_updates(small.contestant(name, pool), small) for name in (OURS, *peers)}
     cosines = {peer: _cosine(updates[OURS], updates[peer]) for peer in peers}
     for peer, cosine in cosines.items():
-        if not cosine > MIN_COSINE:
-            raise CheckError(f"{peer}'s updates have cosine {cosine:.3f} with ours; above {MIN_COSINE} is needed")
+        if not cosine > MIN_COSINE[case.rule]:
+            raise CheckError(f"{peer}'s updates have cosine {cosine:.3f} with ours; above {MIN_COSINE[case.rule]} is needed")
     return {"error_of_lather": error, "cosine": cosines}
 
 
@@ -64,10 +67,10 @@ def _well_separated(i: Tensor) -> Tensor:
     return 0.9**i
 
 
-def error_of_ours(small: MatrixSet, frequency: int, device: torch.device) -> float:
+def error_of_ours(small: Case, device: torch.device) -> float:
     """Largest error of a matrix's movement, relative to that movement."""
-    pool = gradient_pool(small, device, num_steps=2 * frequency + WARMUP + 6, decay=_well_separated)
-    ours = make_contestant(OURS, small, frequency, pool, adam_warmup_steps=WARMUP)
+    pool = gradient_pool(small.matrices, device, num_steps=2 * small.frequency + WARMUP + 6, decay=_well_separated)
+    ours = small.contestant(OURS, pool, **FOR_THE_CHECK[small.rule])
     start = _stacked(ours.params)
     for _ in pool:
         ours.set_gradients()
@@ -75,52 +78,26 @@ def error_of_ours(small: MatrixSet, frequency: int, device: torch.device) -> flo
     moved = _stacked(ours.params).double() - start.double()
     errors: list[float] = []
     for index, w in enumerate(start.double().cpu()):
-        expected = naive_soap(w, [g[index].double().cpu() for g in pool], frequency) - w
+        expected = NAIVE[small.rule](w, [g[index].double().cpu() for g in pool], small.frequency) - w
         errors.append(float((moved[index].cpu() - expected).norm() / expected.norm()))
     return max(errors)
 
 
-def naive_soap(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], frequency: int) -> Float[Tensor, "m n"]:
-    """SOAP (arXiv:2409.11321, algorithms 3 and 4) for one matrix in the dtype given: w after all `grads`. Adam for WARMUP steps."""
-    (b1, b2), lr, eps, beta = RULE["betas"], RULE["lr"], RULE["eps"], RULE["shampoo_beta"]
-    left, right = grads[0] @ grads[0].mT, grads[0].mT @ grads[0]
-    q_left, q_right = (torch.eye(len(k), dtype=w.dtype) for k in (left, right))
-    m, v = torch.zeros_like(w), torch.zeros_like(w)
-    for t, g in enumerate(grads, start=1):
-        w = w * (1 - lr * RULE["weight_decay"])
-        turned = q_left.mT @ g @ q_right
-        m, v = b1 * m + (1 - b1) * turned, b2 * v + (1 - b2) * turned**2
-        u = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps)
-        w = w - lr * q_left @ u @ q_right.mT
-        weight = (1 - beta) / (1 - beta ** (t + 1))
-        left, right = (1 - weight) * left + weight * g @ g.mT, (1 - weight) * right + weight * g.mT @ g
-        m = q_left @ m @ q_right.mT
-        if t == WARMUP:
-            q_left, q_right = (torch.linalg.eigh(k).eigenvectors.flip(-1) for k in (left, right))
-        elif t > WARMUP and t % frequency == 0:
-            orders = [(q * (k @ q)).sum(0).argsort(descending=True) for k, q in ((left, q_left), (right, q_right))]
-            v = v[orders[0]][:, orders[1]]
-            q_left, q_right = (
-                torch.linalg.qr(k @ q[:, order]).Q for k, q, order in zip((left, right), (q_left, q_right), orders, strict=True)
-            )
-        m = q_left.mT @ m @ q_right
-    return w
-
-
-def _last_updates(contestant: Contestant, frequency: int) -> Tensor:
-    """The last COMPARED updates of all parameters; checks the refreshes and the gradients on the way."""
+def _last_updates(contestant: Contestant, case: Case) -> Tensor:
+    """The last COMPARED updates of all parameters; checks SOAP's refreshes and the gradients on the way."""
     given = [[g.clone() for g in step] for step in contestant.gradients]
-    refreshes, updates, before = [], [], _bases(contestant)
+    refreshes, updates, before = [], [], _bases(contestant, case)
     for step in range(1, len(given) + 1):
         start = _stacked(contestant.params)
         contestant.set_gradients()
         contestant.step()
         updates.append(_stacked(contestant.params) - start)
-        after = _bases(contestant)
+        after = _bases(contestant, case)
         if step > 1 and not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
             refreshes.append(step)
         before = after
-    _check_refreshes(contestant.name, refreshes, frequency, len(given))
+    if case.rule == "soap":
+        _check_refreshes(contestant.name, refreshes, case.frequency, len(given))
     if not all(
         torch.equal(g, old) for now, then in zip(contestant.gradients, given, strict=True) for g, old in zip(now, then, strict=True)
     ):
@@ -135,7 +112,9 @@ def _check_refreshes(name: str, refreshes: Sequence[int], frequency: int, num_st
             raise CheckError(f"{name} refreshes at steps {list(refreshes)}: not once in steps {start} to {start + frequency - 1}")
 
 
-def _bases(contestant: Contestant) -> list[Tensor]:
+def _bases(contestant: Contestant, case: Case) -> list[Tensor]:
+    if case.rule != "soap":
+        return []
     found = [tensor.clone() for path, tensor in reachable_tensors(dict(contestant.optimizer.state)) if BASIS.search(path)]
     if contestant.num_steps and not found:
         raise CheckError(f"no bases found in the state of {contestant.name}")

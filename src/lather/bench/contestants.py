@@ -1,7 +1,7 @@
-"""Who is measured and on what: sets of matrices, their gradients, and each library's SOAP set to the same rule.
+"""Who is measured and on what: sets of matrices, their gradients, and each library's optimizer set to the same rule.
 
-The rule: `RULE`, refresh every f-th step, no merging of dims, a factor for every dim, no compilation. What stays different, because the
-libraries have no option for it:
+The options of a rule, `OPTIONS`, are those of all who implement it. SOAP: refresh every f-th step, no merging of dims, a factor for every
+dim, no compilation. What stays different, because the libraries have no option for it:
 
     lather             step 1 is Adam in parameter coordinates, and then the first bases; factors' decay rate corrected for bias
     heavyball          step 1 only makes the first bases; factors and moments with bias-corrected decay rates; eps bounds the denominator
@@ -10,7 +10,10 @@ libraries have no option for it:
                        factors without bias correction; keeps the momentum in parameter coordinates and projects it in at every step;
                        eps is added before the bias correction
 
-All three decide the refresh within the step, after the update. Every window of f steps after the first step holds one refresh of each.
+    torch's Muon       multiplies in bfloat16 everywhere; ours where the hardware is fast at it (CUDA, CPUs with AMX), else in float32
+    torch's AdamW      nothing: `fused=True`, the fastest that it has
+
+The three SOAPs decide the refresh within the step, after the update. Every window of f steps after the first step holds one of each.
 
 Gradients have the falling spectrum of real ones: A diag(s) X diag(s) B^T with A, B orthogonal and fixed, X Gaussian and new for
 each matrix and step, s_i = 1 / i. Shapes: (num_matrices, m, n).
@@ -28,19 +31,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lather.errors import UserError
-from lather.optim import SOAP
+from lather.optim import SOAP, AdamW, Muon
 from lather.shapes import Float
 
-RULE: dict[str, Any] = {"lr": 1e-3, "betas": (0.95, 0.95), "shampoo_beta": 0.95, "eps": 1e-8, "weight_decay": 0.01}
-LATHER_OPTIONS: dict[str, Any] = {"refresh_method": "auto"}
-"""Further options of our own SOAP in all rows; they are part of each row's configuration."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "soap": {"lr": 1e-3, "betas": (0.95, 0.95), "shampoo_beta": 0.95, "eps": 1e-8, "weight_decay": 0.01},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01, "nesterov": True},
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01},
+}
+"""The options of each rule that is measured, which all who implement it share."""
+LATHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "soap": {"refresh_method": "auto"},
+    "muon": {"newton_schulz_dtype": "fastest"},
+    "adamw": {},
+}
+"""Further options of ours in all rows; they are part of each row's configuration."""
 NO_LIMIT = 1 << 20
 """A dim that no set reaches: every dim gets a factor."""
 POOL = 4
 """Different gradients per parameter; steps take them in turn."""
 
 OURS = "lather"
-PEERS = ("heavyball", "pytorch_optimizer")
+PEERS = {"soap": ("heavyball", "pytorch_optimizer"), "muon": ("torch",), "adamw": ("torch",)}
+"""Who else implements a rule."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +69,33 @@ class MatrixSet:
     def matrix_layout(self) -> str:
         return "per_expert" if self.experts > 1 else "tensor"
 
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured at a time: a rule on a set of matrices."""
+
+    rule: str
+    matrices: MatrixSet
+    frequency: int = 1
+    """Steps between refreshes, of SOAP."""
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.matrices.name}" + (f" f={self.frequency}" if self.rule == "soap" else "")
+
+    @property
+    def steps_per_round(self) -> int:
+        """Whole intervals, of at least 2 steps of SOAP and 10 of the cheaper rules."""
+        least = 2 if self.rule == "soap" else 10
+        return self.frequency * -(-least // self.frequency)
+
     def state_bound_bytes(self) -> int:
-        """Most state that ours may have: 2mn + 2m^2 + 2n^2 + m + n floats per matrix."""
-        m, n = self.shape
-        return 4 * self.num_matrices * (2 * m * n + 2 * m * m + 2 * n * n + m + n)
+        """Most state that ours may have: m + n floats per matrix, and for SOAP 2mn + 2m^2 + 2n^2 more, for Muon mn, for AdamW 2mn."""
+        m, n = self.matrices.shape
+        floats = {"soap": 2 * m * n + 2 * m * m + 2 * n * n, "muon": m * n, "adamw": 2 * m * n}
+        return 4 * self.matrices.num_matrices * (floats[self.rule] + m + n)
+
+    def contestant(self, name: str, pool: Sequence[Tensor], **more: Any) -> Contestant:
+        return make_contestant(name, self.matrices, self.frequency, pool, rule=self.rule, **more)
 
 
 SETS = {
@@ -110,7 +146,9 @@ def gradient_pool(
     return [(left @ x @ right.mT).to(device) for x in pool]
 
 
-def make_contestant(name: str, matrices: MatrixSet, frequency: int, pool: Sequence[Tensor], **more: Any) -> Contestant:
+def make_contestant(
+    name: str, matrices: MatrixSet, frequency: int, pool: Sequence[Tensor], *, rule: str = "soap", **more: Any
+) -> Contestant:
     """A contestant at step 0; all start from the same parameters. `more` are further options of ours."""
     generator = torch.Generator().manual_seed(1)
     weights = (0.02 * torch.randn(matrices.num_matrices, *matrices.shape, generator=generator)).to(pool[0])
@@ -121,21 +159,30 @@ def make_contestant(name: str, matrices: MatrixSet, frequency: int, pool: Sequen
 
     params: list[Tensor] = [torch.nn.Parameter(w) for w in split(weights)]
     if name == OURS:
-        options = {**RULE, **LATHER_OPTIONS, "matrix_layout": matrices.matrix_layout, **more}
-        optimizer: Optimizer = SOAP(params, precondition_frequency=frequency, **options)
+        optimizer = _ours(rule, params, frequency, {"matrix_layout": matrices.matrix_layout, **more})
     else:
-        optimizer = {"heavyball": _heavyball, "pytorch_optimizer": _pytorch_optimizer}[name](params, frequency)
+        optimizer = THEIRS[rule, name](params, frequency)
     return Contestant(name, params, optimizer, [split(g) for g in pool])
 
 
-def _heavyball(params: list[Tensor], frequency: int) -> Optimizer:
+def _ours(rule: str, params: list[Tensor], frequency: int, more: dict[str, Any]) -> Optimizer:
+    options = {**OPTIONS[rule], **LATHER_OPTIONS[rule], **more}
+    if rule == "soap":
+        return SOAP(params, precondition_frequency=frequency, **options)
+    if rule == "muon":
+        return Muon(params, **options)
+    del options["matrix_layout"]  # element-wise
+    return AdamW(params, **options)
+
+
+def _heavyball_soap(params: list[Tensor], frequency: int) -> Optimizer:
     import heavyball
     import heavyball.utils
 
     heavyball.utils.compile_mode = None  # process-wide, its only switch
     optimizer: Any = heavyball.SOAP(
         params,
-        **RULE,
+        **OPTIONS["soap"],
         precondition_frequency=frequency,
         max_precond_dim=NO_LIMIT,
         merge_dims=False,
@@ -149,13 +196,30 @@ def _heavyball(params: list[Tensor], frequency: int) -> Optimizer:
     return checked
 
 
-def _pytorch_optimizer(params: list[Tensor], frequency: int) -> Optimizer:
+def _pytorch_optimizer_soap(params: list[Tensor], frequency: int) -> Optimizer:
     import pytorch_optimizer
 
     optimizer: Optimizer = pytorch_optimizer.SOAP(
-        params, **RULE, precondition_frequency=frequency, max_precondition_dim=NO_LIMIT, merge_dims=False
+        params, **OPTIONS["soap"], precondition_frequency=frequency, max_precondition_dim=NO_LIMIT, merge_dims=False
     )
     return optimizer
+
+
+def _torch_muon(params: list[Tensor], frequency: int) -> Optimizer:
+    return torch.optim.Muon(params, **OPTIONS["muon"], adjust_lr_fn="match_rms_adamw")
+
+
+def _torch_adamw(params: list[Tensor], frequency: int) -> Optimizer:
+    return torch.optim.AdamW(params, **OPTIONS["adamw"], fused=True)
+
+
+THEIRS: dict[tuple[str, str], Callable[[list[Tensor], int], Optimizer]] = {
+    ("soap", "heavyball"): _heavyball_soap,
+    ("soap", "pytorch_optimizer"): _pytorch_optimizer_soap,
+    ("muon", "torch"): _torch_muon,
+    ("adamw", "torch"): _torch_adamw,
+}
+"""How another library's optimizer is made, by rule and library."""
 
 
 def check_installed(peers: Sequence[str]) -> None:

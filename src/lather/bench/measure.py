@@ -23,14 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lather.bench.contestants import Contestant
 
-MIN_STEPS = 2
-"""Fewest steps that one contestant does at a time."""
-
-
-def steps_per_round(frequency: int) -> int:
-    """Whole intervals of at least MIN_STEPS."""
-    return frequency * -(-MIN_STEPS // frequency)
-
 
 def run_steps(contestant: Contestant, num_steps: int) -> None:
     for _ in range(num_steps):
@@ -63,8 +55,8 @@ def _time_steps_cuda(contestant: Contestant, num_steps: int) -> float:
     return float(sum(start.elapsed_time(end) for start, end in events)) / num_steps
 
 
-def time_rounds(contestants: Sequence[Contestant], frequency: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds per step, one number per round and contestant. Each round has every contestant, the order turning round by round.
+def time_rounds(contestants: Sequence[Contestant], num_steps: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds per step, the mean of `num_steps`, for each round and contestant. Each round has every contestant, the order turning.
 
     The contestants have done their first step and one interval more.
     """
@@ -72,7 +64,7 @@ def time_rounds(contestants: Sequence[Contestant], frequency: int, rounds: int, 
     for index in range(rounds):
         turn = index % len(contestants)
         for contestant in (*contestants[turn:], *contestants[:turn]):
-            times[contestant.name].append(time_steps(contestant, steps_per_round(frequency), device))
+            times[contestant.name].append(time_steps(contestant, num_steps, device))
     return times
 
 

@@ -1,8 +1,9 @@
-"""`lather bench optimizer`: our SOAP against heavyball's and pytorch_optimizer's, set to the same rule, on the same gradients.
+"""`lather bench optimizer`: our SOAP, Muon and AdamW against others' of the same rule, on the same gradients.
 
-Per set of matrices and frequency: the correctness check of the case (`lather.bench.check`); then all contestants, alive in one process,
-do their first step (whose rule differs, not timed) and one interval of warm-up in which temporary memory is measured; then rounds, each
-of one whole interval per contestant, are timed. On CUDA the refresh of a whole transformer's factors follows (`lather.bench.refresh`).
+Per rule, set of matrices and frequency: the check that the case is right (`lather.bench.check`); then all contestants, alive in one
+process, do their first step (which differs in SOAP, not timed) and one interval of warm-up in which temporary memory is measured; then
+rounds, each of whole intervals per contestant, are timed. `--runs 3` does all of it three times, one after the other. On CUDA the refresh
+of a whole transformer's factors follows (`lather.bench.refresh`).
 
 Trade-off: interleaved rounds keep every contestant's state in memory at once, so that they all meet the same noise of a shared machine.
 """
@@ -18,60 +19,70 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from lather.bench import refresh, report
+from lather.bench import optimizer_report, refresh, report
 from lather.bench.check import CheckError, check_case
 from lather.bench.contestants import (
     DEFAULT_SETS,
     LATHER_OPTIONS,
+    OPTIONS,
     OURS,
     PEERS,
-    RULE,
     SETS,
+    Case,
     Contestant,
-    MatrixSet,
     check_installed,
     gradient_pool,
-    make_contestant,
 )
-from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, steps_per_round, time_rounds
+from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, time_rounds
 from lather.bench.report import Row
 from lather.bench.roofline import Rates, flops_per_step, measure_rates, roofline_ms
 from lather.console import wide_console
 from lather.errors import UserError, require
 
 MIN_ROUNDS = 5
+ALL_PEERS = tuple(dict.fromkeys(peer for peers in PEERS.values() for peer in peers))
 
 
 @dataclass(frozen=True)
 class OptimizerBenchmark:
-    """Time and memory of SOAP against heavyball and pytorch_optimizer, set to the same rule."""
+    """Time and memory of SOAP, Muon and AdamW against heavyball, pytorch_optimizer and torch, set to the same rules."""
 
+    rules: tuple[str, ...] = tuple(OPTIONS)
+    """soap (peers: heavyball, pytorch_optimizer), muon and adamw (peer: torch)."""
     sets: tuple[str, ...] = DEFAULT_SETS
     """Sets of matrices: many_small (128 of 64x128), experts (8 x 16 of 128x256, 2-D), experts_3d (the same, ours in 3-D parameters),
     wide (24 of 256x512), big (4 of 768x2048)."""
     frequencies: tuple[int, ...] = (1, 10)
-    """Steps between refreshes."""
+    """Steps between refreshes of SOAP."""
     rounds: int = 7
-    """Timed rounds, each of one whole interval per contestant."""
+    """Timed rounds, each of whole intervals per contestant."""
+    runs: int = 1
+    """Times that all of it is done; three or more give a range."""
     out: Path = Path("benchmarks/results")
-    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same device."""
+    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; they replace those of the same device."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to run."""
-    peers: tuple[str, ...] = PEERS
-    """heavyball, pytorch_optimizer, both, or none."""
+    peers: tuple[str, ...] = ALL_PEERS
+    """heavyball, pytorch_optimizer, torch, or none."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.sets if name not in SETS]
-        if unknown or not self.sets:
-            raise UserError(f"--sets {' '.join(unknown)} is not valid: use some of {', '.join(DEFAULT_SETS)}")
+        for option, names, known in (("--rules", self.rules, OPTIONS), ("--sets", self.sets, SETS)):
+            unknown = [name for name in names if name not in known]
+            offered = DEFAULT_SETS if known is SETS else tuple(known)
+            if unknown or not names:
+                raise UserError(f"{option} {' '.join(unknown)} is not valid: use some of {', '.join(offered)}")
         require(bool(self.frequencies) and min(self.frequencies) >= 1, "--frequencies", self.frequencies, "numbers of at least 1")
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
-        known = self.peers == ("none",) or (bool(self.peers) and set(self.peers) <= set(PEERS))
-        require(known, "--peers", " ".join(self.peers), f"some of {', '.join(PEERS)}, or none")
+        require(self.runs >= 1, "--runs", self.runs, "at least 1")
+        right = self.peers == ("none",) or (bool(self.peers) and set(self.peers) <= set(ALL_PEERS))
+        require(right, "--peers", " ".join(self.peers), f"some of {', '.join(ALL_PEERS)}, or none")
+
+    def peers_of(self, rule: str) -> tuple[str, ...]:
+        return tuple(peer for peer in PEERS[rule] if peer in self.peers)
 
     @property
     def chosen_peers(self) -> tuple[str, ...]:
-        return () if self.peers == ("none",) else tuple(dict.fromkeys(self.peers))
+        return tuple(peer for peer in ALL_PEERS if any(peer in self.peers_of(rule) for rule in self.rules))
 
 
 def run(options: OptimizerBenchmark) -> int:
@@ -84,11 +95,12 @@ def run(options: OptimizerBenchmark) -> int:
     file = report.RowFile(options.out / f"optimizer-{device.type}.jsonl")
     rows: list[Row] = []
     failures = 0
-    for measured in _cases(options, device, console):
-        failures += measured is None
-        new = [{**common, **row} for row in measured or []]
-        file.write(new)
-        rows += new
+    for number in range(1, options.runs + 1):
+        for measured in _cases(options, device, console):
+            failures += measured is None
+            new = [{**common, "run": number, **row} for row in measured or []]
+            file.write(new)
+            rows += new
     if not rows:
         file.discard()
         console.print("no case passed its check: nothing was measured", style="red")
@@ -96,9 +108,9 @@ def run(options: OptimizerBenchmark) -> int:
     file.finish()
     picture = file.path.with_suffix(".png")
     if any(row["benchmark"] == "optimizer" for row in rows):
-        report.draw(rows, picture)
-    report.print_table(rows, console)
-    for line in report.summary(rows):
+        optimizer_report.draw(rows, picture)
+    optimizer_report.print_table(rows, console)
+    for line in optimizer_report.summary(rows):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"rows {file.path}   picture {picture}", highlight=False, soft_wrap=True)
     return 1 if failures else 0
@@ -106,21 +118,12 @@ def run(options: OptimizerBenchmark) -> int:
 
 def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) -> Iterator[list[Row] | None]:
     """Rows of one case after the other; None for a case whose check failed."""
-    for name in options.sets:
-        matrices = SETS[name]
-        rates = measure_rates(matrices, device)
-        for frequency in options.frequencies:
-            start = time.perf_counter()
-            try:
-                rows = measure_case(matrices, frequency, options, device, rates)
-            except CheckError as error:
-                console.print(f"{name} f={frequency}: check failed, not measured: {error}", style="red", highlight=False)
-                yield None
-                continue
-            shown = "  ".join(f"{row['config']['contestant']} {row['step_ms']['median']:.2f} ms" for row in rows)
-            console.print(f"{name} f={frequency}: checked  {shown}  ({time.perf_counter() - start:.0f} s)", highlight=False)
-            yield rows
-    if device.type == "cuda":
+    for rule in options.rules:
+        for name in options.sets:
+            rates = measure_rates(rule, SETS[name], device)
+            for frequency in options.frequencies if rule == "soap" else (1,):
+                yield _checked_and_measured(Case(rule, SETS[name], frequency), options, device, rates, console)
+    if device.type == "cuda" and "soap" in options.rules:
         for hidden, mlp in refresh.HIDDEN_AND_MLP:
             try:
                 yield measure_refresh_case(hidden, mlp, options.rounds, device)
@@ -129,38 +132,53 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
                 yield None
 
 
-def measure_case(matrices: MatrixSet, frequency: int, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
+def _checked_and_measured(
+    case: Case, options: OptimizerBenchmark, device: torch.device, rates: Rates, console: Console
+) -> list[Row] | None:
+    start = time.perf_counter()
+    try:
+        rows = measure_case(case, options, device, rates)
+    except CheckError as error:
+        console.print(f"{case}: check failed, not measured: {error}", style="red", highlight=False)
+        return None
+    shown = "  ".join(f"{row['config']['contestant']} {row['step_ms']['median']:.2f} ms" for row in rows)
+    console.print(f"{case}: checked  {shown}  ({time.perf_counter() - start:.0f} s)", highlight=False)
+    return rows
+
+
+def measure_case(case: Case, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
     """A row per contestant, ours first. Raises CheckError."""
-    peers = options.chosen_peers
-    checked = check_case(matrices, frequency, peers, device)
-    pool = gradient_pool(matrices, device)
-    contestants = [make_contestant(name, matrices, frequency, pool) for name in (OURS, *peers)]
-    peaks = {contestant.name: _warm_up(contestant, frequency, device) for contestant in contestants}
-    times = time_rounds(contestants, frequency, options.rounds, device)
+    peers = options.peers_of(case.rule)
+    checked = check_case(case, peers, device)
+    pool = gradient_pool(case.matrices, device)
+    contestants = [case.contestant(name, pool) for name in (OURS, *peers)]
+    peaks = {contestant.name: _warm_up(contestant, case.frequency, device) for contestant in contestants}
+    times = time_rounds(contestants, case.steps_per_round, options.rounds, device)
     rows = []
     for contestant in contestants:
         step_ms = percentiles(times[contestant.name])
-        best_ms = roofline_ms(matrices, frequency, rates)
+        best_ms = roofline_ms(case, rates)
         rows.append(
             {
                 "benchmark": "optimizer",
-                "config": _config(matrices, contestant.name, frequency, options, device),
+                "config": _config(case, contestant.name, options, device),
                 "baseline": list(peers) if contestant.name == OURS else OURS,
                 "check": checked,
                 "step_ms": step_ms,
                 "round_ms": times[contestant.name],
                 "roofline_ms": best_ms,
                 "roofline_fraction": best_ms / step_ms["median"],
-                "flops_per_step": matrices.num_matrices * flops_per_step(*matrices.shape, frequency),
+                "flops_per_step": case.matrices.num_matrices * flops_per_step(case),
                 "matmul_gflops_per_second": rates.matmul / 1e9,
+                "gbytes_per_second": rates.bytes / 1e9,
                 "qr_ms": {str(size): 1e3 * seconds for size, seconds in rates.qr_seconds.items()},
                 "state_bytes": state_bytes(contestant),
-                "state_bound_bytes": matrices.state_bound_bytes(),
+                "state_bound_bytes": case.state_bound_bytes(),
                 "peak_temporary_bytes": peaks[contestant.name],
             }
         )
     for row in rows:
-        row["times_of_lather"] = report.ratio(row, rows[0])
+        row["times_of_lather"] = optimizer_report.ratio(row, rows[0])
     return rows
 
 
@@ -170,20 +188,21 @@ def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> in
     return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
 
 
-def _config(matrices: MatrixSet, contestant: str, frequency: int, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
-    ours = contestant == OURS
+def _config(case: Case, contestant: str, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
+    ours, matrices = contestant == OURS, case.matrices
     return {
+        "rule": case.rule,
         "set": matrices.name,
         "num_matrices": matrices.num_matrices,
         "shape": list(matrices.shape),
         "experts": matrices.experts if ours else 1,
         "matrix_layout": matrices.matrix_layout if ours else None,
         "contestant": contestant,
-        "frequency": frequency,
+        "frequency": case.frequency,
         "rounds": options.rounds,
-        "steps_per_round": steps_per_round(frequency),
+        "steps_per_round": case.steps_per_round,
         "device": device.type,
-        "options": {**RULE, **(LATHER_OPTIONS if ours else {})},
+        "options": {**OPTIONS[case.rule], **(LATHER_OPTIONS[case.rule] if ours else {})},
     }
 
 

@@ -59,7 +59,7 @@ def orthogonalize(
         dtype: of the iteration; auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16 also for fp32 on a CPU with AMX.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
-    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(_iteration_dtype(x, dtype))
+    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(iteration_dtype(x, dtype))
     table = COEFFICIENTS[coefficients]
     if y.dtype == torch.bfloat16 and coefficients == "polar_express":
         table = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in table[:-1]), table[-1])
@@ -71,7 +71,8 @@ def orthogonalize(
     return (y.mT if x.shape[-2] > x.shape[-1] else y).to(x.dtype)
 
 
-def _iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
+def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
+    """The dtype in which `orthogonalize` multiplies."""
     if dtype in ("float32", "bfloat16"):
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     in_bf16 = x.is_cuda or (dtype == "fastest" and x.device.type == "cpu" and cpu_has_bf16_tiles())

@@ -15,14 +15,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.options import Betas, NonNegative, Rate
 from lather.optim.rule import Entry, Matrix, Rule, State, Tensors
-from lather.torch_private import foreach_copy_
+from lather.torch_private import foreach_copy_, fused_adamw_
 
 VECTOR = 16
 """Elements in the longest vector register of a CPU."""
@@ -67,6 +66,9 @@ class AdamWRule(Rule):
         if weights[0].device.type == "cuda":
             self._fused(four, t, lr)
             return True
+        if not any(len(x) % VECTOR for x in weights):
+            self._fused(four, t, lr)
+            return True
         stops = [len(x) // VECTOR * VECTOR for x in weights]
         whole = [[x[:stop] for x, stop in zip(one, stops, strict=True) if stop] for one in four]
         rests = [[x[stop:] for x, stop in zip(one, stops, strict=True) if stop < len(x)] for one in four]
@@ -80,21 +82,21 @@ class AdamWRule(Rule):
 
     def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
         weights, grads, exp_avgs, exp_avg_sqs = (list(one) for one in four)
-        steps = torch.full((len(weights),), t - 1.0, dtype=torch.float32, device=weights[0].device)  # the kernel counts on
-        adamw(
+        step = torch.full((), float(t), dtype=torch.float32, device=weights[0].device)
+        beta1, beta2 = self.betas
+        fused_adamw_(
             weights,
             grads,
             exp_avgs,
             exp_avg_sqs,
             [],
-            list(steps.unbind()),
-            fused=True,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            [step] * len(weights),
             lr=lr,
+            beta1=beta1,
+            beta2=beta2,
             weight_decay=self.decay(lr) / lr,
             eps=self.eps,
+            amsgrad=False,
             maximize=self.maximize,
         )
 
