@@ -7,10 +7,10 @@ CONFIG ?= configs/quickstart.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-convergence bench-convergence-tune clean
+.PHONY: help train test test-all lint bench bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
 # A Debian without python3-venv has no ensurepip: make the environment without pip and let the system's pip fill it.
 # torch goes first, from constraints.txt, so that nothing else may choose another build of it.
@@ -45,6 +45,9 @@ bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' 
 
 bench-convergence: $(READY)  ## which rule learns how fast: the short study (an hour on two cores; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/short.toml $(ARGS)
+
+bench-convergence-long: $(READY)  ## the same in runs of 21 M tokens (eight hours, over as many sittings as you like: ARGS='--minutes 60')
+	$(BIN)/lather bench convergence run benchmarks/studies/long.toml $(ARGS)
 
 bench-convergence-tune: $(READY)  ## the search of rates for the short study (hours; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/tune.toml $(ARGS)

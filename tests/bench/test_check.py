@@ -57,7 +57,7 @@ def test_ours_agrees_with_the_naive_program_and_with_torch(rule: str, name: str)
     ],
 )
 def test_another_option_is_refused(monkeypatch: pytest.MonkeyPatch, rule: str, option: str, wrong: Any) -> None:
-    monkeypatch.setitem(contestants.LATHER_OPTIONS, rule, {option: wrong})
+    monkeypatch.setattr(contestants, "lather_options", lambda rule, frequency: {option: wrong})
     with pytest.raises(CheckError, match=f"naive fp64 {rule}"):
         check_case(Case(rule, SETS["tiny"], 2 if rule == "soap" else 1), (), CPU)
 

@@ -17,6 +17,7 @@ SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "soap_per_expert": (SOAP, {"precondition_frequency": 2, "matrix_layout": "per_expert", "second_moment": "rotate"}),
     "soap_stacked": (SOAP, {"precondition_frequency": 3, "matrix_layout": "stacked"}),
     "soap_orthogonalized": (SOAP, {"precondition_frequency": 2, "orthogonalize": True, "statistics_of": "momentum"}),
+    "soap_own_momentum_per_expert": (SOAP, {"precondition_frequency": 1, "momentum_in": "parameter", "matrix_layout": "per_expert"}),
     "soap_one_sided": (SOAP, {"precondition_frequency": 2, "sides": "smaller", "matrix_layout": "per_expert"}),
     "kl_soap": (KLSOAP, {"precondition_frequency": 3}),
     "kl_soap_per_expert": (KLSOAP, {"matrix_layout": "per_expert", "second_moment": "permute"}),
@@ -46,7 +47,14 @@ FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
 FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
 """Each layout and rule once."""
 
-WITH_EXPERTS = ("soap_per_expert", "kl_soap_per_expert", "soap_one_sided", "soap_muon_per_expert", "shampoo_per_expert")
+WITH_EXPERTS = (
+    "soap_per_expert",
+    "soap_own_momentum_per_expert",
+    "kl_soap_per_expert",
+    "soap_one_sided",
+    "soap_muon_per_expert",
+    "shampoo_per_expert",
+)
 """Those that know which experts got no token."""
 
 SOAP_CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}

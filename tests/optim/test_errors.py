@@ -241,7 +241,10 @@ BAD = [
     *((name, *bad) for name in ("Muon", "SOAPMuon") for bad in BAD_OF_MUON),
     *(("SOAPMuon", *bad) for bad in BAD_OF_SOAP_MUON),
     *(("AdamW", *bad) for bad in (("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("correct_bias", 0))),
-    *(("SOAP", *bad) for bad in (("sides", "left"), ("statistics_of", "weights"), ("orthogonalize", 1), ("keep_norm", 1))),
+    *(
+        ("SOAP", *bad)
+        for bad in (("sides", "left"), ("statistics_of", "weights"), ("orthogonalize", 1), ("keep_norm", 1), ("momentum_in", 1))
+    ),
     *(("KLSOAP", *bad) for bad in (("sides", "left"), ("eigenvalue_floor", -1e-3))),
 ]
 

@@ -8,6 +8,7 @@ from optim_helpers import (
     FEW_KINDS,
     FULL_RANK,
     KINDS,
+    MATRICES,
     SOAP_KINDS,
     WITH_EXPERTS,
     all_same,
@@ -169,6 +170,31 @@ def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     params = [parameter(7, dtype=dtype), parameter(5, dtype=dtype), parameter(4, 4, dtype=dtype)]
     run(SOAP(params), params, range(1))
     assert taken == ([2] if is_fused else [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precondition_frequency": 1},
+        {"precondition_frequency": 3, "use_nesterov": True, "second_moment": "rotate"},
+        {"precondition_frequency": 2, "statistics_of": "momentum", "sides": "smaller", "matrix_layout": "per_expert"},
+        {"precondition_frequency": 2, "weight_decay": 0.3, "weight_decay_method": "l2", "orthogonalize": True},
+    ],
+    ids=str,
+)
+def test_momentum_in_parameter_coordinates_is_the_one_in_the_bases_projected_out(options: dict[str, Any]) -> None:
+    ours, theirs = parameters(MATRICES, torch.float64), parameters(MATRICES, torch.float64)
+    own = SOAP(ours, momentum_in="parameter", **FULL_RANK, **options)
+    turned = SOAP(theirs, **FULL_RANK, **options)
+    run_both((own, ours), (turned, theirs), range(12))
+    assert largest_difference(ours, theirs) <= 1e-10
+    state = turned.state[theirs[0]]
+    m = state["basis_0"] @ state["exp_avg"] if "basis_0" in state else state["exp_avg"]
+    assert torch.allclose(own.state[ours[0]]["momentum_buffer"], m @ state["basis_1"].mT, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="exp_avg missing"):
+        SOAP(theirs, **FULL_RANK, **options).load_state_dict(
+            {"state": own.state_dict()["state"], "param_groups": turned.state_dict()["param_groups"]}
+        )
 
 
 def test_embedding_soap_is_soap_with_one_side_renewed_at_every_step() -> None:

@@ -123,6 +123,7 @@ ADAM = "exp_avg exp_avg_sq"
 BOTH_SIDES = "factor_0 factor_1 basis_0 basis_1"
 KEYS = {
     **dict.fromkeys(["soap", "soap_per_expert", "soap_stacked", "soap_orthogonalized"], f"{ADAM} {BOTH_SIDES}"),
+    "soap_own_momentum_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "soap_one_sided": f"{ADAM} factor_1 basis_1",
     **dict.fromkeys(
         ["kl_soap", "kl_soap_per_expert", "kl_soap_floor", "rekls", "stacked_soap"], f"{ADAM} {BOTH_SIDES} eigenvalues_0 eigenvalues_1"

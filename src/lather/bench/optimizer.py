@@ -23,7 +23,6 @@ from lather.bench import optimizer_report, refresh, report
 from lather.bench.check import CheckError, check_case
 from lather.bench.contestants import (
     DEFAULT_SETS,
-    LATHER_OPTIONS,
     OPTIONS,
     OURS,
     PEERS,
@@ -32,6 +31,7 @@ from lather.bench.contestants import (
     Contestant,
     check_installed,
     gradient_pool,
+    lather_options,
 )
 from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, time_rounds
 from lather.bench.report import Row
@@ -202,7 +202,7 @@ def _config(case: Case, contestant: str, options: OptimizerBenchmark, device: to
         "rounds": options.rounds,
         "steps_per_round": case.steps_per_round,
         "device": device.type,
-        "options": {**OPTIONS[case.rule], **(LATHER_OPTIONS[case.rule] if ours else {})},
+        "options": {**OPTIONS[case.rule], **(lather_options(case.rule, case.frequency) if ours else {})},
     }
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lather.bench.contestants import LATHER_OPTIONS, Case, MatrixSet
+from lather.bench.contestants import Case, MatrixSet, lather_options
 from lather.optim.linalg.newton_schulz import iteration_dtype
 
 REPEATS = 5
@@ -86,7 +86,7 @@ def measure_rates(rule: str, matrices: MatrixSet, device: torch.device) -> Rates
     products = [(m, m, n), (m, n, n), (m, n, m), (n, m, n), (n, n, n)]
     dtype = torch.float32
     if rule == "muon":
-        dtype = iteration_dtype(torch.empty(0, device=device), LATHER_OPTIONS[rule]["newton_schulz_dtype"])
+        dtype = iteration_dtype(torch.empty(0, device=device), lather_options(rule, 1)["newton_schulz_dtype"])
     matmul = max(_matmul_rate(b, *product, device, dtype) for product in products for b in sizes)
     qr_seconds = {d: min(_qr_seconds(b, d, device) for b in sizes[:2]) for d in {m, n}} if rule == "soap" else {}
     return Rates(matmul, qr_seconds, _bytes_rate(matrices.num_matrices * m * n, device))

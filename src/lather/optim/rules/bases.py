@@ -48,8 +48,11 @@ class BasisRule(RefreshingRule):
 
     has_eigenvalues: ClassVar[bool] = False
     """Whether the eigenvalues that bases stand for are kept (`eigenvalues_i`)."""
-    turns_momentum: ClassVar[bool] = True
-    """Whether the momentum `exp_avg` is kept in the bases, and so turns with them."""
+
+    @property
+    def turns_momentum(self) -> bool:
+        """Whether the momentum `exp_avg` is kept in the bases, and so turns with them."""
+        return True
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
         if 0 in matrix.shape or (matrix.num_dims < 2 and not self.precondition_1d):

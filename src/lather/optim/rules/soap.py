@@ -54,6 +54,9 @@ class SOAPRule(BasisRule):
     """Plain Adam for this many steps, then the first bases; made at least 1, and less than `precondition_warmup_steps` if that is set."""
     second_moment: Literal["permute", "rotate"] = "permute"
     """How V follows turning bases: re-ordered with the columns, as published, or turned with them, which keeps the first steps small."""
+    momentum_in: Literal["basis", "parameter"] = "basis"
+    """Coordinates of M. basis: it turns with the bases at a refresh. parameter: it is projected in at every step, which takes less time
+    where bases are refreshed at every step, and is called `momentum_buffer`. The same rule to rounding."""
     statistics_of: Literal["gradient", "momentum"] = "gradient"
     """Source of the factors: the gradient, or Adam's momentum."""
     orthogonalize: bool = False
@@ -104,7 +107,7 @@ class SOAPRule(BasisRule):
         return self.turned_into(AdamWRule, nesterov=self.use_nesterov, weight_decay_method=method)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        return {key: Entry(matrix.shape, "moment") for key in ("exp_avg", "exp_avg_sq")} | super().state(matrix)
+        return {key: Entry(matrix.shape, "moment") for key in (self._momentum, "exp_avg_sq")} | super().state(matrix)
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         factors = s.by_dim("factor")
@@ -114,11 +117,16 @@ class SOAPRule(BasisRule):
             g = self.decayed(g, s)
 
         bases = s.by_dim("basis") if t > self.adam_warmup_steps else {}
-        x, m, v, nesterov = precondition(g, bases, "in"), s["exp_avg"], s["exp_avg_sq"], self.use_nesterov
+        x, m, v, nesterov = precondition(g, bases, "in"), s[self._momentum], s["exp_avg_sq"], self.use_nesterov
+        if bases and not self.turns_momentum:
+            m = precondition(m, bases, "in")
+            s[self._momentum].lerp_(g, 1 - self.betas[0])
         u = adam_in_basis(x, m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
         u = self._normalized(precondition(u, bases, "out"), factors)
 
-        x = g if self.statistics_of == "gradient" else precondition(m, bases, "out")
+        x = g
+        if self.statistics_of == "momentum":
+            x = precondition(m, bases, "out") if self.turns_momentum else s[self._momentum]
         beta = self.shampoo_beta if self.shampoo_beta >= 0 else self.betas[1]
         if t == 1 and self.statistics_of == "momentum":
             beta = 0.0
@@ -136,6 +144,15 @@ class SOAPRule(BasisRule):
         if self.normalize_preconditioned_grads:
             u = u / (1e-30 + column(rms(u), u))
         return clip_rms(u, self.max_update_rms) if self.max_update_rms else u
+
+    @property
+    def turns_momentum(self) -> bool:
+        return self.momentum_in == "basis"
+
+    @property
+    def _momentum(self) -> str:
+        """The name of M in the state: another one in other coordinates, so that neither is taken for the other."""
+        return "exp_avg" if self.turns_momentum else "momentum_buffer"
 
     @property
     def first_refresh(self) -> int:

@@ -39,7 +39,10 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
     name: ClassVar[str] = "soap_muon"
     moment_decays: ClassVar[tuple[str, ...]] = ("momentum", "beta2")
-    turns_momentum: ClassVar[bool] = False
+
+    @property
+    def turns_momentum(self) -> bool:
+        return False
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         bases = BasisRule.state(self, matrix)
