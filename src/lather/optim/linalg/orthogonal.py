@@ -26,8 +26,8 @@ MAX_FIRST_ERROR = 0.3
 """Largest deviation from orthonormality that a block may have before its second Cholesky-QR, which then is exact to rounding. Rows may
 depend on each other, and on those of earlier blocks, down to about one part in a thousand."""
 
-CPU_CHOLESKY_QR = range(40, 4097)
-"""Sizes at which Cholesky-QR is faster than LAPACK's QR, or within 5 % of it (measured at 64 to 2048, docs/log.md)."""
+CPU_CHOLESKY_QR = range(40, 1793)
+"""Sizes at which Cholesky-QR is faster than LAPACK's QR on one kind of CPU and not much slower on another (64 to 2048, docs/log.md)."""
 
 CUDA_CHOLESKY_QR = range(1, 4097)
 """On CUDA a batched QR is a loop over kernel chains; products win at every size in use (an estimate, not yet measured)."""
