@@ -66,10 +66,10 @@ class AdamWRule(Rule):
         if weights[0].device.type == "cuda":
             self._fused(four, t, lr)
             return True
-        if not any(len(x) % VECTOR for x in weights):
+        stops = [len(x) // VECTOR * VECTOR for x in weights]
+        if stops == list(map(len, weights)):
             self._fused(four, t, lr)
             return True
-        stops = [len(x) // VECTOR * VECTOR for x in weights]
         whole = [[x[:stop] for x, stop in zip(one, stops, strict=True) if stop] for one in four]
         rests = [[x[stop:] for x, stop in zip(one, stops, strict=True) if stop < len(x)] for one in four]
         filled = [torch.cat(one) for one in rests] if rests[0] else []
