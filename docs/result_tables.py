@@ -30,7 +30,7 @@ from lather.bench.convergence.command import load_findings
 from lather.bench.convergence.queue import read_rows
 from lather.bench.convergence.study import Study, load_study
 from lather.bench.convergence.tables import markdown_table, rates_table
-from lather.bench.optimizer_report import Range
+from lather.bench.optimizer_report import RunRange
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"
@@ -84,7 +84,7 @@ def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
 
-QUOTABLE: dict[str, Callable[..., float | Mean | Range | None]] = {
+QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
     r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).steps_ratio(setting, a, b),
@@ -98,7 +98,7 @@ QUOTABLE: dict[str, Callable[..., float | Mean | Range | None]] = {
 """Titles of links, as patterns, and what they stand for."""
 
 
-def value_of(path: Path, title: str) -> float | Mean | Range | None:
+def value_of(path: Path, title: str) -> float | Mean | RunRange | None:
     """Raises ValueError for a title of no known form."""
     for pattern, compute in QUOTABLE.items():
         if match := re.fullmatch(pattern, title):
@@ -120,12 +120,12 @@ def wrong_quotes(page: Path) -> Iterator[str]:
             yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
 
 
-def _numbers(value: float | Mean | Range | None) -> list[float | None]:
+def _numbers(value: float | Mean | RunRange | None) -> list[float | None]:
     """What a text may show, in this order."""
     match value:
         case Mean():
             return [value.value, value.half_width]
-        case Range():
+        case RunRange():
             return [value.median, value.least, value.most]
     return [value]
 

@@ -9,7 +9,7 @@ import torch
 
 from lather.bench import contestants, optimizer, optimizer_report
 from lather.bench.check import CheckError
-from lather.bench.optimizer_report import Range, draw, markdown_table, summary
+from lather.bench.optimizer_report import RunRange, draw, markdown_table, summary
 from lather.bench.report import RowFile
 from lather.cli import main
 
@@ -120,7 +120,7 @@ def test_what_can_be_put_right_is_one_line(arguments: list[str], names: str, cap
 def test_a_case_that_fails_its_check_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_for_frequency_2(case: contestants.Case, *_: Any) -> dict[str, Any]:
+    def fail_for_frequency_2(case: contestants.OptimizerCase, *_: Any) -> dict[str, Any]:
         if case.frequency == 2:
             raise CheckError("no good")
         return {}
@@ -162,7 +162,7 @@ def test_several_runs_are_shown_as_a_range(rows: list[dict[str, Any]]) -> None:
     assert summary(one + slower)[0].startswith("soap against heavyball: takes 2.50 (2.00 - 3.00) times as long")
     assert "| soap tiny f=1 | heavyball |" in markdown_table(one + slower)
     assert "| 2.50 (2.00 - 3.00) |" in markdown_table(one + slower)
-    assert Range.of([1200.0]).text(1) == "1,200.0"
+    assert RunRange.of([1200.0]).text(1) == "1,200.0"
 
 
 def test_summary_of_refreshes() -> None:

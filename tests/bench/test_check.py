@@ -8,7 +8,7 @@ import torch
 
 from lather.bench import check, contestants
 from lather.bench.check import TOLERANCE, CheckError, check_case, error_of_ours, shrunk
-from lather.bench.contestants import OPTIONS, OURS, PEERS, SETS, Case, Contestant, gradient_pool, make_contestant
+from lather.bench.contestants import OPTIONS, OURS, PEERS, SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
 
 CPU = torch.device("cpu")
 
@@ -33,13 +33,13 @@ def test_copies_are_small_and_keep_the_layout(name: str) -> None:
 @pytest.mark.parametrize("frequency", [1, 4])
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
 def test_ours_agrees_with_the_naive_soap(name: str, frequency: int) -> None:
-    assert check_case(Case("soap", SETS[name], frequency), (), CPU)["error_of_lather"] < TOLERANCE / 10
+    assert check_case(OptimizerCase("soap", SETS[name], frequency), (), CPU)["error_of_lather"] < TOLERANCE / 10
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_ours_agrees_with_the_naive_program_and_with_torch(rule: str, name: str) -> None:
-    checked = check_case(Case(rule, SETS[name]), PEERS[rule], CPU)
+    checked = check_case(OptimizerCase(rule, SETS[name]), PEERS[rule], CPU)
     assert checked["error_of_lather"] < TOLERANCE / 10
     assert checked["cosine"].keys() == {"torch"}
 
@@ -59,7 +59,7 @@ def test_ours_agrees_with_the_naive_program_and_with_torch(rule: str, name: str)
 def test_another_option_is_refused(monkeypatch: pytest.MonkeyPatch, rule: str, option: str, wrong: Any) -> None:
     monkeypatch.setattr(contestants, "lather_options", lambda rule, frequency: {option: wrong})
     with pytest.raises(CheckError, match=f"naive fp64 {rule}"):
-        check_case(Case(rule, SETS["tiny"], 2 if rule == "soap" else 1), (), CPU)
+        check_case(OptimizerCase(rule, SETS["tiny"], 2 if rule == "soap" else 1), (), CPU)
 
 
 def test_another_frequency_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_another_frequency_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_contestant(name, matrices, 2 * frequency, pool, **more)
 
     monkeypatch.setattr(contestants, "make_contestant", at_half_the_frequency)
-    case = Case("soap", SETS["tiny"], 4)
+    case = OptimizerCase("soap", SETS["tiny"], 4)
     assert error_of_ours(case, CPU) > TOLERANCE
     monkeypatch.setattr(check, "error_of_ours", lambda *_: 0.0)
     with pytest.raises(CheckError, match="not once in steps 2 to 5"):
@@ -78,7 +78,7 @@ def test_another_frequency_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_follow_the_same_rule(frequency: int) -> None:
     for peer in PEERS["soap"]:
         pytest.importorskip(peer)
-    cosines = check_case(Case("soap", SETS["tiny_3d"], frequency), PEERS["soap"], CPU)["cosine"]
+    cosines = check_case(OptimizerCase("soap", SETS["tiny_3d"], frequency), PEERS["soap"], CPU)["cosine"]
     assert cosines.keys() == set(PEERS["soap"])
     assert min(cosines.values()) > 0.97
 
@@ -93,7 +93,7 @@ def test_a_peer_with_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(contestants, "make_contestant", adam_for_peers)
     monkeypatch.setattr(check, "_bases", lambda contestant, case: [torch.tensor(contestant.num_steps)])
     with pytest.raises(CheckError, match="cosine 0"):
-        check_case(Case("soap", SETS["experts"]), ("heavyball",), CPU)
+        check_case(OptimizerCase("soap", SETS["experts"]), ("heavyball",), CPU)
 
 
 def test_all_contestants_get_the_same_start_and_gradients() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lather.bench import measure
-from lather.bench.contestants import SETS, Case, Contestant, gradient_pool, make_contestant
+from lather.bench.contestants import SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
 from lather.bench.measure import peak_temporary_bytes, percentiles, state_bytes, time_rounds
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_state_counts_each_storage_once_and_no_parameter() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny_3d"])
 @pytest.mark.parametrize("rule", ["soap", "muon", "adamw"])
 def test_state_of_ours_is_within_the_bound(rule: str, name: str) -> None:
-    case = Case(rule, SETS[name], 2)
+    case = OptimizerCase(rule, SETS[name], 2)
     contestant = case.contestant("lather", gradient_pool(case.matrices, CPU))
     measure.run_steps(contestant, 4)
     m, n = case.matrices.shape
@@ -76,7 +76,7 @@ def test_state_of_ours_is_within_the_bound(rule: str, name: str) -> None:
 
 
 def test_rounds_hold_whole_intervals_of_every_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [Case("soap", SETS["tiny"], f).steps_per_round for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
+    assert [OptimizerCase("soap", SETS["tiny"], f).steps_per_round for f in (1, 2, 3, 10)] == [2, 2, 3, 10]
     calls: list[tuple[str, int]] = []
 
     def fake(contestant: Contestant, num_steps: int, _: torch.device) -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lather.bench.contestants import Case, MatrixSet
+from lather.bench.contestants import MatrixSet, OptimizerCase
 from lather.bench.roofline import Rates, flops_per_step, interval_flops, measure_rates, roofline_ms, step_flops
 
 
@@ -13,21 +13,25 @@ def test_flops_of_a_2_by_3_matrix() -> None:
     # K Q: 16 and 54. Momentum, size 2: turn 16 + 24, out and in 48, in parameter coordinates 24 a step; size 3: 54 + 36, 72, 36 a step
     assert interval_flops(2, 3, frequency=1) == 16 + 54 + 24 + 36
     assert interval_flops(2, 3, frequency=10) == 16 + 54 + 40 + 72
-    assert flops_per_step(Case("soap", MatrixSet("one", 1, (2, 3)), 10)) == pytest.approx(150 + 18.2)
+    assert flops_per_step(OptimizerCase("soap", MatrixSet("one", 1, (2, 3)), 10)) == pytest.approx(150 + 18.2)
 
 
 def test_flops_of_newton_schulz() -> None:
     # five times X X^T (half of 24), A A (half of 16), times X (24)
-    assert flops_per_step(Case("muon", MatrixSet("one", 1, (2, 3)))) == flops_per_step(Case("muon", MatrixSet("one", 1, (3, 2)))) == 5 * 44
+    assert (
+        flops_per_step(OptimizerCase("muon", MatrixSet("one", 1, (2, 3))))
+        == flops_per_step(OptimizerCase("muon", MatrixSet("one", 1, (3, 2))))
+        == 5 * 44
+    )
 
 
 def test_roofline_adds_products_and_qr() -> None:
     matrices = MatrixSet("two", 2, (2, 3))
     rates = Rates(matmul=1e3, qr_seconds={2: 0.1, 3: 0.2}, bytes=28.0)
-    assert roofline_ms(Case("soap", matrices, 1), rates) == pytest.approx(1e3 * 2 * (0.28 + 0.3))
-    assert roofline_ms(Case("soap", matrices, 10), rates) == pytest.approx(1e3 * 2 * (0.1682 + 0.03))
-    assert roofline_ms(Case("muon", matrices), rates) == pytest.approx(1e3 * 2 * 0.22)
-    assert roofline_ms(Case("adamw", matrices), rates) == pytest.approx(1e3 * 2 * 6)
+    assert roofline_ms(OptimizerCase("soap", matrices, 1), rates) == pytest.approx(1e3 * 2 * (0.28 + 0.3))
+    assert roofline_ms(OptimizerCase("soap", matrices, 10), rates) == pytest.approx(1e3 * 2 * (0.1682 + 0.03))
+    assert roofline_ms(OptimizerCase("muon", matrices), rates) == pytest.approx(1e3 * 2 * 0.22)
+    assert roofline_ms(OptimizerCase("adamw", matrices), rates) == pytest.approx(1e3 * 2 * 6)
 
 
 def test_rates_are_measured_for_both_sizes() -> None:

@@ -1,4 +1,4 @@
-"""What has to hold before a case is timed, on a small copy of it (same options, same layout, matrices shrunk to at most 24).
+"""The checks that a case passes before it is timed, on a small copy of it (same options, same layout, matrices shrunk to at most 24).
 
 Ours: after the steps of two intervals and more, every parameter has moved as in a naive program of the rule, fp64 and matrix by matrix
 (`lather.bench.naive`), to `TOLERANCE` relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six steps
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.bench.contestants import OURS, Case, Contestant, MatrixSet, gradient_pool
+from lather.bench.contestants import OURS, Contestant, MatrixSet, OptimizerCase, gradient_pool
 from lather.bench.measure import reachable_tensors
 from lather.bench.naive import NAIVE, WARMUP
 from lather.shapes import Float
@@ -40,7 +40,7 @@ class CheckError(RuntimeError):
     """A case whose contestants do not do what the benchmark says that they do."""
 
 
-def check_case(case: Case, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
+def check_case(case: OptimizerCase, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
     """What was compared, for the rows of the case. Raises CheckError."""
     small = replace(case, matrices=shrunk(case.matrices))
     error = error_of_ours(small, device)
@@ -67,7 +67,7 @@ def _well_separated(i: Tensor) -> Tensor:
     return 0.9**i
 
 
-def error_of_ours(small: Case, device: torch.device) -> float:
+def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
     """Largest error of a matrix's movement, relative to that movement."""
     pool = gradient_pool(small.matrices, device, num_steps=2 * small.frequency + WARMUP + 6, decay=_well_separated)
     ours = small.contestant(OURS, pool, **FOR_THE_CHECK[small.rule])
@@ -83,7 +83,7 @@ def error_of_ours(small: Case, device: torch.device) -> float:
     return max(errors)
 
 
-def _last_updates(contestant: Contestant, case: Case) -> Tensor:
+def _last_updates(contestant: Contestant, case: OptimizerCase) -> Tensor:
     """The last COMPARED updates of all parameters; checks SOAP's refreshes and the gradients on the way."""
     given = [[g.clone() for g in step] for step in contestant.gradients]
     refreshes, updates, before = [], [], _bases(contestant, case)
@@ -112,7 +112,7 @@ def _check_refreshes(name: str, refreshes: Sequence[int], frequency: int, num_st
             raise CheckError(f"{name} refreshes at steps {list(refreshes)}: not once in steps {start} to {start + frequency - 1}")
 
 
-def _bases(contestant: Contestant, case: Case) -> list[Tensor]:
+def _bases(contestant: Contestant, case: OptimizerCase) -> list[Tensor]:
     if case.rule != "soap":
         return []
     found = [tensor.clone() for path, tensor in reachable_tensors(dict(contestant.optimizer.state)) if BASIS.search(path)]

@@ -3,13 +3,13 @@
 The options of a rule, `OPTIONS`, are those of all who implement it. SOAP: refresh every f-th step, no merging of dims, a factor for every
 dim, no compilation. What stays different, because the libraries have no option for it:
 
-    lather             step 1 is Adam in parameter coordinates, and then the first bases; factors' decay rate corrected for bias
+    lather             step 1 is Adam in parameter coordinates, and then the first bases; factors' decay rate corrected for bias;
+                       the momentum in parameter coordinates where f = 1
     heavyball          step 1 only makes the first bases; factors and moments with bias-corrected decay rates; eps bounds the denominator
                        from below; a refresh leaves columns in their places (no sorting), lifts the factor's null space, fixes signs
     pytorch_optimizer  step 1 only makes the first bases; its count runs one behind, so that refreshes come at steps f+1, 2f+1, ...;
                        factors without bias correction; keeps the momentum in parameter coordinates and projects it in at every step;
                        eps is added before the bias correction
-
     torch's Muon       multiplies in bfloat16 everywhere; ours where the hardware is fast at it (CUDA, CPUs with AMX), else in float32
     torch's AdamW      nothing: `fused=True`, the fastest that it has
 
@@ -75,8 +75,8 @@ class MatrixSet:
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is measured at a time: a rule on a set of matrices."""
+class OptimizerCase:
+    """A rule on a set of matrices: one measurement."""
 
     rule: str
     matrices: MatrixSet

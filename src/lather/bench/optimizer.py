@@ -27,8 +27,8 @@ from lather.bench.contestants import (
     OURS,
     PEERS,
     SETS,
-    Case,
     Contestant,
+    OptimizerCase,
     check_installed,
     gradient_pool,
     lather_options,
@@ -122,7 +122,7 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
         for name in options.sets:
             rates = measure_rates(rule, SETS[name], device)
             for frequency in options.frequencies if rule == "soap" else (1,):
-                yield _checked_and_measured(Case(rule, SETS[name], frequency), options, device, rates, console)
+                yield _checked_and_measured(OptimizerCase(rule, SETS[name], frequency), options, device, rates, console)
     if device.type == "cuda" and "soap" in options.rules:
         for hidden, mlp in refresh.HIDDEN_AND_MLP:
             try:
@@ -133,7 +133,7 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
 
 
 def _checked_and_measured(
-    case: Case, options: OptimizerBenchmark, device: torch.device, rates: Rates, console: Console
+    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: Rates, console: Console
 ) -> list[Row] | None:
     start = time.perf_counter()
     try:
@@ -146,7 +146,7 @@ def _checked_and_measured(
     return rows
 
 
-def measure_case(case: Case, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
+def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
     """A row per contestant, ours first. Raises CheckError."""
     peers = options.peers_of(case.rule)
     checked = check_case(case, peers, device)
@@ -188,7 +188,7 @@ def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> in
     return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
 
 
-def _config(case: Case, contestant: str, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
+def _config(case: OptimizerCase, contestant: str, options: OptimizerBenchmark, device: torch.device) -> dict[str, Any]:
     ours, matrices = contestant == OURS, case.matrices
     return {
         "rule": case.rule,

@@ -1,4 +1,4 @@
-"""What is made of the rows of `lather bench optimizer`: a table, a picture, a summary against the targets.
+"""A table, a picture and a summary against the targets, from the rows of `lather bench optimizer`.
 
 A benchmark of several runs has as many rows per case and contestant; what is shown is their median, and from the least to the most of them.
 """
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lather.bench.contestants import OURS, Case, MatrixSet
+from lather.bench.contestants import OURS, MatrixSet, OptimizerCase
 from lather.bench.report import Row
 
 Cases = dict[str, dict[str, list[Row]]]
@@ -25,7 +25,7 @@ TARGET_MEAN, TARGET_LEAST, TARGET_ROOFLINE = 1.5, 1.1, 1.5
 
 
 @dataclass(frozen=True)
-class Range:
+class RunRange:
     """The median of several runs' numbers, the least and the most of them."""
 
     median: float
@@ -33,7 +33,7 @@ class Range:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
+    def of(cls, values: Sequence[float]) -> RunRange:
         return cls(float(np.median(values)), min(values), max(values))
 
     def text(self, digits: int) -> str:
@@ -43,7 +43,7 @@ class Range:
 
 def case_name(row: Row) -> str:
     config = row["config"]
-    return str(Case(config["rule"], MatrixSet(config["set"], config["num_matrices"], tuple(config["shape"])), config["frequency"]))
+    return str(OptimizerCase(config["rule"], MatrixSet(config["set"], config["num_matrices"], tuple(config["shape"])), config["frequency"]))
 
 
 def ratio(row: Row, ours: Row) -> float:
@@ -64,12 +64,12 @@ def ratios(case: Mapping[str, list[Row]], name: str) -> list[float]:
     return [ratio(row, ours) for row, ours in zip(case[name], case[OURS], strict=True)]
 
 
-def milliseconds(rows: Sequence[Row]) -> Range:
-    return Range.of([row["step_ms"]["median"] for row in rows])
+def milliseconds(rows: Sequence[Row]) -> RunRange:
+    return RunRange.of([row["step_ms"]["median"] for row in rows])
 
 
-def times_of_roofline(rows: Sequence[Row]) -> Range:
-    return Range.of([1 / row["roofline_fraction"] for row in rows])
+def times_of_roofline(rows: Sequence[Row]) -> RunRange:
+    return RunRange.of([1 / row["roofline_fraction"] for row in rows])
 
 
 def peers_of(cases: Cases) -> list[tuple[str, str]]:
@@ -77,14 +77,14 @@ def peers_of(cases: Cases) -> list[tuple[str, str]]:
     return list(dict.fromkeys((case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS))
 
 
-def geometric_mean(cases: Cases, rule: str, peer: str) -> Range:
+def geometric_mean(cases: Cases, rule: str, peer: str) -> RunRange:
     """How many times our time a peer takes over all cases of a rule."""
-    return Range.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
+    return RunRange.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
 
 
-def least(cases: Cases, rule: str, peer: str) -> Range:
+def least(cases: Cases, rule: str, peer: str) -> RunRange:
     """The same for the case in which it does best against ours, run by run."""
-    return Range.of([float(min(run)) for run in _runs(cases, rule, peer)])
+    return RunRange.of([float(min(run)) for run in _runs(cases, rule, peer)])
 
 
 def _runs(cases: Cases, rule: str, peer: str) -> list[tuple[float, ...]]:
@@ -100,7 +100,7 @@ def table_rows(cases: Cases) -> list[list[str]]:
             case,
             name,
             milliseconds(rows).text(2),
-            "" if name == OURS else Range.of(ratios(contestants, name)).text(2),
+            "" if name == OURS else RunRange.of(ratios(contestants, name)).text(2),
             times_of_roofline(rows).text(2),
             f"{rows[0]['state_bytes'] / 2**20:.1f}",
             f"{rows[0]['peak_temporary_bytes'] / 2**20:.1f}",
@@ -200,6 +200,6 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     os.replace(aside, out)
 
 
-def _draw_bar(axes: Axes, x: float, width: float, name: str, ms: Range) -> None:
+def _draw_bar(axes: Axes, x: float, width: float, name: str, ms: RunRange) -> None:
     spread = [[ms.median - ms.least], [ms.most - ms.median]]
     axes.bar([x], [ms.median], width, yerr=spread, error_kw={"elinewidth": 0.8}, color=COLORS.get(name), label=name)

@@ -1,4 +1,4 @@
-"""What every benchmark leaves: JSON rows with commit, hardware and versions, in a file that appears whole."""
+"""Rows of benchmarks: JSON with commit, hardware and versions, in a file that appears whole."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lather.bench.contestants import Case, MatrixSet, lather_options
+from lather.bench.contestants import MatrixSet, OptimizerCase, lather_options
 from lather.optim.linalg.newton_schulz import iteration_dtype
 
 REPEATS = 5
@@ -56,7 +56,7 @@ def interval_flops(m: int, n: int, frequency: int) -> int:
     return sum(2 * d**3 + min(2 * d**3 + 2 * d * m * n, 4 * d * m * n, frequency * 2 * d * m * n) for d in (m, n))
 
 
-def flops_per_step(case: Case) -> float:
+def flops_per_step(case: OptimizerCase) -> float:
     """Flops of a step of one matrix, the mean over an interval; SOAP's QR aside."""
     m, n = case.matrices.shape
     k = min(m, n)
@@ -69,7 +69,7 @@ def flops_per_step(case: Case) -> float:
             return 0.0
 
 
-def roofline_ms(case: Case, rates: Rates) -> float:
+def roofline_ms(case: OptimizerCase, rates: Rates) -> float:
     """Milliseconds of a step of the whole set, the mean over an interval."""
     m, n = case.matrices.shape
     seconds = flops_per_step(case) / rates.matmul
