@@ -3,7 +3,6 @@ torch's; and vectors, which both give to AdamW."""
 
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -287,11 +286,11 @@ def test_muon_with_bf16_iteration_is_torchs_to_the_rounding_of_bf16() -> None:
 def test_dtype_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU "auto" is the dtype of the state's arithmetic; "bfloat16" is seen to round; "fastest" is one or the other, by the CPU."""
     ends = {}
-    for has_tiles, dtype in ((True, "auto"), (True, "float32"), (True, "bfloat16"), (True, "fastest"), (False, "fastest")):
-        monkeypatch.setattr(newton_schulz, "cpu_has_bf16_tiles", lambda has_tiles=has_tiles: has_tiles)
+    for is_fast, dtype in ((True, "auto"), (True, "float32"), (True, "bfloat16"), (True, "fastest"), (False, "fastest")):
+        monkeypatch.setattr(newton_schulz, "cpu_is_fast_in_bf16", lambda is_fast=is_fast: is_fast)
         params = parameters([(8, 6)])
         run(Muon(params, newton_schulz_dtype=dtype), params, range(3))
-        ends[dtype, has_tiles] = params
+        ends[dtype, is_fast] = params
     exact = ends["float32", True]
     assert largest_difference(ends["auto", True], exact) == largest_difference(ends["fastest", False], exact) == 0
     assert 1e-5 < largest_difference(ends["bfloat16", True], exact) < 1e-2
@@ -299,15 +298,24 @@ def test_dtype_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fastest_leaves_fp64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_schulz, "cpu_has_bf16_tiles", lambda: True)
+    monkeypatch.setattr(newton_schulz, "cpu_is_fast_in_bf16", lambda: True)
     x = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(newton_schulz.orthogonalize(x, dtype="fastest"), newton_schulz.orthogonalize(x))
 
 
-def test_bf16_tiles_are_those_of_the_cpu() -> None:
-    said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = [line.split(":")[1].split() for line in said.splitlines() if line.startswith("flags")]
-    assert newton_schulz.cpu_has_bf16_tiles() == any("amx_bf16" in each for each in flags)
+CPUS = {
+    "Intel with AMX": ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", True),
+    "Intel without AMX": ("GenuineIntel", "avx512f avx512_bf16", False),
+    "AMD, fourth or fifth Zen": ("AuthenticAMD", "avx512f avx512_bf16", True),
+    "AMD before": ("AuthenticAMD", "avx2", False),
+    "ARM": ("ARM", "asimd bf16", False),
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_which_cpus_are_faster_in_bf16(cpu: str) -> None:
+    vendor, flags, expected = CPUS[cpu]
+    assert newton_schulz.is_fast_in_bf16(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n") == expected
 
 
 @pytest.mark.parametrize("cls", [Muon, SOAPMuon])

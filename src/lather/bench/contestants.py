@@ -10,7 +10,7 @@ dim, no compilation. What stays different, because the libraries have no option 
     pytorch_optimizer  step 1 only makes the first bases; its count runs one behind, so that refreshes come at steps f+1, 2f+1, ...;
                        factors without bias correction; keeps the momentum in parameter coordinates and projects it in at every step;
                        eps is added before the bias correction
-    torch's Muon       multiplies in bfloat16 everywhere; ours where the hardware is fast at it (CUDA, CPUs with AMX), else in float32
+    torch's Muon       multiplies in bfloat16 everywhere; ours where the hardware is fast at it (CUDA, some CPUs), else in float32
     torch's AdamW      nothing: `fused=True`, the fastest that it has
 
 The three SOAPs decide the refresh within the step, after the update. Every window of f steps after the first step holds one of each.

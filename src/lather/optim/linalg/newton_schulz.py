@@ -56,7 +56,8 @@ def orthogonalize(
         x: not changed.
         steps: of the iteration.
         coefficients: of which set; of the last one as often as needed.
-        dtype: of the iteration; auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16 also for fp32 on a CPU with AMX.
+        dtype: of the iteration; auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16
+            also for fp32 on a CPU that is faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
     y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(iteration_dtype(x, dtype))
@@ -75,18 +76,23 @@ def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
     """The dtype in which `orthogonalize` multiplies."""
     if dtype in ("float32", "bfloat16"):
         return getattr(torch, dtype)  # type: ignore[no-any-return]
-    in_bf16 = x.is_cuda or (dtype == "fastest" and x.device.type == "cpu" and cpu_has_bf16_tiles())
+    in_bf16 = x.is_cuda or (dtype == "fastest" and x.device.type == "cpu" and cpu_is_fast_in_bf16())
     return torch.bfloat16 if in_bf16 and x.dtype == torch.float32 else x.dtype
 
 
 @functools.cache
-def cpu_has_bf16_tiles() -> bool:
-    """Whether the CPU multiplies matrices of bfloat16 in tiles (AMX): five steps then take a third to a fifth of their time in fp32. With
-    AVX512-BF16 alone they take longer than in fp32. Known on Linux only."""
+def cpu_is_fast_in_bf16() -> bool:
+    """Whether the CPU multiplies matrices of bfloat16 in a third to a fifth of the time of fp32. Known on Linux only."""
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        return is_fast_in_bf16(Path("/proc/cpuinfo").read_text())
     except OSError:
         return False
+
+
+def is_fast_in_bf16(cpuinfo: str) -> bool:
+    """Whether a CPU that Linux describes like this is: Intel's with AMX, AMD's with AVX512-BF16. With AVX512-BF16 alone Intel's are slower
+    in bfloat16 than in fp32, and all others much slower."""
+    return "amx_bf16" in cpuinfo or ("AuthenticAMD" in cpuinfo and "avx512_bf16" in cpuinfo)
 
 
 def update_scale(shape: Sequence[int], scale: str | float) -> float:

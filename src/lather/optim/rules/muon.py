@@ -35,7 +35,8 @@ class MuonRule(Rule):
     scale: Scale = "match_rms_adamw"
     """match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's rates fit; spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
-    """dtype of the iteration; auto: bfloat16 on CUDA, that of the state's arithmetic on a CPU; fastest: bfloat16 on a CPU with AMX, too."""
+    """dtype of the iteration; auto: bfloat16 on CUDA, that of the state's arithmetic on a CPU; fastest: bfloat16 also on a CPU that is
+    faster in it (AMX, or AMD with AVX512-BF16)."""
     normalize: Annotated[str | None, Range("'row' or None", (None, "row").__contains__)] = None
     """row: divide each row of U by the root of its running second moment, and restore U's norm (NorMuon)."""
     beta2: Decay = 0.95
