@@ -81,7 +81,8 @@ class Run:
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = rule.bucket_bytes // rule.num_streams // per_matrix
         if bucket.device.type == "cpu":
-            count = min(count, cpu_count(CPU_CACHE_BYTES // (dtype.itemsize * numel)))
+            fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
+            count = min(count, cpu_count(fitting) if fitting else 1)  # one that is too large is divided among the threads by itself
         count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)

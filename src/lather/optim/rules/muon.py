@@ -67,7 +67,7 @@ class MuonRule(Rule):
         if self.normalize:
             v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
             u = with_norm_of(u, u / (v.sqrt() + 1e-8).unsqueeze(-1))
-        return u * update_scale(u.shape[1:], self.scale)
+        return u.mul_(update_scale(u.shape[1:], self.scale))
 
 
 class Muon(MatrixOptimizer):
