@@ -55,11 +55,11 @@ def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(tmp_path: Path, mo
 
 
 def test_the_short_study_has_the_rates_that_the_search_found() -> None:
-    """Wherever it is at its end: a contestant has no rates that nobody searched."""
+    """Wherever it is at its end: a contestant has no rates that nobody searched. Those in bf16 have the rates of their fp32 twins."""
     tune, short = result_tables.study_of("tune"), result_tables.study_of("short")
     rows = read_rows(result_tables.RESULTS / "convergence/tune/rows.jsonl")
     searched = {(setting, one.name): tune.search(one, setting, rows) for setting, one in tune.pairs()}
     for setting, one in short.pairs():
-        best, missing = searched[setting, one.name]
+        best, missing = searched[setting, one.name.replace("-bfloat16", "")]
         assert missing or one.rates[setting] == pytest.approx(best), (setting, one.name)
     assert sum(not missing for _, missing in searched.values()) >= 30
