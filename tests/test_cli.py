@@ -152,7 +152,7 @@ def edit_config(old: str, new: str) -> Damage:
 
 def edit_shard(change: Callable[[Path], object]) -> Damage:
     def edit(folder: Path) -> None:
-        (shard,) = folder.glob("data/*/train-00000.npy")
+        (shard,) = folder.glob("data/*/train-00000-000.npy")
         change(shard)
 
     return edit
@@ -187,13 +187,13 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
     ("unknown option", lambda folder: None, ["--optim.lrr", "1"], ["--optim.lrr", "did you mean --optim.lr"]),
     ("missing value", lambda folder: None, ["--optim.lr"], ["--optim.lr"]),
     ("unknown optimizer", lambda folder: None, ["--optim.name", "adam"], ["--optim.name", "'adam'", "'soap'", "'adamw'"]),
-    ("missing shard", edit_shard(Path.unlink), [], ["train-00000.npy", "missing", "delete"]),
-    ("empty shard", edit_shard(lambda shard: shard.write_bytes(b"")), [], ["train-00000.npy", "empty", "delete"]),
+    ("missing shard", edit_shard(Path.unlink), [], ["train-00000-000.npy", "missing", "delete"]),
+    ("empty shard", edit_shard(lambda shard: shard.write_bytes(b"")), [], ["train-00000-000.npy", "empty", "delete"]),
     (
         "truncated shard",
         edit_shard(lambda shard: shard.write_bytes(shard.read_bytes()[:-7])),
         [],
-        ["train-00000.npy", "truncated", "delete"],
+        ["train-00000-000.npy", "truncated", "delete"],
     ),
     (
         "run directory below a file",
@@ -211,7 +211,7 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
         "no data",
         lambda folder: None,
         ["--run-dir", "{folder}/new", "--data.source", "nowhere"],
-        ["data.source", "'nowhere'", "not a folder"],
+        ["data.source", "'nowhere'", "no such file or folder"],
     ),
 ]
 

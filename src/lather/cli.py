@@ -22,6 +22,7 @@ USAGE = """\
 usage: lather COMMAND ...
 
   train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows every field
+  data make FOLDER SOURCE            make a data set of text, JSONL, Parquet, chats or token files; also show, check
   generate RUN --prompt TEXT         continue a text with a trained model
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
   export RUN FOLDER                  write a run's model as a Hugging Face folder
@@ -34,6 +35,7 @@ usage: lather COMMAND ...
 
 COMMANDS = {
     "train": "train",
+    "data": "data",
     "generate": "generate",
     "import": "exchange",
     "export": "exchange",

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from lather.cli import main
 from lather.commands.exchange import parse_size
+from lather.data.documents import train_tokenizer
+from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.huggingface import model_from_hugging_face, save_hugging_face
 from lather.optim import SOAP
 from lather.train.checkpoint import Progress, load_checkpoint
 from lather.train.config_file import load_config
-from lather.train.data import train_tokenizer
 from lather.train.loop import build_model
 from lather.train.optim_config import optim_config
 from lather.train.state import TrainingState
@@ -35,7 +36,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("published")
     save_hugging_face(tiny_model(vocab_size=300), tiny_config(vocab_size=300), folder)
-    train_tokenizer(iter(["def f(x): return x\n"] * 9), 300).save(str(folder / "tokenizer.json"))
+    train_tokenizer(iter(["def f(x): return x\n"] * 9), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     return folder
 
@@ -176,9 +177,6 @@ def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was
     (run / "config.toml").write_text(text.replace('tokenizer = ""', f'tokenizer = "{imported / "tokenizer.json"}"'))
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/generation_config.json").read_bytes() == (imported / "huggingface/generation_config.json").read_bytes()
-
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(7, "'"), ([8, 7], "("), *((eos, END_OF_TEXT) for eos in (None, 999, 2**40))], ids=str)

@@ -7,12 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fault_workers
 import torch
 
+from lather.data.batches import Batch
 from lather.parallel.expert import ExpertExchange
 from lather.parallel.launch import launch
 from lather.parallel.mesh import Mesh
@@ -90,13 +92,13 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
-    def counting(self: Engine, tokens: torch.Tensor) -> Any:
+    def counting(self: Engine, batch: Batch) -> Any:
         nonlocal steps
         steps += 1
         if place == "shape" and steps == number:
             (folder / "failed").write_text(str(time.time()))
-            tokens = tokens[:, :-1]
-        return gradients(self, tokens)
+            batch = replace(batch, inputs_BS=batch.inputs_BS[:, :-1])
+        return gradients(self, batch)
 
     def fail() -> None:
         (folder / "failed").write_text(str(time.time()))

@@ -70,7 +70,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
         loss, gradients = plain[key]
         for p, gradient in zip(pair.plain.parameters(), gradients, strict=True):
             p.grad = gradient
-        found = pair.engine.gradients(tokens)
+        found = pair.engine.gradients(pair.engine.share_of(tokens))
         assert found.num_labels == tokens[:, 1:].numel()
         errors.append((abs(found.loss - loss) / abs(loss), pair.largest_error("grad")))
     return errors
@@ -129,7 +129,7 @@ def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]]) 
         optimizer = build_optimizer(config, pair.plain.named_parameters())
         for number in range(20):
             tokens = pair.tokens(number)
-            result = step(tokens, 3e-3)
+            result = step(pair.engine.share_of(tokens), 3e-3)
             assert not result.skipped
             pair.plain_gradients(tokens)
             norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5).item()
@@ -177,16 +177,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
     tokens, engine = pair.tokens(), pair.engine
     for method, wrong in ((engine.gradients, tokens[:, :-1]), (engine.gradients, tokens[:-1]), (engine.validation_loss, tokens[:2, :-1])):
         with pytest.raises(ValueError, match="have shape") as error:
-            method(wrong)
+            method(engine.share_of(wrong))
         found.append(str(error.value))
-    engine.gradients(tokens)
-    engine.validation_loss(tokens[:2])
+    engine.gradients(engine.share_of(tokens))
+    engine.validation_loss(engine.share_of(tokens[:2]))
     return found
 
 
 def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
-    remedy = "give every rank all sequences of the batch, each with one token more than train.sequence_length"
+    remedy = "give every rank its own share of the sequences, each of train.sequence_length"
     for short, few, validation in run_ranks(refusals, 2):
-        assert short == f"tokens have shape (5, 6), not (5, 7): {remedy}"
-        assert few == f"tokens have shape (4, 7), not (5, 7): {remedy}"
-        assert validation == f"tokens have shape (2, 6), not (2, 7): {remedy}"
+        assert short == f"the batch's inputs have shape (5, 5), not (5, 6): {remedy}"
+        assert few == f"the batch's inputs have shape (4, 6), not (5, 6): {remedy}"
+        assert validation == f"the batch's inputs have shape (2, 5), not (2, 6): {remedy}"

@@ -15,7 +15,7 @@ from lather.train.checkpoint import list_checkpoints, load_checkpoint
 from lather.train.state import TrainingState
 
 LOST = "ArithmeticError: rank one has lost count"
-RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError: tokens have shape (4, 8), not (4, 9): "}
+RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError: the batch's inputs have shape (2, 7), not (2, 8): "}
 """Where rank 1 raises, how its last line begins; elsewhere it is killed."""
 
 

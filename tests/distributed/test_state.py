@@ -105,7 +105,7 @@ class Trainee:
         self.state = TrainingState.of_engine(self.pair.engine, self.optimizer)
 
     def train(self, *steps: int) -> list[StepResult]:
-        return [self.step(self.pair.tokens(step), 1e-2) for step in steps]
+        return [self.step(self.pair.engine.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
 
     def save(self, folder: Path, step: int) -> Path:
         return save_checkpoint(folder, Progress(step, 0.0), self.state, keep_last=9)

@@ -150,7 +150,7 @@ def slow_neighbour(rank: int) -> float:
 
         Segments._attend = attend_slowly  # type: ignore[method-assign]
     recorder.begin()
-    pair.engine.gradients(pair.tokens())
+    pair.engine.gradients(pair.engine.share_of(pair.tokens()))
     events = recorder.end()
     dist.barrier()
     if rank == 1:

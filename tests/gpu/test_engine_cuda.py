@@ -86,13 +86,13 @@ def test_loss_and_gradients_are_the_cpus(schedule: str, changes: dict[str, Any])
     on_cpu, on_gpu = engine_on(CPU, config("sequential")), engine_on(cuda(), config(schedule, **changes))
     same_routing(on_cpu, on_gpu)
     batch = tokens(config())
-    expected, found = on_cpu.gradients(batch), on_gpu.gradients(batch)
+    expected, found = on_cpu.gradients(on_cpu.share_of(batch)), on_gpu.gradients(on_gpu.share_of(batch))
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     assert torch.equal(found.counts_LE, expected.counts_LE)
     assert gradients(on_gpu).keys() == gradients(on_cpu).keys()
     for name, grad in gradients(on_cpu).items():
         assert (gradients(on_gpu)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
-    assert on_gpu.validation_loss(batch) == pytest.approx(on_cpu.validation_loss(batch), rel=1e-5)
+    assert on_gpu.validation_loss(on_gpu.share_of(batch)) == pytest.approx(on_cpu.validation_loss(on_cpu.share_of(batch)), rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -100,7 +100,7 @@ def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
     on_cpu, on_gpu = engine_on(CPU, config()), engine_on(cuda(), config(schedule, precision="bf16"))
     same_routing(on_cpu, on_gpu)
     batch = tokens(config())
-    assert on_gpu.gradients(batch).loss == pytest.approx(on_cpu.gradients(batch).loss, rel=1e-2)
+    assert on_gpu.gradients(on_gpu.share_of(batch)).loss == pytest.approx(on_cpu.gradients(on_cpu.share_of(batch)).loss, rel=1e-2)
     total = sum(grad.square().sum() for grad in gradients(on_cpu).values())
     error = sum((gradients(on_gpu)[name] - grad).square().sum() for name, grad in gradients(on_cpu).items())
     assert error <= 0.1**2 * total
@@ -111,7 +111,7 @@ def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
     """Experts of one process need no sizes of an exchange. In fp32 grouped products have no kernel and do wait."""
     engine = engine_on(cuda(), config(schedule, precision="bf16"))
     batch = tokens(config())
-    engine.gradients(batch)  # compiles kernels
+    engine.gradients(engine.share_of(batch))  # compiles kernels
     engine.clear_gradients()
     number = engine.schedule.num_micro_batches
     micro_batches = engine._micro_batches(batch[:, :-1], batch[:, 1:], 1.0, [1 / number] * number)
@@ -129,12 +129,12 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
     for number in (4, 16):
         engine = engine_on(cuda(), config(schedule, number, precision="bf16"))
         batch = tokens(config(schedule, number))
-        engine.gradients(batch)
+        engine.gradients(engine.share_of(batch))
         engine.clear_gradients()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        engine.gradients(batch)
+        engine.gradients(engine.share_of(batch))
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del engine
     assert peaks[1] <= 1.02 * peaks[0]
@@ -152,9 +152,9 @@ def test_training_steps_lower_the_loss(name: str) -> None:
 def test_a_timeline_has_the_times_of_the_device() -> None:
     recorder = TimelineRecorder(cuda())
     engine = build_engine(config(), Mesh.single(cuda()), record=recorder)
-    engine.gradients(tokens(config()))
+    engine.gradients(engine.share_of(tokens(config())))
     recorder.begin()
-    engine.gradients(tokens(config()))
+    engine.gradients(engine.share_of(tokens(config())))
     events = recorder.end()
     assert [event.action for event in events] == list(engine.schedule.ranks[0])
     assert all(event.end >= event.start for event in events)
@@ -178,7 +178,7 @@ def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.Proce
     exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, give_back=give_back, sizes_group=sizes_group)
     for step in range(3):
         batch = tokens(config(), step)
-        expected, found = plain.gradients(batch), exchanging.gradients(batch)
+        expected, found = plain.gradients(plain.share_of(batch)), exchanging.gradients(exchanging.share_of(batch))
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         for name, grad in gradients(plain).items():
             assert (gradients(exchanging)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name

@@ -259,9 +259,10 @@ def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_pa
 
 
 def test_a_tokenizer_of_a_run_is_loaded_by_transformers(tmp_path: Path) -> None:
-    from lather.train.data import END_OF_TEXT, train_tokenizer
+    from lather.data.documents import train_tokenizer
+    from lather.data.recipe import END_OF_TEXT
 
-    tokenizer = train_tokenizer(iter(["def f(x):\n    return x + 1\n"] * 9), 300)
+    tokenizer = train_tokenizer(iter(["def f(x):\n    return x + 1\n"] * 9), 300, END_OF_TEXT)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     make_model("deepseek_v2").save_pretrained(tmp_path / "in")
     model, config = model_from_hugging_face(tmp_path / "in")

@@ -1,12 +1,10 @@
 """A corpus of a few files, a configuration of a few thousand parameters, and what tests of the trainer make from them."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
-from lather.train.data import prepare
 from lather.train.metrics import StepRow
 from tiny_model import TINY, VOCAB_SIZE
 
@@ -66,28 +63,6 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Config:
     return make_config()
-
-
-@pytest.fixture
-def dataset(config: Config) -> Path:
-    """The tiny corpus, prepared."""
-    return prepare(config.data, config.model.vocab_size, lambda text: None)
-
-
-@pytest.fixture
-def hand_made(tmp_path: Path) -> Callable[..., Path]:
-    """A data set whose train shards are these arrays."""
-
-    def make(*shards: np.ndarray) -> Path:
-        folder = tmp_path / "hand-made"
-        folder.mkdir()
-        entries = [{"file": f"train-{index:05d}.npy", "tokens": len(shard)} for index, shard in enumerate(shards)]
-        for entry, shard in zip(entries, shards, strict=True):
-            np.save(folder / str(entry["file"]), shard)
-        (folder / "dataset.json").write_text(json.dumps({"format": 1, "vocab_size": 60000, "splits": {"train": entries}}))
-        return folder
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lather.data.batches import Batch
 from lather.errors import CheckpointError
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
@@ -50,7 +51,7 @@ class Trainee:
 
     def train(self, *steps: int) -> "Trainee":
         for step in steps:
-            assert not self.step(self.tokens(step), 1e-2).skipped
+            assert not self.step(Batch.of_tokens(self.tokens(step)), 1e-2).skipped
         return self
 
     def save(self, folder: Path, step: int, keep_last: int = 2) -> Path:

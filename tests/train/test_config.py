@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lather.data import config as data_config
 from lather.errors import ConfigError
 from lather.models import deepseek_v2, gpt_oss, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -71,6 +72,10 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "model.rope_scaling.truncate": [],
     "model.norm_topk_prob": [],
     "model.tie_word_embeddings": [],
+    "data.path": [],
+    "data.weights": [[1.0]],
+    "data.validation": [],
+    "data.packing": ["bins"],
     "data.source": [""],
     "data.pattern": [""],
     "data.cache_dir": [""],
@@ -146,6 +151,8 @@ def wrong_types(hint: Any) -> list[Any]:
         return [3, True]
     if typing.get_origin(hint) is tuple:
         return [0.9, "0.9, 0.9", [0.9, "x"], [0.9, True]]
+    if typing.get_origin(hint) is dict:
+        return [3, "a", ["a"]]
     return {int: [True, 1.5, "3", [1]], float: [True, "0.1", [0.1]], str: [3, True, ["a"]], bool: [1, 0, "true"]}[hint]
 
 
@@ -318,7 +325,7 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section's own is its class's."""
     documented = set()
-    for module in (config_module, optim_config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
+    for module in (config_module, data_config, optim_config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
                 is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lather.data.batches import Batch
 from lather.errors import CheckpointError, DataError, RunError
 from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
@@ -34,19 +37,22 @@ MakeConfig = Callable[..., Config]
 Tokens = Callable[..., Tensor]
 
 
-def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
-    """The gradients that the optimizer is given, and the result."""
+def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | None = None) -> tuple[dict[str, Tensor], StepResult]:
+    """The gradients that the optimizer is given, and the result. `end`: the token that ends a document, which attention does not cross."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
-    result = train_step(model, optimizer, moe, tokens_BS.shape[1] - 1, **options)(tokens_BS, 0.0)
+    batch = Batch.of_tokens(tokens_BS)
+    if end is not None:
+        batch = replace(batch, begins_BS=F.pad(batch.inputs_BS[:, :-1] == end, (1, 0)))
+    result = train_step(model, optimizer, moe, tokens_BS.shape[1] - 1)(batch, 0.0)
     return seen, result
 
 
-def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int, **options: Any) -> TrainStep:
+def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int) -> TrainStep:
     """Two micro-batches of two sequences."""
     config = LoopConfig(batch_size=4, sequence_length=length)
-    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe, **options), optimizer, 0.0)
+    return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe), optimizer, 0.0)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
@@ -88,7 +94,7 @@ def test_balance_levels_differ_and_the_global_batch_starts_anew_each_step(make_m
     assert len({round(loss, 6) for loss in losses.values()}) == 3
     model, moe = make_model(), MoEConfig(balance_level="global_batch", balance_coefficient=0.1)
     step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), moe, batch.shape[1] - 1)
-    assert [step(batch, 0.0).balance_loss for _ in range(2)] == [losses["global_batch"]] * 2
+    assert [step(Batch.of_tokens(batch), 0.0).balance_loss for _ in range(2)] == [losses["global_batch"]] * 2
 
 
 def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counted(make_model: MakeModel, tokens: Tokens) -> None:
@@ -107,11 +113,11 @@ def test_loss_free_balancing_moves_the_bias_by_the_rate_after_a_step_that_counte
 # --- packed documents ---------------------------------------------------------------------------------------------------------------
 
 
-def test_boundaries_are_after_each_end_of_text() -> None:
-    tokens_BS = torch.tensor([[5, 0, 7, 7], [0, 0, 3, 0]])
-    assert document_boundaries(tokens_BS, 0).tolist() == [0, 2, 5, 6, 8]
-    assert document_boundaries(tokens_BS, 9).tolist() == [0, 8]
-    assert document_boundaries(tokens_BS[:0], 0).tolist() == [0]
+def test_boundaries_are_where_documents_begin() -> None:
+    begins_BS = torch.tensor([[False, False, True, False], [True, True, False, True]])
+    assert document_boundaries(begins_BS).tolist() == [0, 2, 4, 5, 7, 8]
+    assert document_boundaries(begins_BS & False).tolist() == [0, 8]
+    assert document_boundaries(begins_BS[:0]).tolist() == [0]
 
 
 def test_packed_documents_give_the_gradient_of_each_alone(make_model: MakeModel, tokens: Tokens) -> None:
@@ -119,7 +125,7 @@ def test_packed_documents_give_the_gradient_of_each_alone(make_model: MakeModel,
     batch = tokens(0).clamp(min=1)
     batch[:, 5] = batch[:, 10] = 0
     moe = MoEConfig(balance_coefficient=0.0)
-    packed, result = step_of(make_model(dtype=torch.float64), moe, batch, end_of_text=0)
+    packed, result = step_of(make_model(dtype=torch.float64), moe, batch, end=0)
     crossing, _ = step_of(make_model(dtype=torch.float64), moe, batch)
     model = make_model(dtype=torch.float64)
     loss = sum(model(batch[:, a:b], batch[:, a + 1 : b + 1], normalizer=4.0 * 16).loss for a, b in ((0, 6), (6, 11), (11, 16)))
@@ -236,9 +242,9 @@ def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: P
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"tokenizer": "missing.json"}, {}, "missing.json: not a usable tokenizer .* data.tokenizer must be"),
-        ({"end_of_text": "<eos>"}, {}, "data.end_of_text = '<eos>' is no token of"),
-        ({}, {"vocab_size": 260}, "has token 263, but model.vocab_size is 260"),
+        ({"tokenizer": "missing.json"}, {}, "missing.json: not a usable tokenizer .* tokenizer must be"),
+        ({"end_of_text": "<eos>"}, {}, "end_of_text = '<eos>' is no token of"),
+        ({}, {"vocab_size": 260}, "has token 263, but vocab_size is 260"),
     ],
     ids=["missing", "end of text", "vocabulary"],
 )

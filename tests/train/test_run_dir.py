@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from lather.data.batches import Batches
+from lather.data.order import Order
 from lather.errors import ConfigError, RunError
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.optim_config import optim_config
+from lather.train.run_data import RunData
 from lather.train.run_dir import RunDirectory
 
 MakeConfig = Callable[..., Config]
@@ -211,22 +214,27 @@ def test_a_refused_open_does_not_hold_the_run(config: Config, make_config: MakeC
 # --- its data set -------------------------------------------------------------------------------------------------------------------
 
 
+MakeData = Callable[[str], RunData]
+
+
 @pytest.fixture
-def make_dataset(tmp_path: Path) -> Callable[[str], Path]:
-    def make(name: str) -> Path:
+def make_data(tmp_path: Path) -> MakeData:
+    """Data of a name, and an identity that is the name's."""
+
+    def make(name: str) -> RunData:
         folder = tmp_path / "cache" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(f"tokenizer of {name}")
-        return folder
+        return RunData(Batches([], Order([1], 0), 1), {}, folder / "tokenizer.json", {str(folder): f"identity of {name}"})
 
     return make
 
 
 @pytest.fixture
-def opened(config: Config, make_dataset: Callable[[str], Path]) -> Iterator[RunDirectory]:
+def opened(config: Config, make_data: MakeData) -> Iterator[RunDirectory]:
     """A run that trains on `books-1`."""
     run = RunDirectory.open(config)
-    run.adopt_dataset(make_dataset("books-1"))
+    run.adopt_data(make_data("books-1"))
     yield run
     run.close()
 
@@ -234,35 +242,41 @@ def opened(config: Config, make_dataset: Callable[[str], Path]) -> Iterator[RunD
 def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> None:
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
     record = json.loads((opened.path / "provenance.json").read_text())
-    assert record["dataset"] == "books-1"
+    assert list(record["data"].values()) == ["identity of books-1"]
     assert {"lather", "commit", "python", "torch", "machine", "threads", "cuda"} <= set(record)
     assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.toml", "provenance.json", "tokenizer.json"]
 
 
-def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_dataset: Callable[[str], Path]) -> None:
+def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_data: MakeData) -> None:
     with nothing_changes(opened.path):
-        opened.adopt_dataset(make_dataset("books-1"))
+        opened.adopt_data(make_data("books-1"))
+
+
+def test_the_same_tokens_in_another_place_are_taken(opened: RunDirectory, make_data: MakeData) -> None:
+    with nothing_changes(opened.path):
+        opened.adopt_data(replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"}))
 
 
 @pytest.mark.parametrize("tokenizer", ["there", "lost"])
-def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_dataset: Callable[[str], Path], tokenizer: str) -> None:
+def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_data: MakeData, tokenizer: str) -> None:
     if tokenizer == "lost":
         (opened.path / "tokenizer.json").unlink()
     with nothing_changes(opened.path), pytest.raises(RunError) as caught:
-        opened.adopt_dataset(make_dataset("books-2"))
-    message = str(caught.value)
-    assert "was trained on books-1, but data.source now gives books-2" in message
-    assert "give another --run-dir" in message
+        opened.adopt_data(make_data("books-2"))
+    assert re.search(
+        r"was trained on other tokens \(.*books-1\) than there are now \(.*books-2\): .*give another --run-dir", str(caught.value)
+    )
 
 
-def test_a_lost_tokenizer_comes_back_from_the_same_data_set(opened: RunDirectory, make_dataset: Callable[[str], Path]) -> None:
+def test_a_lost_tokenizer_comes_back_from_the_same_data_set(opened: RunDirectory, make_data: MakeData) -> None:
     (opened.path / "tokenizer.json").unlink()
-    opened.adopt_dataset(make_dataset("books-1"))
+    opened.adopt_data(make_data("books-1"))
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
 
 
-@pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}'])
-def test_a_damaged_record_is_named(opened: RunDirectory, make_dataset: Callable[[str], Path], contents: bytes) -> None:
+@pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}', b'{"dataset": 3}', b'{"data": 3}'])
+def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, contents: bytes) -> None:
     (opened.path / "provenance.json").write_bytes(contents)
-    with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
-        opened.adopt_dataset(make_dataset("books-1"))
+    for use in (opened.begun_with, lambda: opened.adopt_data(make_data("books-1"))):
+        with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
+            use()

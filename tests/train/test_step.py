@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP
@@ -21,7 +23,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.part import whole_part
 from lather.pipeline.schedule import sequential
 from lather.train.config import Config, LoopConfig, MoEConfig
-from lather.train.engine import IGNORE_INDEX, Engine, build_engine
+from lather.train.engine import Engine, build_engine
 from lather.train.loop import build_model
 from lather.train.optim_config import optim_config
 from lather.train.optimizer import build_optimizer
@@ -56,7 +58,7 @@ def gradients_seen(model: Decoder, tokens_BS: Tensor, **options: Any) -> tuple[d
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
     step = train_step(model, optimizer, sequence_length=tokens_BS.shape[1] - 1, **options)
-    return seen, step(tokens_BS, 0.0)
+    return seen, step(Batch.of_tokens(tokens_BS), 0.0)
 
 
 # --- learning rate ------------------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: M
 
 def test_gradients_are_gone_after_the_step(make_model: MakeModel, tokens: Tokens) -> None:
     model = make_model()
-    train_step(model, optimizer_of(model))(tokens(0), 1e-3)
+    train_step(model, optimizer_of(model))(Batch.of_tokens(tokens(0)), 1e-3)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -202,19 +204,19 @@ def test_what_is_not_finite_changes_nothing(
     step = train_step(model, optimizer_of(model, name), max_grad_norm=1.0)
     reference = train_step(untouched, optimizer_of(untouched, name), max_grad_norm=1.0)
     for number in (1, 2):
-        assert not step(tokens(number), 1e-2).skipped
-        reference(tokens(number), 1e-2)
+        assert not step(Batch.of_tokens(tokens(number)), 1e-2).skipped
+        reference(Batch.of_tokens(tokens(number)), 1e-2)
     before = bits(model, step.optimizer)
     with spoiled(model, value):
-        result = step(tokens(9), 5e-2)
+        result = step(Batch.of_tokens(tokens(9)), 5e-2)
     assert result.skipped
     assert not math.isfinite(result.grad_norm)
     assert math.isfinite(result.loss) == (spoiled is one_gradient)
     assert (result.refreshes_done, result.refreshes_skipped) == (0, 0)
     assert bits(model, step.optimizer) == before
     assert all(p.grad is None for p in model.parameters())
-    assert not step(tokens(3), 1e-2).skipped
-    reference(tokens(3), 1e-2)
+    assert not step(Batch.of_tokens(tokens(3)), 1e-2).skipped
+    reference(Batch.of_tokens(tokens(3)), 1e-2)
     assert bits(model, step.optimizer) == bits(untouched, reference.optimizer)
 
 
@@ -226,7 +228,7 @@ def test_validation_loss_is_the_cross_entropy_by_hand(make_model: MakeModel, tok
     step = train_step(model, optimizer_of(model), micro_batch_size=2)
     logits_BSV = model(batch[:, :-1]).logits_BSV
     expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).item()
-    assert step.engine.validation_loss(batch) == pytest.approx(expected, rel=1e-12)
+    assert step.engine.validation_loss(step.engine.share_of(batch)) == pytest.approx(expected, rel=1e-12)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -236,7 +238,8 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_and_state_in_fp32(make_model:
         model = make_model()
         optimizer = optimizer_of(model)
         step = train_step(model, optimizer, precision=precision)
-        losses[precision] = [step(tokens(number), 1e-2).loss for number in (1, 2, 3)] + [step.engine.validation_loss(tokens(4))]
+        losses[precision] = [step(Batch.of_tokens(tokens(number)), 1e-2).loss for number in (1, 2, 3)]
+        losses[precision].append(step.engine.validation_loss(Batch.of_tokens(tokens(4))))
         tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
         assert {t.dtype for t in tensors} == {torch.float32}
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
@@ -248,7 +251,7 @@ def test_fp64_is_the_whole_models(make_config: Callable[..., Config]) -> None:
     engine = build_engine(config, Mesh.single(CPU))
     step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
     batch = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.sequence_length + 1))
-    assert not step(batch, 1e-2).skipped
+    assert not step(Batch.of_tokens(batch), 1e-2).skipped
     assert {p.dtype for p in engine.part.parameters()} == {torch.float64}
     assert {p.dtype for p in build_model(config, CPU).parameters()} == {torch.float64}
 
@@ -298,7 +301,7 @@ def test_all_groups_follow_one_schedule(make_model: MakeModel, tokens: Tokens) -
     config = optim_config("muon", lr=0.02, experts={"lr": 0.03}, rest={"lr_factor": 3.0}, router={"lr": 0.01})
     step = train_step(model, build_optimizer(config, model.named_parameters()))
     for share in (1.0, 0.5, 0.0):
-        step(tokens(0), 0.02 * share)
+        step(Batch.of_tokens(tokens(0)), 0.02 * share)
         found = {group["param_names"][0].split(".")[-2]: group["lr"] for group in step.optimizer.param_groups}
         expected = {"q_proj": 0.02, "experts": 0.03, "embed_tokens": 0.06, "gate": 0.01}
         assert found == pytest.approx({name: share * lr for name, lr in expected.items()})
@@ -316,7 +319,7 @@ def test_the_optimizer_is_of_the_class_that_is_registered_with_its_rule(make_mod
 def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(make_model: MakeModel, tokens: Tokens, name: str) -> None:
     model = make_model(dtype=torch.float64)
     step = train_step(model, optimizer_of(model, name))
-    step(tokens(0), 1e-3)
+    step(Batch.of_tokens(tokens(0)), 1e-3)
     for group in step.optimizer.param_groups:
         kept = {value.dtype for p in group["params"] for key, value in step.optimizer.state[p].items() if key != "step"}
         assert kept == {torch.float64 if group["rule"] == "adamw" else torch.float32}
@@ -350,7 +353,7 @@ def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: To
     step = train_step(model, build_optimizer(config, model.named_parameters()), max_grad_norm=0.5)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     for number, lr in ((1, 1e-3), (2, 1e-2), (3, 5e-3)):
-        step(tokens(number), lr)
+        step(Batch.of_tokens(tokens(number)), lr)
         batch = tokens(number)
         F.cross_entropy(plain(batch[:, :-1]).logits_BSV.flatten(0, 1), batch[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -364,7 +367,7 @@ def test_adamw_is_torchs_adamw_in_a_plain_loop(make_model: MakeModel, tokens: To
 def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(make_model: MakeModel, tokens: Tokens) -> None:
     model, fresh = make_model(), make_model()
     step = train_step(model, optimizer_of(model))
-    results = [step(tokens(number), 0.0) for number in (1, 2, 3, 4)]
+    results = [step(Batch.of_tokens(tokens(number)), 0.0) for number in (1, 2, 3, 4)]
     assert all(p.equal(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
     assert [result.refreshes_done > 0 for result in results] == [True, True, False, True]  # the first bases, then every second step
     assert all(result.optimizer_seconds > 0 for result in results)
@@ -383,7 +386,7 @@ def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(ma
     assert isinstance(optimizer, SOAP)
     step, counts = train_step(model, optimizer), []
     for number in range(6):
-        counts.append(step(tokens(number), 1e-3).refreshes_done)
+        counts.append(step(Batch.of_tokens(tokens(number)), 1e-3).refreshes_done)
         assert sum(counts) == optimizer.counters["refreshes_done"]
         optimizer.state_dict()  # as a checkpoint does: what is under way is counted
     assert [count > 0 for count in counts] == [False, True, True, False, True, False]

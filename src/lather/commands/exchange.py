@@ -14,6 +14,9 @@ import torch
 import tyro
 
 from lather.commands.parsing import parse_arguments
+from lather.data.config import DataConfig
+from lather.data.documents import load_tokenizer
+from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError, ExchangeError, UserError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -27,9 +30,8 @@ from lather.models.huggingface import (
 )
 from lather.models.safetensors_folder import complete_folder
 from lather.train.checkpoint import list_checkpoints, open_checkpoint, write_first_checkpoint
-from lather.train.config import END_OF_TEXT, Config, DataConfig, LoopConfig
+from lather.train.config import Config, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
-from lather.train.data import load_tokenizer
 from lather.train.optim_config import optim_config
 
 COMPANION_FOLDER = "huggingface"

@@ -128,8 +128,8 @@ def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor 
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
-    is_last_BS = (torch.arange(1, length + 1) % math.ceil(length / DOCUMENTS) == 0).long().expand(size, -1)
-    return tokens, document_boundaries(is_last_BS, end_of_text=1) if config.data.packed_attention else None
+    begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(size, -1)
+    return tokens, document_boundaries(begins_BS) if config.data.apart else None
 
 
 def data_ranks(config: Config) -> int:

@@ -9,43 +9,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.train.optim_config import OptimConfig, RuleOptimConfig, optim_config
 from lather.train.rule_fields import name_of
-
-END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which text is learned, and where its tokens are kept."""
-
-    source: str = "python-stdlib"
-    """"python-stdlib": the running Python's own standard library; "package:NAME": an installed package's files; otherwise a folder."""
-    pattern: str = "*.py"
-    """Which files below the folder are text (glob on the file name)."""
-    tokenizer: str = ""
-    """A `tokenizer.json`; empty: a byte-level BPE of `model.vocab_size` tokens is trained on the text."""
-    end_of_text: str = END_OF_TEXT
-    """Token after each document; a tokenizer that is given must have it."""
-    cache_dir: str = "data"
-    """Folder for tokenizer and token shards; each corpus and vocabulary size gets a folder of its own in it."""
-    packed_attention: bool = False
-    """Attention stays within a document; off: it sees all earlier text of the sequence."""
-    holdout_every: int = 20
-    """One file in this many is held out for validation, files."""
-    shard_tokens: int = 1_000_000
-    """Size of a token shard, tokens."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.source), "data.source", self.source, "'python-stdlib', 'package:NAME' or a folder")
-        require(bool(self.pattern), "data.pattern", self.pattern, "a glob such as '*.txt'")
-        require(bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer")
-        require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
-        require(self.holdout_every >= 2, "data.holdout_every", self.holdout_every, "at least 2 files")
-        require(self.shard_tokens >= 1, "data.shard_tokens", self.shard_tokens, "at least 1 token")
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,9 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if origin is tuple:
         require(isinstance(value, list) and len(value) == len(args), name, value, f"a list of {len(args)} numbers")
         return tuple(_convert(item, arg, name) for item, arg in zip(value, args, strict=True))
+    if origin is dict:
+        require(isinstance(value, dict), name, value, f"a section, [{name}]")
+        return {key: _convert(item, args[1], f"{name}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         require(abs(value) <= sys.float_info.max, name, value, "a number that a float can hold")
         return float(value)

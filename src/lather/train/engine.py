@@ -1,7 +1,7 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. One process is a mesh of one rank and goes the same way.
 
-Every rank is given the whole batch and takes the sequences of its data rank; the ranks of a pipeline take the same ones. The loss is a sum
-over labels divided by the labels of all ranks, so no gradient is divided later, and after `gradients` every parameter's is whole.
+Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
+by the labels of all ranks, so no gradient is divided later, and after `gradients` every parameter's is whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
@@ -29,11 +31,8 @@ from lather.pipeline.partition import Partition, partition
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
-from lather.shapes import Int
+from lather.shapes import Bool, Int
 from lather.train.config import Config, LoopConfig, MoEConfig
-
-IGNORE_INDEX = -100
-"""Label of a position that is not learned."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,11 @@ class Engine:
         loop: LoopConfig,
         moe: MoEConfig,
         *,
-        end_of_text: int | None = None,
         frees: Frees | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`moe`: with its coefficients resolved; `end_of_text`: the token that ends a document, if attention stays within documents."""
-        self.part, self.mesh, self.schedule, self.moe, self.end_of_text = part, mesh, schedule, moe, end_of_text
+        """`moe`: with its coefficients resolved."""
+        self.part, self.mesh, self.schedule, self.moe = part, mesh, schedule, moe
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
         prepare_experts(part, moe, mesh.data_group)
         queue = WeightGradients()
@@ -86,20 +84,29 @@ class Engine:
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
-    def gradients(self, tokens_BS: Int[Tensor, "b s"]) -> BatchResult:
-        """Forward and backward of the global batch, one token more per sequence than is trained on; leaves the gradients of the whole step
-        in `parameters`.
+    def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
+        """This rank's share of a global batch that every rank has, one token more per sequence than is trained on.
 
-        Raises ValueError, before anything travels, if the batch is not the global batch that the engine is for.
+        Raises ValueError if the sequences cannot be divided among the data ranks.
         """
-        self._check_shape(tokens_BS, self.micro_batch_size * self.mesh.data_size * self.schedule.num_micro_batches)
-        inputs_BS, labels_BS = self._own_sequences(tokens_BS[:, :-1]), self._own_sequences(tokens_BS[:, 1:])
-        num_labels = int((tokens_BS[:, 1:] != IGNORE_INDEX).sum())  # of all ranks: each has the whole batch
-        counts = [int((labels != IGNORE_INDEX).sum()) for labels in labels_BS.split(self.micro_batch_size)]
+        each, rest = divmod(len(tokens_BS), self.mesh.data_size)
+        if rest:
+            raise ValueError(f"{len(tokens_BS)} sequences cannot be divided among {self.mesh.data_size} data ranks: give a multiple")
+        return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
+
+    def gradients(self, batch: Batch) -> BatchResult:
+        """Forward and backward of the global batch, of which this is the rank's share; leaves the gradients of the whole step in
+        `parameters`.
+
+        Raises ValueError, before anything travels, if the share has not the shape that the engine is for.
+        """
+        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        num_labels = self._labels_of_all(batch)
+        counts = [int((labels != IGNORE_INDEX).sum()) for labels in batch.labels_BS.split(self.micro_batch_size)]
         shares = [count / max(1, num_labels) for count in counts]
         with counting_step(self.part.routers()):
             try:
-                output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, float(max(1, num_labels)), shares))
+                output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
             except BaseException:
                 self.clear_gradients()  # they are a part of a step's
                 raise
@@ -109,54 +116,56 @@ class Engine:
         return self._summary(output, shares, num_labels)
 
     @torch.no_grad()
-    def validation_loss(self, tokens_BS: Int[Tensor, "b s"]) -> float:
-        """Mean cross entropy in nats per token over all sequences, of which there may be any number.
+    def validation_loss(self, batch: Batch) -> float:
+        """Mean cross entropy in nats per label over the sequences of all ranks, each of which gives equally many, at least one.
 
-        Raises ValueError, before anything travels, if their length is not one more than the engine is for.
+        Raises ValueError, before anything travels, if their length is not the one that the engine is for.
         """
-        self._check_shape(tokens_BS, max(1, len(tokens_BS)))
-        missing = -len(tokens_BS) % (self.mesh.data_size * self.micro_batch_size)
-        inputs_BS = torch.cat((tokens_BS[:, :-1], tokens_BS[:1, :-1].expand(missing, -1)))
-        labels_BS = torch.cat((tokens_BS[:, 1:], tokens_BS[:1, 1:].new_full((), IGNORE_INDEX).expand(missing, tokens_BS.shape[1] - 1)))
-        inputs_BS, labels_BS = self._own_sequences(inputs_BS), self._own_sequences(labels_BS)
-        schedule = forwards(self.schedule.num_stages, len(inputs_BS) // self.micro_batch_size)
-        output = self._executor.run(self._micro_batches(inputs_BS, labels_BS, 1.0, None), schedule)
+        self._check_shape(batch, max(1, len(batch.inputs_BS)))
+        num_labels = self._labels_of_all(batch)
+        batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
+        schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
+        output = self._executor.run(self._micro_batches(batch, 1.0, None), schedule)
         total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
         if self.mesh.size > 1:
             dist.all_reduce(total)
-        return total.item() / max(1, int((tokens_BS[:, 1:] != IGNORE_INDEX).sum()))
+        return total.item() / max(1, num_labels)
 
     def clear_gradients(self) -> None:
         self.parameters.clear_gradients()
 
-    def _check_shape(self, tokens_BS: Tensor, num_sequences: int) -> None:
-        expected = (num_sequences, self._activation.shape[1] + 1)
-        if tuple(tokens_BS.shape) != expected:
-            raise ValueError(
-                f"tokens have shape {tuple(tokens_BS.shape)}, not {expected}: give every rank all sequences of the batch, "
-                "each with one token more than train.sequence_length"
-            )
+    def _check_shape(self, batch: Batch, num_sequences: int) -> None:
+        expected = (num_sequences, self._activation.shape[1])
+        for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
+            if tuple(x_BS.shape) != expected:
+                raise ValueError(
+                    f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give every rank its own share of the sequences, "
+                    "each of train.sequence_length"
+                )
 
-    def _own_sequences(self, x_BS: Tensor) -> Tensor:
-        each = len(x_BS) // self.mesh.data_size
-        return x_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each]
+    def _labels_of_all(self, batch: Batch) -> int:
+        """Labels of the whole global batch."""
+        if batch.labels_of_all is not None or self.mesh.data_size == 1:
+            return batch.num_labels if batch.labels_of_all is None else batch.labels_of_all
+        total = torch.tensor(batch.num_labels, device=self.mesh.device)
+        dist.all_reduce(total, group=self.mesh.data_group)
+        return int(total)
 
-    def _micro_batches(self, tokens_BS: Tensor, labels_BS: Tensor, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
         device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
-        layouts = [self._layout_of(x_BS) for x_BS in tokens_BS.split(size)]
-        on_device = (_to_device(x_BS, device).split(size) for x_BS in (tokens_BS, labels_BS))
+        begins = batch.begins_BS
+        layouts = [self._layout] * (len(batch.inputs_BS) // size) if begins is None else [self._packed(x_BS) for x_BS in begins.split(size)]
+        on_device = (_to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
         for number, (x_BS, y_BS, layout) in enumerate(zip(*on_device, layouts, strict=True)):
             share = 0.0 if shares is None else shares[number]
             weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
             micro_batches.append(MicroBatch(x_BS, y_BS, layout, normalizer, *weights))
         return micro_batches
 
-    def _layout_of(self, tokens_BS: Tensor) -> SequenceLayout:
-        """Masks and rotary tables; one for all micro-batches where these do not depend on the tokens."""
-        if self.end_of_text is None:
-            return self._layout
-        batch, length = tokens_BS.shape
-        return SequenceLayout(batch, length, self.mesh.device, document_boundaries(tokens_BS, self.end_of_text))
+    def _packed(self, begins_BS: Bool[Tensor, "b s"]) -> SequenceLayout:
+        """Masks and rotary tables of documents; those without are the same for all micro-batches."""
+        batch, length = begins_BS.shape
+        return SequenceLayout(batch, length, self.mesh.device, document_boundaries(begins_BS))
 
     def _summary(self, output: StepOutput, shares: Sequence[float], num_labels: int) -> BatchResult:
         """What all ranks found together, by one all-reduce."""
@@ -193,7 +202,7 @@ def _to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)
 
 
-def build_engine(config: Config, mesh: Mesh, *, end_of_text: int | None = None, record: Recorder | None = None) -> Engine:
+def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) -> Engine:
     """This rank's engine with the fresh weights that the seed gives, the same on every mesh."""
     number = config.num_micro_batches(mesh.data_size)
     schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
@@ -203,7 +212,7 @@ def build_engine(config: Config, mesh: Mesh, *, end_of_text: int | None = None, 
     if config.train.compile:
         compile_parts(part)
     frees = Frees(poison=config.parallel.poison)
-    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), end_of_text=end_of_text, frees=frees, record=record)
+    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees=frees, record=record)
 
 
 def weights_dtype(config: Config) -> torch.dtype:
@@ -237,10 +246,8 @@ def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.Proc
             router.enable_loss_free_balancing()
 
 
-def document_boundaries(tokens_BS: Int[Tensor, "b s"], end_of_text: int) -> Int[Tensor, " n"]:
-    """Where documents begin and end among the B * S tokens: 0, after each `end_of_text`, B * S."""
-    num_tokens = tokens_BS.numel()
-    after_end = (tokens_BS.flatten() == end_of_text).nonzero().flatten() + 1
-    edges = torch.tensor([0, num_tokens], device=tokens_BS.device)
-    boundaries: Tensor = torch.cat((edges, after_end)).unique()
+def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
+    """Where documents begin and end among the B * S tokens: 0, each token that begins one, B * S."""
+    edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
+    boundaries: Tensor = torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()
     return boundaries

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from lather.data.documents import load_tokenizer
 from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
@@ -27,10 +28,10 @@ from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters
 from lather.train.config import Config
-from lather.train.data import Batches, TokenShards, load_tokenizer, prepare
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.optimizer import build_optimizer
+from lather.train.run_data import RunData, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.saver import Saver
 from lather.train.state import TrainingState
@@ -109,13 +110,18 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 start = _start(config)
             start = of_first(start, mesh.control_group)
             with together(mesh.control_group):
-                dataset = _dataset(config, display, start) if is_first else None
+                begun_with = None if run_dir is None else run_dir.begun_with()
+            begun_with = of_first(begun_with, mesh.control_group)
             with together(mesh.control_group):
-                dataset = dataset or prepare(config.data, config.model.vocab_size, display.note)
+                data = open_run_data(config, display.note, begun_with) if is_first else None
+                if data is not None and start is not None and data.tokenizer is not None:
+                    _check_same_tokenizer(Path(config.init_from), data.tokenizer)
+            with together(mesh.control_group):
+                data = data or open_run_data(config, display.note, begun_with)
             with together(mesh.control_group):
                 if run_dir is not None:
-                    run_dir.adopt_dataset(dataset)
-            run = _Run(config, dataset, mesh, display, start)
+                    run_dir.adopt_data(data)
+            run = _Run(config, data, mesh, display, start)
         except UserError:
             if run_dir is not None:
                 run_dir.abandon()
@@ -124,15 +130,6 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     finally:
         if run_dir is not None:
             run_dir.close()
-
-
-def _dataset(config: Config, display: Display, start: Path | None) -> Path:
-    """The data set's folder, made if need be, with a tokenizer that fits."""
-    dataset = prepare(config.data, config.model.vocab_size, display.note)
-    load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
-    if start is not None:
-        _check_same_tokenizer(Path(config.init_from), dataset)
-    return dataset
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
@@ -154,34 +151,24 @@ def _start(config: Config) -> Path | None:
     return checkpoints[-1]
 
 
-def _check_same_tokenizer(source: Path, dataset: Path) -> None:
+def _check_same_tokenizer(source: Path, ours: Path) -> None:
     """Weights mean nothing to another tokenizer's numbers."""
     theirs = source / "tokenizer.json"
     if theirs.exists():
-        texts = [load_tokenizer(file, "restore it").to_str() for file in (theirs, dataset / "tokenizer.json")]
+        texts = [load_tokenizer(file, "restore it").to_str() for file in (theirs, ours)]
         if texts[0] != texts[1]:
             raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
-
-
-def _document_end(config: Config, dataset: Path) -> int | None:
-    """The token that ends a document, if attention is to stay within documents."""
-    if not config.data.packed_attention:
-        return None
-    tokenizer = load_tokenizer(dataset / "tokenizer.json", f"delete {dataset} to make the data set anew")
-    return tokenizer.token_to_id(config.data.end_of_text)
 
 
 class _Run:
     """One rank's side of a run."""
 
-    def __init__(self, config: Config, dataset: Path, mesh: Mesh, display: Display, start: Path | None) -> None:
+    def __init__(self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None) -> None:
         self.config, self.path, self.mesh, self.display = config, Path(config.run_dir), mesh, display
         train = config.train
-        self.validation = TokenShards(dataset, "validation", train.sequence_length)
-        shards = TokenShards(dataset, "train", train.sequence_length)
-        self.batches = Batches(shards, train.batch_size, config.seed, config.model.vocab_size)
+        self.batches, self.held_out = data.batches, data.held_out
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
-        self.engine = build_engine(config, mesh, end_of_text=_document_end(config, dataset), record=self.timeline)
+        self.engine = build_engine(config, mesh, record=self.timeline)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
@@ -198,7 +185,8 @@ class _Run:
         ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
         parameters = sum(p.numel() for p in build_family(config.model, None, torch.device("meta")).parameters())
         display.note(
-            f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, {len(shards):,} training windows"
+            f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
+            f"{sum(self.batches.order.sizes):,} training sequences"
         )
         tokens = train.batch_size * train.sequence_length
         display.note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
@@ -274,7 +262,7 @@ class _Run:
         number = self.progress.step + 1
         lr = learning_rate(number, self.config.optim, self.config.train.steps)
         with self._recorded(number):
-            result = self.step(self.batches.batch(number), lr)
+            result = self.step(self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size), lr)
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
@@ -326,12 +314,15 @@ class _Run:
         )
 
     def _validate(self) -> None:
-        """On the same held-out windows every time, spread evenly over the split."""
-        wanted = min(self.config.train.validation_sequences, len(self.validation))
-        indices = [index * len(self.validation) // wanted for index in range(wanted)]
-        loss = self.engine.validation_loss(self.validation.windows(indices, self.config.model.vocab_size))
-        self._write({"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss})
-        self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}")
+        """On the same held-out sequences every time. The first set's loss is the run's."""
+        ranks = self.mesh.data_rank, self.mesh.data_size
+        losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
+        if not losses:
+            return
+        row = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": next(iter(losses.values()))}
+        self._write(row if len(losses) == 1 else {**row, "validation_losses": losses})
+        each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})"
+        self.display.note(f"step {self.progress.step}: validation loss {row['validation_loss']:.4f}{each}")
 
     def _write(self, row: StepRow | dict[str, Any]) -> None:
         if self.metrics is not None:

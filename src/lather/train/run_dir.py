@@ -24,6 +24,7 @@ from lather.errors import ConfigError, RunError
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_run
 from lather.train.old_runs import OldOptimConfig, going_on
+from lather.train.run_data import RunData
 
 FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory")
 """Sections and keys that may change between the starts of a run: they do not touch what it computes (the last two: but for rounding)."""
@@ -65,25 +66,38 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def adopt_dataset(self, dataset: Path) -> None:
-        """Record which data set the run trains on and keep its tokenizer; raises RunError if it was another one before."""
+    def begun_with(self) -> str | None:
+        """The data set of a run that was begun when data sets had format 1 (`lather.data.format1`)."""
+        record = self._record()
+        return None if record is None else record.get("dataset")
+
+    def adopt_data(self, data: RunData) -> None:
+        """Record which data sets the run trains on and keep their tokenizer; raises RunError if they were others before."""
+        record = self._record()
+        if record is not None and "dataset" not in record and list(record["data"].values()) != list(data.identities.values()):
+            raise RunError(
+                f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(record['data'])}) than there are now "
+                f"({', '.join(data.identities)}): restore the text, or give another --run-dir"
+            )
+        mine, theirs = self.path / "tokenizer.json", data.tokenizer
+        if theirs is not None and not (mine.exists() and mine.read_bytes() == theirs.read_bytes()):
+            shutil.copyfile(theirs, self.path / ".tmp-tokenizer.json")
+            (self.path / ".tmp-tokenizer.json").rename(mine)
+        if record is None:
+            write_aside(self.path / "provenance.json", json.dumps({"data": data.identities, **provenance()}, indent=1))
+
+    def _record(self) -> dict[str, Any] | None:
+        """What the run was begun with. Raises RunError if that is damaged."""
         file = self.path / "provenance.json"
-        if file.exists():
-            try:
-                before = json.loads(file.read_text())["dataset"]
-            except (ValueError, KeyError, TypeError):
-                raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
-            if before != dataset.name:
-                raise RunError(
-                    f"run_dir = {str(self.path)!r} was trained on {before}, but data.source now gives {dataset.name}: "
-                    "restore the text, or give another --run-dir"
-                )
-        mine, theirs = self.path / "tokenizer.json", dataset / "tokenizer.json"
-        if file.exists() and mine.exists() and mine.read_bytes() == theirs.read_bytes():
-            return
-        shutil.copyfile(dataset / "tokenizer.json", self.path / ".tmp-tokenizer.json")
-        (self.path / ".tmp-tokenizer.json").rename(self.path / "tokenizer.json")
-        write_aside(file, json.dumps({"dataset": dataset.name, **provenance()}, indent=1))
+        if not file.exists():
+            return None
+        try:
+            record: dict[str, Any] = json.loads(file.read_text())
+            if not isinstance(record.get("dataset", ""), str) or not ("dataset" in record or record["data"].values()):
+                raise ValueError("no data set")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
+        return record
 
     def abandon(self) -> None:
         """Leave no trace of a run that could not start; one that was there before stays as it is."""

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.data.batches import Batch
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.parallel.gradients import clip_, grad_norm
-from lather.shapes import Int
 from lather.train.engine import Engine
 from lather.train.optim_config import OptimConfig
 from lather.train.optimizer import LR_FACTOR
@@ -59,21 +59,21 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs optimizer steps on a mesh of ranks, each of which calls it with the same batch."""
+    """Runs optimizer steps on a mesh of ranks, each of which calls it with its share of the batch."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
         """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         self._refreshes_before = self._refreshes()
 
-    def __call__(self, tokens_BS: Int[Tensor, "b s"], lr: float) -> StepResult:
-        """`tokens_BS` has one token more per sequence than is trained on; `lr` is `optim.lr` at this step, of which groups have factors.
+    def __call__(self, batch: Batch, lr: float) -> StepResult:
+        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, of which groups have factors.
 
         A step that is not finite changes nothing, on any rank.
         """
-        batch = self.engine.gradients(tokens_BS)
+        result = self.engine.gradients(batch)
         norm = grad_norm(self.engine.parameters, self.engine.mesh)
-        finite = math.isfinite(batch.loss + norm.item())
+        finite = math.isfinite(result.loss + norm.item())
         start = self._now()
         if finite:
             if self.max_grad_norm:
@@ -81,17 +81,17 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
             self.optimizer.step()
-            self.engine.balance(batch.counts_LE)
+            self.engine.balance(result.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
         before, self._refreshes_before = self._refreshes_before, self._refreshes()
         done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes_before, before, strict=True)])
         return StepResult(
-            loss=batch.loss,
-            balance_loss=batch.balance_loss,
+            loss=result.loss,
+            balance_loss=result.balance_loss,
             grad_norm=norm.item(),
-            tokens=batch.num_labels,
-            counts_LE=batch.counts_LE,
+            tokens=result.num_labels,
+            counts_LE=result.counts_LE,
             optimizer_seconds=seconds,
             refreshes_done=done,
             refreshes_skipped=skipped,

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from lather.bench.convergence.study import Row, Study
 from lather.bench.measure import percentiles
+from lather.data.batches import Batch, Batches
+from lather.data.opening import open_datasets, training_batches
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.train.config import Config
-from lather.train.data import Batches, TokenShards, prepare
 from lather.train.engine import Engine, build_engine
 from lather.train.optimizer import build_optimizer
 
@@ -91,14 +92,13 @@ def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
 
 
 def _batches(config: Config) -> Batches:
-    dataset = prepare(config.data, config.model.vocab_size, lambda text: None)
-    shards = TokenShards(dataset, "train", config.train.sequence_length)
-    return Batches(shards, config.train.batch_size, config.seed, config.model.vocab_size)
+    datasets = open_datasets(config.data, config.model.vocab_size, lambda text: None)
+    return training_batches(datasets, config.data, config.train.sequence_length, config.train.batch_size, config.seed)
 
 
-def _gradients(engine: Engine, tokens_BS: Tensor) -> list[Tensor]:
+def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
     """The gradients of a batch, not clipped: only their time and their usual size matter."""
-    engine.gradients(tokens_BS)
+    engine.gradients(batch)
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.clear_gradients()
     return found

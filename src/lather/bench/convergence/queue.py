@@ -25,8 +25,8 @@ import torch
 
 from lather.bench.convergence.study import Row, Study, Trial, rows_by_key
 from lather.bench.convergence.training import forget, perform
+from lather.data.opening import open_datasets
 from lather.errors import UserError
-from lather.train.data import prepare
 
 FORK = multiprocessing.get_context("fork")
 """Children have torch imported, and start in milliseconds."""
@@ -71,7 +71,7 @@ class Queue:
         """Make the data sets, in a process that then ends, before there are several that would."""
         for trial in {trial.setting: trial for trial in self.study.wanted(self.rows)}.values():
             config = trial.config(self.folder)
-            process = FORK.Process(target=prepare, args=(config.data, config.model.vocab_size, self.report))
+            process = FORK.Process(target=open_datasets, args=(config.data, config.model.vocab_size, self.report))
             process.start()
             process.join()
             if process.exitcode:

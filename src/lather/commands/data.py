@@ -1,0 +1,136 @@
+"""`lather data make FOLDER SOURCE ...`, `lather data show FOLDER` and `lather data check FOLDER`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+
+from lather.commands.parsing import parse_arguments
+from lather.data.dataset import SKIPPED, DataSet
+from lather.data.making import make_dataset
+from lather.data.recipe import Recipe
+from lather.errors import DataError, UserError, require
+
+USAGE = """\
+usage: lather data COMMAND ...
+
+  make FOLDER SOURCE [SOURCE ...]   make a data set of text, JSONL, Parquet, chats or token files, or go on making one
+  show FOLDER                       say what a data set holds and what it was made from
+  check FOLDER                      read a data set and compare it with its checksums
+
+each has a --help of its own
+"""
+PLAIN_SECONDS = 10.0
+"""Between lines of progress where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class MakeArguments:
+    """Make a data set. A command that was interrupted goes on where it was when it is given again."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Folder to make."""
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    workers: int = 0
+    """Processes; 0: one per core."""
+
+
+@dataclass(frozen=True)
+class FolderArguments:
+    """A data set that is there."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Folder of the data set."""
+
+
+def data_command(arguments: list[str]) -> int:
+    """Do what the first argument says."""
+    commands = {"make": _make, "show": _show, "check": _check}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if arguments[0] not in commands:
+        raise UserError(f"unknown command data {arguments[0]!r}: use one of {', '.join(commands)}, or --help")
+    return commands[arguments[0]](arguments[1:])
+
+
+def _make(arguments: list[str]) -> int:
+    parsed = parse_arguments(MakeArguments, "lather data make", arguments)
+    require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
+    with _Display(Console()) as display:
+        dataset = make_dataset(parsed.folder, parsed.recipe, display, parsed.workers)
+    print(describe(dataset, display))
+    return 0
+
+
+def _show(arguments: list[str]) -> int:
+    print(describe(DataSet(parse_arguments(FolderArguments, "lather data show", arguments).folder)))
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    dataset = DataSet(parse_arguments(FolderArguments, "lather data check", arguments).folder)
+    for name in dataset.manifest.splits:
+        dataset.split(name)
+    if wrong := dataset.check():
+        raise DataError(f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make it anew")
+    print(f"{dataset.folder} is as it was made ({dataset.manifest.identity})")
+    return 0
+
+
+class _Display:
+    """A line that is renewed on a terminal; else a line from time to time. It knows how long the making took."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.tokens = console, 0
+        self.begun = self._shown = time.monotonic()
+        self._live = Live("", console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> _Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        self.tokens, seconds = tokens, max(1e-9, time.monotonic() - self.begun)
+        text = f"{units} of {num_units} units   {documents:,} documents   {tokens:,} tokens   {tokens / seconds:,.0f} tokens/s"
+        if self._live:
+            self._live.update(text)
+        elif time.monotonic() - self._shown > PLAIN_SECONDS:
+            self._shown = time.monotonic()
+            self.note(text)
+
+
+def describe(dataset: DataSet, made: _Display | None = None) -> str:
+    """What a data set holds, in lines of a name and a value."""
+    manifest = dataset.manifest
+    lines = [("data set", str(dataset.folder))]
+    for name, split in manifest.splits.items():
+        counts = f"{split.documents:,} documents, {split.tokens:,} tokens, the longest {split.longest:,}"
+        lines.append((name, f"{counts}, {len(split.shards)} shards"))
+    if made is not None and made.tokens:
+        seconds = time.monotonic() - made.begun
+        lines.append(("time", f"{seconds:.1f} s, {made.tokens / seconds:,.0f} tokens/s"))
+    ends = "no token ends documents" if manifest.end_token is None else f"documents end with {manifest.end_of_text or manifest.end_token}"
+    lines.append(("vocabulary", f"{manifest.vocab_size:,} tokens, {ends}"))
+    sources, size = ", ".join(manifest.made_from["recipe"]["sources"]), f"{manifest.made_from['bytes']:,} bytes"
+    lines.append(("made from", f"{sources} ({manifest.made_from['files']:,} files, {size})"))
+    if set(manifest.encodings) - {"utf-8"}:
+        lines.append(("encodings", ", ".join(f"{count:,} x {name}" for name, count in manifest.encodings.items())))
+    if manifest.skipped:
+        skipped = ", ".join(f"{count:,} x {reason}" for reason, count in manifest.skipped.items())
+        lines.append(("not taken", f"{skipped}; file and line of each are in {dataset.folder / SKIPPED}"))
+    return "\n".join(f"{name:<12} {value}" for name, value in lines)

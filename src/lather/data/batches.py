@@ -1,0 +1,120 @@
+"""The batches of a run: a rank's sequences of a global batch, as a function of the seed and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lather.data.order import Samples
+from lather.data.sequences import IGNORE_INDEX, Rows, Sequences
+from lather.errors import DataError
+from lather.shapes import Bool, Int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences of a global batch, those of a data rank: B of them, of S positions."""
+
+    inputs_BS: Int[Tensor, "b s"]
+    labels_BS: Int[Tensor, "b s"]
+    """The token after each input; `IGNORE_INDEX` where it is not learned."""
+    begins_BS: Bool[Tensor, "b s"] | None = None
+    """Where a document begins that does not see what is before it; None: attention sees all of the sequence."""
+    labels_of_all: int | None = None
+    """Labels of the whole global batch; None: the ranks have to add theirs up."""
+
+    @classmethod
+    def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
+        """Of sequences with one token more than is trained on; `IGNORE_INDEX` among them is no label, and 0 as an input."""
+        inputs_BS = tokens_BS[:, :-1]
+        return cls(inputs_BS.masked_fill(inputs_BS == IGNORE_INDEX, 0), tokens_BS[:, 1:])
+
+    @property
+    def num_labels(self) -> int:
+        return int((self.labels_BS != IGNORE_INDEX).sum())
+
+    def padded(self, rows: int) -> Batch:
+        """With sequences more of which nothing is learned."""
+        if not rows:
+            return self
+        padding = (0, 0, 0, rows)
+        begins_BS = None if self.begins_BS is None else F.pad(self.begins_BS, padding)
+        return replace(
+            self,
+            inputs_BS=F.pad(self.inputs_BS, padding),
+            labels_BS=F.pad(self.labels_BS, padding, value=IGNORE_INDEX),
+            begins_BS=begins_BS,
+        )
+
+
+class Source:
+    """Sequences under a name, for messages."""
+
+    def __init__(self, name: str, sequences: Sequences, vocab_size: int) -> None:
+        self.name, self.sequences, self.vocab_size = name, sequences, vocab_size
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *, apart: bool) -> Batch:
+    """The sequences of these sources and numbers. `apart`: attention stays within documents.
+
+    Raises DataError if a shard is truncated or has a token that is outside the vocabulary.
+    """
+    length = sources[0].sequences.length
+    inputs_BS = np.zeros((len(samples), length), dtype=np.int64)
+    labels_BS = np.full_like(inputs_BS, IGNORE_INDEX)
+    begins_BS = np.zeros((len(samples), length), dtype=bool)
+    for row, (number, index) in enumerate(samples):
+        source = sources[number]
+        source.sequences.fill(index, Rows(inputs_BS[row], labels_BS[row], begins_BS[row]))
+        highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
+        if highest >= source.vocab_size:
+            raise DataError(
+                f"{source.name}: token {highest} in sequence {index} is outside the vocabulary ({source.vocab_size}): a shard is damaged; "
+                "`lather data check` says which"
+            )
+    begins = torch.from_numpy(begins_BS) if apart else None
+    return Batch(torch.from_numpy(inputs_BS), torch.from_numpy(labels_BS), begins)
+
+
+class Batches:
+    """The training batches of a run."""
+
+    def __init__(self, sources: Sequence[Source], order: Samples, batch_size: int, *, apart: bool = False) -> None:
+        """`batch_size`: sequences of a step, of all ranks; `apart`: attention stays within documents."""
+        self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """What data rank `rank` of `ranks` learns at step 1, 2, ...; a batch may span two epochs, and no sequence is dropped."""
+        start, each = (step - 1) * self.batch_size, self.batch_size // ranks
+        samples = self.order.samples(start, start + self.batch_size)
+        batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)
+        counts = [self.sources[source].sequences.num_labels(index) for source, index in samples]
+        known = [count for count in counts if count is not None]
+        return replace(batch, labels_of_all=sum(known) if len(known) == len(counts) else None)
+
+
+class HeldOut:
+    """Held-out sequences, the same at every validation, spread evenly over a source."""
+
+    def __init__(self, source: Source, most: int, *, apart: bool = False) -> None:
+        """`most`: sequences that are taken."""
+        self.source, self.apart = source, apart
+        wanted = min(most, len(source))
+        self._indices = [index * len(source) // wanted for index in range(wanted)]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
+        """The sequences of a data rank, as many as of every other; where they do not go round, some have no labels."""
+        each = -(-len(self._indices) // ranks)
+        own = self._indices[rank * each : (rank + 1) * each]
+        return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))

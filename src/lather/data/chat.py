@@ -1,0 +1,136 @@
+"""Conversations to text, by the tokenizer's own chat template, and which of the text is an answer.
+
+A template is a Jinja program in `chat_template` of a tokenizer_config.json, or a file chat_template.jinja beside it, as transformers has
+them. It is run in a sandbox, as there. What the template adds with an assistant's message, when the messages are given to it one more at a
+time, is that assistant's answer; of it the part after what the template asks the assistant with (`add_generation_prompt`) is learned.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lather.errors import DataError
+
+Messages = list[dict[str, Any]]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The ChatML template, for tokenizers that bring none."""
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+"""Names that collections of conversations give to roles."""
+
+
+class ChatError(Exception):
+    """A record that is no conversation; the message says why."""
+
+
+def messages_of(record: dict[str, Any]) -> Messages:
+    """The messages of a record: "messages" or "conversations", lists of role and content (or from and value), or "prompt" and "completion".
+
+    Raises ChatError.
+    """
+    for name in ("messages", "conversations"):
+        if name in record:
+            if not isinstance(record[name], list) or not record[name]:
+                raise ChatError(f"{name} is not a list of messages")
+            return [_message(one, number) for number, one in enumerate(record[name])]
+    if "prompt" in record and "completion" in record:
+        pair = [_strings(record[name], name) for name in ("prompt", "completion")]
+        if isinstance(record["prompt"], list):
+            return [_message(one, number) for number, one in enumerate([*record["prompt"], *record["completion"]])]
+        return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    raise ChatError(f"neither messages nor prompt and completion, but {', '.join(map(str, record)) or 'nothing'}")
+
+
+def _strings(value: Any, name: str) -> Any:
+    if not isinstance(value, str | list):
+        raise ChatError(f"{name} is {type(value).__name__}, not text")
+    return value
+
+
+def _message(one: Any, number: int) -> dict[str, Any]:
+    if not isinstance(one, dict):
+        raise ChatError(f"message {number} is no object")
+    message = dict(one)
+    if "role" not in message and "from" in message:
+        message["role"], message["content"] = message.pop("from"), message.pop("value", None)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise ChatError(f"message {number} has no role")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ChatError(f"message {number} has no text as content")
+    return {**message, "role": ROLES.get(role, role)}
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """`special_tokens`: those that templates name, such as bos_token. Raises DataError if it is no Jinja template."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.datetime(2025, 1, 1).strftime(form)  # the same text at any time
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise DataError(f"chat template: not a Jinja template ({error})") from None
+        self.source, self.special_tokens = source, special_tokens
+
+    @classmethod
+    def beside(cls, tokenizer: Path) -> ChatTemplate:
+        """The template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""
+        file, config = tokenizer.parent / "chat_template.jinja", tokenizer.parent / "tokenizer_config.json"
+        try:
+            settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
+            source = file.read_text("utf-8") if file.exists() else settings.get("chat_template") or CHATML
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{config}: not readable ({error}): restore it") from None
+        if isinstance(source, list):  # several by name
+            source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
+        tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token") and value}
+        return cls(source, {name: token for name, token in tokens.items() if token})
+
+    def render(self, messages: Messages, *, asking: bool = False) -> str:
+        """The text of the messages; `asking`: with what asks the assistant for an answer. Raises ChatError."""
+        try:
+            return str(self._template.render(messages=messages, add_generation_prompt=asking, **self.special_tokens))
+        except TemplateError as error:
+            raise ChatError(f"the chat template refuses it: {error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatError(f"the chat template fails on it: {error}") from None
+
+    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the messages, and from where to where in it the assistant's answers are. Raises ChatError if it has none."""
+        text, spans = self.render(messages), []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = _common(text, self.render(messages[:number], asking=True) if number else "")
+                stop = _common(text, self.render(messages[: number + 1]))
+                spans.append((start, len(text) if number == len(messages) - 1 else stop))
+        if not spans:
+            raise ChatError("no message is the assistant's")
+        return text, spans
+
+
+def _common(text: str, other: str) -> int:
+    """How long the two are equal."""
+    if text.startswith(other):
+        return len(other)
+    return next(number for number, (one, two) in enumerate(zip(text, other + "\0", strict=False)) if one != two)
+
+
+def _token(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,148 @@
+"""A data set: a folder with shards, a tokenizer, and a manifest that says what is in it and what it was made from.
+
+    dataset.json            the manifest; it is written last and has a checksum of itself
+    tokenizer.json          with which the texts were encoded; absent if tokens were taken over from elsewhere without one
+    train-00000-000.npy     shards of the split "train" (`lather.data.shards`), by unit of work and number within it
+    skipped.jsonl           what was not taken, one line each: file, line, reason
+
+A data set is complete or absent, and opened by its manifest alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lather.data.shards import ShardEntry, ShardReader, checksum, token_dtype
+from lather.errors import DataError
+
+FORMAT = 2
+MANIFEST = "dataset.json"
+TOKENIZER = "tokenizer.json"
+SKIPPED = "skipped.jsonl"
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the manifest says of a split."""
+
+    documents: int
+    tokens: int
+    longest: int
+    """Tokens of the longest document."""
+    text_bytes: int
+    """UTF-8 bytes of its texts; 0 if they are not known."""
+    shards: list[ShardEntry]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a data set says of itself."""
+
+    vocab_size: int
+    """Above every token."""
+    end_of_text: str
+    """Token after each document; empty if there is none."""
+    end_token: int | None
+    """Its number."""
+    tokenizer_sha256: str
+    """Of `tokenizer.json`; empty if there is none."""
+    made_from: dict[str, Any]
+    """Sources and options."""
+    splits: dict[str, Split]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """How many documents or files were not taken, by reason."""
+    encodings: dict[str, int] = field(default_factory=dict)
+    """How many text files had which encoding."""
+
+    @property
+    def identity(self) -> str:
+        """A short name of the tokens, wherever the data set lies and whatever it was made from."""
+        content: list[Any] = [self.tokenizer_sha256, self.end_token]
+        content += [[name, [shard.checksums for shard in split.shards]] for name, split in sorted(self.splits.items())]
+        return _digest(content)[:12]
+
+    def to_json(self) -> str:
+        mapping: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**mapping, "checksum": _digest(mapping)}, indent=1) + "\n"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DataError if it is missing, damaged, edited, or of another version of Lather."""
+    path = folder / MANIFEST
+    remedy = f"restore it, or delete {folder} and make the data set anew"
+    try:
+        mapping = json.loads(path.read_text("utf-8"))
+        if not isinstance(mapping, dict):
+            raise TypeError("not a JSON object")
+        version = mapping.pop("format", None)
+        if version != FORMAT:
+            raise DataError(f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and make the data set anew")
+        expected = mapping.pop("checksum", None)
+        if expected != _digest({"format": version, **mapping}):
+            raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
+        splits = {
+            name: Split(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]})
+            for name, split in mapping.pop("splits").items()
+        }
+        return Manifest(splits=splits, **mapping)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: missing or damaged ({reason}): {remedy}") from None
+
+
+class DataSet:
+    """A data set that is there."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError if there is no data set, or what is there is not whole."""
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such data set: make it with `lather data make {folder} SOURCE`")
+        self.folder, self.manifest = folder, read_manifest(folder)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return token_dtype(self.manifest.vocab_size)
+
+    def split(self, name: str) -> ShardReader:
+        """The tokens of a split. Raises DataError if there is none of this name, or a shard is missing or truncated."""
+        if name not in self.manifest.splits:
+            there = ", ".join(self.manifest.splits) or "none"
+            raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
+        return ShardReader(self.folder, self.manifest.splits[name].shards, self.dtype)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.folder / TOKENIZER if self.manifest.tokenizer_sha256 else None
+
+    def check(self) -> list[str]:
+        """Read everything and compare it with the checksums; returns a line for each thing that is wrong."""
+        wrong = []
+        files = {
+            f"{shard.name}.{suffix}": value
+            for split in self.manifest.splits.values()
+            for shard in split.shards
+            for suffix, value in shard.checksums.items()
+        }
+        if self.manifest.tokenizer_sha256:
+            files[TOKENIZER] = self.manifest.tokenizer_sha256
+        for name, expected in files.items():
+            try:
+                found = checksum(self.folder / name)
+            except OSError as error:
+                wrong.append(f"{self.folder / name}: cannot be read ({error.strerror})")
+                continue
+            if found != expected:
+                wrong.append(f"{self.folder / name}: its checksum is {found[:12]}..., not {expected[:12]}... as it was written")
+        return wrong

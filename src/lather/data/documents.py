@@ -1,0 +1,170 @@
+"""Records to documents, and documents to tokens.
+
+A document is a text and, for conversations, the ranges of it that are learned. Tokens of many documents are made at once, because the
+library encodes a batch in parallel; a long text is encoded in parts that end with a line or a word, so that memory stays flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lather.data.chat import ChatError, ChatTemplate, messages_of
+from lather.data.records import Record, Skip
+from lather.data.texts import cut
+from lather.errors import DataError
+
+PART_CHARACTERS = 1 << 20
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 1024
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to learn."""
+
+    line: int
+    """Of its record."""
+    text: str
+    learned: tuple[tuple[int, int], ...] | None = None
+    """From where to where, characters, it is learned; None: all of it."""
+    num_bytes: int = 0
+    """Of the text in UTF-8."""
+    split: str = "train"
+
+
+class DocumentMaker:
+    """Makes documents of records."""
+
+    def __init__(self, field: str, template: ChatTemplate | None = None) -> None:
+        """`field`: of rows and lines that holds the text; with a `template` they hold conversations."""
+        self.field, self.template = field, template
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of tables, what is read."""
+        return ("messages", "conversations", "prompt", "completion") if self.template else (self.field,)
+
+    def make(self, record: Record) -> Document | Skip:
+        """The record's document, or why there is none."""
+        found = self._make(record)
+        if isinstance(found, Skip):
+            return found
+        if not found.text.strip():
+            return Skip(record.line, "empty")
+        try:
+            return replace(found, num_bytes=len(found.text.encode("utf-8")))
+        except UnicodeEncodeError as error:
+            return Skip(record.line, "not valid Unicode", f"a lone surrogate at character {error.start}")
+
+    def _make(self, record: Record) -> Document | Skip:
+        if isinstance(record.content, str):
+            return Document(record.line, record.content)
+        if self.template is not None:
+            try:
+                text, spans = self.template.answers(messages_of(record.content))
+            except ChatError as error:
+                return Skip(record.line, "no conversation", str(error))
+            return Document(record.line, text, tuple(spans))
+        if self.field not in record.content:
+            return Skip(record.line, f"no field {self.field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")
+        value = record.content[self.field]
+        if value is None:
+            return Skip(record.line, f"{self.field!r} is null")
+        if not isinstance(value, str):
+            return Skip(record.line, f"{self.field!r} is no text", type(value).__name__)
+        return Document(record.line, value)
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """The tokens of a document, or of a part of a long one."""
+
+    document: Document
+    tokens: Array
+    learned: Array | None
+    """Which of them are learned; None: all."""
+    is_last: bool
+
+
+class Encoder:
+    """Makes tokens of documents, each ended by `end`, if that is given."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int | None, *, chat: bool = False) -> None:
+        """`chat`: the name of a special token in a text is that token, as chat templates mean it, and not only its letters."""
+        tokenizer.encode_special_tokens = not chat
+        self.tokenizer, self._end, self._chat = tokenizer, [] if end is None else [end], chat
+        self.dtype = np.dtype(np.uint32 if max(tokenizer.get_vocab().values(), default=0) >= 2**16 else np.uint16)
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[EncodedPart]:
+        """The tokens of the documents, in order; many texts are encoded at once."""
+        encode = self.tokenizer.encode_batch if self._chat else self.tokenizer.encode_batch_fast
+        for batch in _in_batches(self._parts(documents)):
+            for (document, _, is_last), encoding in zip(
+                batch, encode([text for _, text, _ in batch], add_special_tokens=False), strict=True
+            ):
+                tokens = np.array(encoding.ids + self._end if is_last else encoding.ids, dtype=self.dtype)
+                learned = None if document.learned is None else self._learned(encoding, document.learned)
+                yield EncodedPart(document, tokens, learned, is_last)
+
+    def _parts(self, documents: Iterable[Document]) -> Iterator[tuple[Document, str, bool]]:
+        for document in documents:
+            parts = [document.text] if self._chat or len(document.text) <= PART_CHARACTERS else list(cut(document.text, PART_CHARACTERS))
+            for number, text in enumerate(parts, 1):
+                yield document, text, number == len(parts)
+
+    def _learned(self, encoding: Encoding, spans: Iterable[tuple[int, int]]) -> Array:
+        """A token is learned if it begins within a span; what ends the document is, if the token before is."""
+        starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=len(encoding.offsets))
+        learned = np.zeros(len(starts), dtype=bool)
+        for start, stop in spans:
+            learned |= (starts >= start) & (starts < stop)
+        return np.append(learned, [bool(learned[-1:].any())] * len(self._end)).astype(bool)
+
+
+def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tuple[Document, str, bool]]]:
+    """Lists of about `BATCH_CHARACTERS` together."""
+    batch: list[tuple[Document, str, bool]] = []
+    characters = 0
+    for part in parts:
+        batch.append(part)
+        characters += len(part[1])
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
+    """A `tokenizer.json`; a missing or damaged one is reported by name, with the remedy."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, end_of_text: str) -> Tokenizer:
+    """Byte-level BPE: any text encodes, and decodes to itself. Token 0, `end_of_text`, ends a document."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 1:
+        raise DataError(f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least {len(alphabet) + 1}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer

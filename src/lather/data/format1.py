@@ -1,0 +1,150 @@
+"""Data sets of runs that were begun before data sets had a document index: those runs go on with them, in the order of that time.
+
+Such a data set is a folder in `data.cache_dir` named after a digest of all texts. Its `dataset.json` has format 1 and lists shards
+`<split>-00000.npy` of equal length; a sequence is a window of a shard and never crosses it; an epoch is numpy's permutation of all windows.
+If the folder is gone it is made again, as it was made then: with all texts in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lather.data.config import DataConfig
+from lather.data.dataset import MANIFEST, TOKENIZER
+from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.sequences import Rows
+from lather.data.shards import token_dtype
+from lather.data.sources import Reading, list_files, root_of
+from lather.errors import DataError
+
+FORMAT = 1
+Document = tuple[str, str]
+"""Name and text."""
+
+
+def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report: Callable[[str], None]) -> Path:
+    """The folder of the data set of this name, made again if it is not there. Raises DataError if the texts are others now."""
+    folder = Path(config.cache_dir) / name
+    if (folder / MANIFEST).exists():
+        return folder
+    documents = _read(config)
+    now = f"{Path(config.source).resolve().name}-{vocab_size}-{_fingerprint(documents, config)}"
+    if now != name:
+        raise DataError(
+            f"the run was begun with the data set {name}, but data.source now gives {now}: restore the text, or give another --run-dir"
+        )
+    report(f"making the data set {name} again, for a run that was begun with it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as temporary:
+        aside = Path(temporary) / name
+        aside.mkdir()
+        _write(aside, documents, config, vocab_size)
+        aside.rename(folder)
+    return folder
+
+
+def _read(config: DataConfig) -> list[Document]:
+    root, documents = root_of(config.source)[0], []
+    for file in list_files(config.source, Reading(config.pattern, "text")):
+        try:
+            text = Path(file.path).read_text("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            documents.append((Path(file.path).relative_to(root).as_posix(), text))
+    return documents
+
+
+def _fingerprint(documents: Sequence[Document], config: DataConfig) -> str:
+    digest = hashlib.sha256(json.dumps([FORMAT, config.holdout_every, config.shard_tokens]).encode())
+    if config.tokenizer:
+        digest.update(config.end_of_text.encode())
+        digest.update(Path(config.tokenizer).read_bytes())
+    for name, text in documents:
+        digest.update(f"{name}\0{len(text)}\0".encode())
+        digest.update(text.encode("utf-8", errors="replace"))
+    return digest.hexdigest()[:12]
+
+
+def _write(folder: Path, documents: Sequence[Document], config: DataConfig, vocab_size: int) -> None:
+    place = min(config.holdout_every, len(documents)) // 2
+    splits: dict[str, list[str]] = {"train": [], "validation": []}
+    for index, (_, text) in enumerate(documents):
+        splits["validation" if index % config.holdout_every == place else "train"].append(text)
+    if config.tokenizer:
+        tokenizer = load_tokenizer(Path(config.tokenizer), "data.tokenizer must be a tokenizer.json, or empty")
+    else:
+        tokenizer = train_tokenizer(iter(splits["train"]), vocab_size, config.end_of_text)
+    tokenizer.save(str(folder / TOKENIZER))
+    end, dtype = tokenizer.token_to_id(config.end_of_text), token_dtype(max(tokenizer.get_vocab().values()) + 1)
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for split, texts in splits.items():
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.concatenate([np.asarray([*encoding.ids, end], dtype=dtype) for encoding in encoded])
+        parts = [tokens[start : start + config.shard_tokens] for start in range(0, len(tokens), config.shard_tokens)]
+        entries[split] = [{"file": f"{split}-{number:05d}.npy", "tokens": len(part)} for number, part in enumerate(parts)]
+        for entry, part in zip(entries[split], parts, strict=True):
+            np.save(folder / entry["file"], part)
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "vocab_size": vocab_size, "splits": entries}, indent=1))
+
+
+class ShardWindows:
+    """The sequences of a split (`lather.data.sequences.Sequences`).
+
+    Raises DataError naming the folder if the manifest or a shard is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, split: str, length: int, end_token: int | None) -> None:
+        """`end_token`: after which attention begins anew; None: it crosses documents."""
+        self.folder, self.length, self.end_token = folder, length, end_token
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+            if manifest["format"] != FORMAT:
+                raise ValueError(f"format {manifest['format']}")
+            entries = manifest["splits"][split]
+            self._shards: list[npt.NDArray[Any]] = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
+            if any(shard.shape != (entry["tokens"],) for shard, entry in zip(self._shards, entries, strict=True)):
+                raise ValueError("a shard is not as long as it was")
+        except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
+            raise DataError(f"{folder}: the run's data set is damaged ({error}): delete it, and it is made again") from None
+        counts = [max(0, (len(shard) - 1) // length) for shard in self._shards]
+        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def num_labels(self, index: int) -> int:
+        return self.length
+
+    def fill(self, index: int, rows: Rows) -> None:
+        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        start = (index - int(self._firsts[shard])) * self.length
+        tokens = self._shards[shard][start : start + self.length + 1]
+        rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
+        if self.end_token is not None:
+            rows.begins_S[1:] = rows.inputs_S[:-1] == self.end_token
+
+
+class PermutedOrder:
+    """The order of the single source of that time (`lather.data.order.Samples`)."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        """`size`: sequences."""
+        self.sizes, self.seed = [size], seed
+        self._epoch: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(0, self._item(*divmod(sample, self.sizes[0]))) for sample in range(start, stop)]
+
+    def _item(self, epoch: int, place: int) -> int:
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.sizes[0])
+        return int(self._epoch[1][place])

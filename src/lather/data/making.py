@@ -1,0 +1,276 @@
+"""Makes a data set: divides the sources into units of work, has processes do them, and puts the result in place in one go.
+
+While it is being made everything is in FOLDER.partial: `plan.json`, what is to be done; `units/`, a report of each unit that is done; and
+`dataset/`, which is renamed FOLDER at the end. Killed at any moment, the same command goes on with the units that are missing, and the
+result is the same to the byte, however many processes there are: a unit's documents go to shards of its own, in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from tokenizers import Tokenizer
+
+from lather.data.chat import ChatTemplate
+from lather.data.dataset import MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
+from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.processes import do_units
+from lather.data.recipe import Recipe
+from lather.data.shards import checksum
+from lather.data.sources import SourceFile, SplitName, Unit, divide, kind_instead, list_files
+from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, report_path
+from lather.errors import DataError
+
+TOKENIZER_CHARACTERS = 64 << 20
+"""A tokenizer is trained on about so many characters, spread over the units."""
+
+
+class Display(Protocol):
+    """Where the making of a data set shows how it is going."""
+
+    def note(self, text: str) -> None:
+        """A line for the reader."""
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        """So much is done."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done."""
+
+    files: list[SourceFile]
+    skipped: list[tuple[str, str, str]]
+    """Files that are not read, with reason and detail."""
+    units: list[Unit]
+
+    @property
+    def listing(self) -> str:
+        """A short name of the files as they are now, by their names, sizes and times."""
+        files = [(file.name, file.kind, file.size, file.changed) for file in self.files]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
+
+    def to_json(self, recipe: Recipe) -> str:
+        return json.dumps({"recipe": asdict(recipe), **asdict(self)}, indent=1)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Raises DataError if a source is missing, or nothing is to be read."""
+    reading = recipe.reading()
+    files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, reading)]
+    files += [("validation", file) for source in recipe.validation for file in list_files(source, reading)]
+    kinds = {file.kind == "tokens" for _, file in files}
+    if len(kinds) > 1:
+        raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
+    others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
+    units = divide([(split, file) for split, file in files if file.path not in others], reading)
+    return Plan([file for _, file in files], [(path, "no text", detail) for path, detail in sorted(others.items())], units)
+
+
+def make_dataset(folder: Path, recipe: Recipe, display: Display, workers: int = 0) -> DataSet:
+    """Make the data set, or go on making it. `workers`: processes; 0: one per core.
+
+    Raises DataError, with what is done so far kept, if sources are missing or changed, nothing can be taken, or the folder is there
+    already.
+    """
+    if folder.exists():
+        raise DataError(f"{folder} is there already: give another folder, or delete it")
+    partial = folder.with_name(folder.name + ".partial")
+    with _locked(partial, display):
+        if (folder / MANIFEST).exists():  # another process was first
+            return DataSet(folder)
+        plan = make_plan(recipe)
+        _adopt_plan(partial, plan, recipe)
+        aside, units = partial / "dataset", partial / "units"
+        for one in (aside, units):
+            one.mkdir(exist_ok=True)
+        tokenizer = _tokenizer(recipe, plan, aside, display)
+        making = _making(recipe, tokenizer, aside, units)
+        missing = [unit for unit in plan.units if not report_path(units, unit.number).exists()]
+        if len(missing) < len(plan.units):
+            display.note(f"going on: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
+        do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
+        _complete(aside, units, plan, recipe, making)
+        aside.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(partial)
+    return DataSet(folder)
+
+
+@contextlib.contextmanager
+def _locked(partial: Path, display: Display) -> Iterator[None]:
+    """One process at a time makes the data set; the others wait for it."""
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = (partial / ".lock").open("a")
+    except OSError as error:
+        raise DataError(f"{partial} cannot be written ({error.strerror}): give another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            display.note(f"waiting for another process, which is making {partial.with_suffix('')}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _adopt_plan(partial: Path, plan: Plan, recipe: Recipe) -> None:
+    """Keep the plan; if one is kept already, it must be this one."""
+    file, text = partial / "plan.json", plan.to_json(recipe)
+    if file.exists():
+        if file.read_text("utf-8") != text:
+            raise DataError(f"{partial} was begun with other options, or its sources have changed since: delete it to begin anew")
+        return
+    aside = partial / ".plan.json"
+    aside.write_text(text, "utf-8")
+    aside.rename(file)
+
+
+# --- tokenizer ----------------------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(recipe: Recipe, plan: Plan, folder: Path, display: Display) -> Tokenizer | None:
+    """The tokenizer, kept in the folder; None for token files that come without one. Raises DataError if it does not fit."""
+    kept, given = folder / TOKENIZER, recipe.tokenizer_file
+    if kept.exists():
+        return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
+    if given is not None:
+        tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
+        display.note(f"tokenizer: {given}")
+    elif plan.files[0].kind == "tokens":
+        return None
+    else:
+        if not recipe.vocab_size:
+            raise DataError("neither tokenizer nor vocab_size is given: give a tokenizer.json, or the size of one that is to be trained")
+        display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
+        tokenizer = train_tokenizer(_texts_for_tokenizer(plan, recipe), recipe.vocab_size, recipe.end_of_text)
+    aside = folder / f".{TOKENIZER}"
+    tokenizer.save(str(aside))
+    aside.rename(kept)
+    return tokenizer
+
+
+def _texts_for_tokenizer(plan: Plan, recipe: Recipe) -> Iterator[str]:
+    """Texts to train on, the first of each unit."""
+    making = Making("", "", 0, None, recipe.field, *_chat_template(recipe), holdout_every=recipe.holdout_every)
+    units = [unit for unit in plan.units if unit.split == "train"]
+    for unit in units:
+        characters = 0
+        for document in documents_of(unit, making, UnitReport(unit.number)):
+            if document.split == "train":
+                yield document.text
+                characters += len(document.text)
+                if characters * len(units) > TOKENIZER_CHARACTERS:
+                    break
+
+
+def _chat_template(recipe: Recipe) -> tuple[str, dict[str, str]]:
+    if not recipe.chat:
+        return "", {}
+    template = ChatTemplate.beside(recipe.tokenizer_file or Path(TOKENIZER))
+    return template.source, template.special_tokens
+
+
+def _making(recipe: Recipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
+    if tokenizer is None:
+        if not recipe.vocab_size:
+            raise DataError("vocab_size is not given: token files without a tokenizer need it")
+        vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
+    else:
+        highest = max(tokenizer.get_vocab().values(), default=-1)
+        vocab_size = recipe.vocab_size or highest + 1
+        if highest >= vocab_size:
+            raise DataError(f"tokenizer = {recipe.tokenizer!r} has token {highest}, but vocab_size is {vocab_size}: they do not fit")
+        end = tokenizer.token_to_id(recipe.end_of_text)
+        if end is None:
+            raise DataError(
+                f"end_of_text = {recipe.end_of_text!r} is no token of {recipe.tokenizer}: give the one that ends a document there"
+            )
+    template, special_tokens = _chat_template(recipe)
+    return Making(
+        str(folder),
+        str(units),
+        vocab_size,
+        end,
+        recipe.field,
+        template,
+        special_tokens,
+        recipe.holdout_every if not recipe.validation else 0,
+        recipe.shard_tokens,
+        recipe.token_dtype,
+    )
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------------------
+
+
+def _complete(folder: Path, units: Path, plan: Plan, recipe: Recipe, making: Making) -> None:
+    """Write the list of what was skipped, and the manifest, last. Raises DataError if there is nothing to train on."""
+    splits: dict[str, SplitReport] = {}
+    skipped, encodings = Counter(reason for _, reason, _ in plan.skipped), Counter[str]()
+    with (folder / SKIPPED).open("w", encoding="utf-8") as file:
+        for skip in plan.skipped:
+            _write_skip(file, skip[0], 0, *skip[1:])
+        lines = Counter[str]()  # of each file, in the parts so far
+        for unit in plan.units:
+            report = UnitReport.read(report_path(units, unit.number))
+            befores = []
+            for part, count in zip(unit.parts, report.lines, strict=True):
+                befores.append(lines[part.path])
+                lines[part.path] += count
+            for number, line, reason, detail in report.skipped:
+                _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
+                skipped[reason] += 1
+            for name, found in report.splits.items():
+                splits.setdefault(name, SplitReport()).add(found)
+            encodings.update(report.encodings)
+        file.flush()
+        os.fsync(file.fileno())
+    if "train" not in splits:
+        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in skipped.most_common(3)) or "there is none"
+        raise DataError(f"no document can be trained on ({reasons}): {folder / SKIPPED} has every file and line")
+    manifest = Manifest(
+        vocab_size=making.vocab_size,
+        end_of_text=recipe.end_of_text if (folder / TOKENIZER).exists() else "",
+        end_token=making.end,
+        tokenizer_sha256=checksum(folder / TOKENIZER) if (folder / TOKENIZER).exists() else "",
+        made_from={
+            "recipe": asdict(recipe),
+            "files": len(plan.files),
+            "bytes": sum(max(0, one.size) for one in plan.files),
+            "listing": plan.listing,
+        },
+        splits={name: Split(**vars(splits[name])) for name in SPLITS if name in splits},
+        skipped=dict(sorted(skipped.items())),
+        encodings=dict(sorted(encodings.items())),
+    )
+    aside = folder / f".{MANIFEST}"
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(folder / MANIFEST)
+    _sync(folder)
+
+
+def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:
+    file.write(json.dumps({"file": path, "line": line, "reason": reason, "detail": detail}, ensure_ascii=False) + "\n")
+
+
+def _sync(folder: Path) -> None:
+    """So that what was renamed in it outlives a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""The data sets of a run: opened, made of `data.source` if need be, and checked to belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lather.data.batches import Batches, HeldOut, Source
+from lather.data.config import DataConfig
+from lather.data.dataset import DataSet
+from lather.data.making import make_dataset, make_plan
+from lather.data.order import Order, Phase
+from lather.data.sequences import PackedDocuments, Sequences, Windows
+from lather.errors import DataError
+
+Report = Callable[[str], None]
+
+
+class _Notes:
+    """A display that shows lines only."""
+
+    def __init__(self, report: Report) -> None:
+        self.note = report
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        pass
+
+
+def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[DataSet]:
+    """The data sets that are trained on. `report` is told of what takes time.
+
+    Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens outside the vocabulary.
+    """
+    datasets = [DataSet(Path(path)) for path in config.path] if config.path else [_of_source(config, vocab_size, report)]
+    for dataset in datasets:
+        _check(dataset, datasets[0], vocab_size)
+    return datasets
+
+
+def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
+    """The data set of `data.source` as its files are now, by their names, sizes and times."""
+    recipe = config.recipe(vocab_size)
+    try:
+        plan = make_plan(recipe)
+    except DataError as error:
+        raise DataError(f"data.source = {config.source!r}: {error}") from None
+    name = Path(config.source).resolve().name
+    folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(plan.listing)}"
+    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, _Notes(report))
+    if "validation" not in dataset.manifest.splits:
+        raise DataError(
+            f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "
+            f"data.pattern = {config.pattern!r}, but at least 2 are needed (one is held out): give another folder or pattern"
+        )
+    return dataset
+
+
+def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
+    if dataset.manifest.vocab_size > vocab_size:
+        raise DataError(
+            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but model.vocab_size is {vocab_size}: "
+            "they do not fit"
+        )
+    hashes = [one.manifest.tokenizer_sha256 for one in (first, dataset)]
+    if all(hashes) and hashes[0] != hashes[1]:
+        raise DataError(
+            f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of them anew with the other's tokenizer.json"
+        )
+
+
+def training_batches(
+    datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[Phase] = ()
+) -> Batches:
+    """The batches of `batch_size` sequences of `length` tokens. `phases`: of weights that changed during the run; none: as configured."""
+    sources = [_source(dataset, "train", config, length) for dataset in datasets]
+    order = Order([len(source) for source in sources], seed, phases or [Phase(0, config.weights)])
+    return Batches(sources, order, batch_size, apart=config.apart)
+
+
+def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int) -> dict[str, HeldOut]:
+    """Up to `most` held-out sequences of each data set that has some, and of each of `data.validation`, by name.
+
+    Raises DataError if one of `data.validation` is missing or does not fit.
+    """
+    sets = {dataset.folder.name: (dataset, "validation") for dataset in datasets if "validation" in dataset.manifest.splits}
+    for name, folder in config.validation.items():
+        dataset = DataSet(Path(folder))
+        _check(dataset, datasets[0], vocab_size)
+        sets[name] = (dataset, "validation" if "validation" in dataset.manifest.splits else "train")
+    return {name: HeldOut(_source(dataset, split, config, length), most, apart=config.apart) for name, (dataset, split) in sets.items()}
+
+
+def _source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
+    reader = dataset.split(split)
+    sequences: Sequences
+    if config.packing == "documents":
+        sequences = PackedDocuments.open(reader, split, length)
+    else:
+        sequences = Windows(reader, length, dataset.manifest.end_token if config.packed_attention else None)
+    return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

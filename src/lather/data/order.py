@@ -1,0 +1,97 @@
+"""The order in which a run reads sequences: a function of the seed and the number of the sample, with nothing to remember.
+
+Without weights the sequences of all sources are shuffled together, anew for every epoch, and each comes once in an epoch. With weights
+every source has its part of the samples and goes through epochs of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lather.data.mixture import Mixture
+from lather.data.permutation import shuffled
+
+
+class Samples(Protocol):
+    """The samples of a run."""
+
+    sizes: list[int]
+    """Sequences of each source."""
+
+    def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Source and sequence of the samples from `start` until `stop`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From sample `start` on, sources have these weights; none: all sequences once in an epoch."""
+
+    start: int
+    weights: tuple[float, ...] = ()
+
+
+class Order:
+    """The samples of a run, by a shuffle without memory."""
+
+    def __init__(self, sizes: Sequence[int], seed: int, phases: Sequence[Phase] = (Phase(0),)) -> None:
+        """`sizes`: sequences of each source; `phases`: in their order, the first from sample 0 on."""
+        self.sizes, self.seed, self.phases = list(sizes), seed, list(phases)
+        self._firsts = list(accumulate(sizes, initial=0))
+        self._used = [[0] * len(sizes)]  # of each source, before each phase
+        for phase, following in zip(self.phases, self.phases[1:], strict=False):
+            counts = self._counts(phase, following.start - phase.start)
+            self._used.append([before + count for before, count in zip(self._used[-1], counts, strict=True)])
+
+    def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Source and sequence of the samples from `start` until `stop`."""
+        found: list[tuple[int, int]] = []
+        while start < stop:
+            number = bisect_right(self.phases, start, key=lambda phase: phase.start) - 1
+            phase_stop = min(stop, self.phases[number + 1].start) if number + 1 < len(self.phases) else stop
+            found += self._of_phase(number, start, phase_stop)
+            start = phase_stop
+        return found
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source has been read in the samples below this one."""
+        number = bisect_right(self.phases, samples, key=lambda phase: phase.start) - 1
+        counts = self._counts(self.phases[number], samples - self.phases[number].start)
+        return [(before + count) / size for before, count, size in zip(self._used[number], counts, self.sizes, strict=True)]
+
+    def _of_phase(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
+        phase = self.phases[number]
+        if not phase.weights:
+            items = _epochs(range(start, stop), self._firsts[-1], (self.seed,))
+            sources = np.searchsorted(self._firsts, items, side="right") - 1
+            return [(int(source), int(item) - self._firsts[source]) for source, item in zip(sources, items, strict=True)]
+        samples = Mixture(phase.weights, self.seed).samples(start - phase.start, stop - phase.start)
+        found: list[tuple[int, int]] = [(0, 0)] * len(samples)
+        for source in {source for source, _ in samples}:
+            rows = [row for row, sample in enumerate(samples) if sample[0] == source]
+            places = [self._used[number][source] + samples[row][1] for row in rows]
+            for row, item in zip(rows, _epochs(places, self.sizes[source], (self.seed, 1 + source)), strict=True):
+                found[row] = (source, int(item))
+        return found
+
+    def _counts(self, phase: Phase, samples: int) -> list[int]:
+        """Of each source, among a phase's first samples; without weights about."""
+        if phase.weights:
+            return Mixture(phase.weights, self.seed).counts(samples)
+        return [round(samples * size / self._firsts[-1]) for size in self.sizes]
+
+
+def _epochs(samples: Sequence[int], size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The items of these samples of one shuffle of `size` items after another."""
+    epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), size)
+    items = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        of_epoch = epochs == epoch
+        items[of_epoch] = shuffled(places[of_epoch], size, (*key, int(epoch)))
+    return items

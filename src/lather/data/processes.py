@@ -1,0 +1,119 @@
+"""Units of work done by several processes, with a count of what they have made so far.
+
+The processes are started afresh and not forked, because a process that has threads cannot be forked safely. One that loses its parent ends
+at once. Where there is one unit, or one process is asked for, the work is done here, and the tokenizer uses all cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from lather.data.sources import Unit
+from lather.data.work import Making, do_unit
+from lather.errors import DataError
+
+POLL_SECONDS = 0.5
+
+
+class Progress(Protocol):
+    """Is shown how far the work is."""
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        """So many of all units are done, and in this start so many documents and tokens."""
+
+
+def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int, display: Progress) -> None:
+    """Do these units, which are left of `num_units`. Raises what a unit raises; units that are done stay done."""
+    if workers == 1 or len(units) < 2:
+        _do_here(units, num_units, making, display)
+        return
+    done, context = num_units - len(units), multiprocessing.get_context("spawn")
+    counts = context.Array("q", 2)
+    waiting, at_work = list(reversed(units)), {}
+    processes: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(min(workers, len(units))):
+            ours, theirs = context.Pipe()
+            processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
+            processes[ours].start()
+            theirs.close()
+            at_work[ours] = waiting.pop()
+            ours.send(at_work[ours])
+        while at_work:
+            for connection in wait(list(at_work), POLL_SECONDS):
+                assert isinstance(connection, Connection)
+                following = waiting[-1:]
+                _hand_over(connection, at_work.pop(connection), following)
+                if following:
+                    at_work[connection] = waiting.pop()
+                done += 1
+            display.progress(done, num_units, *counts[:])
+    finally:
+        for connection, process in processes.items():
+            connection.close()  # which ends it, if it is idle
+            if connection in at_work:
+                process.kill()
+            process.join()
+
+
+def _do_here(units: Sequence[Unit], num_units: int, making: Making, display: Progress) -> None:
+    done, made = num_units - len(units), [0, 0]
+
+    def count(documents: int, tokens: int) -> None:
+        made[0], made[1] = made[0] + documents, made[1] + tokens
+        display.progress(done, num_units, *made)
+
+    for unit in units:
+        do_unit(unit, making, count)
+        done += 1
+        display.progress(done, num_units, *made)
+
+
+def _hand_over(connection: Connection, unit: Unit, following: Sequence[Unit]) -> None:
+    """Hear that the unit is done, and send the following one, if there is one. Raises what the unit raised."""
+    try:
+        error = connection.recv()
+        if error is None and following:
+            connection.send(following[0])
+    except (EOFError, ConnectionError):
+        raise DataError(
+            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps for want of memory; "
+            "the same command goes on; give it fewer --workers"
+        ) from None
+    if error is not None:
+        raise error
+
+
+def _work(connection: Connection, making: Making, counts: Any) -> None:
+    """Do the units that come, until nobody sends any more. `counts`: documents and tokens made by all processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def count(documents: int, tokens: int) -> None:
+        with counts.get_lock():
+            counts[0] += documents
+            counts[1] += tokens
+
+    with contextlib.suppress(EOFError):
+        while True:
+            unit = connection.recv()
+            try:
+                do_unit(unit, making, count)
+            except Exception as error:  # for the process that waits for it
+                connection.send(error)
+            else:
+                connection.send(None)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,295 @@
+"""Records of files: lines, rows and whole texts, read as a stream from any part of a file.
+
+A `Part` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a data set of
+Hugging Face, or all of a compressed file. A record belongs to the part in which it begins, so parts that meet neither repeat nor lose one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from lather.data.texts import MARKS, NoTextError, decode, mark_of
+from lather.errors import DataError
+
+Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
+PIECE_BYTES = 1 << 20
+"""A text file above this length is cut at the ends of lines, and every piece is a document."""
+ROWS = 256
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of a file."""
+
+    path: str
+    kind: Kind
+    start: int = 0
+    stop: int = -1
+    """Bytes, row groups or rows; -1: to the end."""
+    separator: str = ""
+    """Between documents of a text file; empty: a file is one document."""
+    encoding: str = "auto"
+    columns: tuple[str, ...] = ()
+    """Of Parquet and Hugging Face: those to read."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Something that was not taken."""
+
+    line: int
+    """Line or row, counted from 1 at the start of the part; 0: the whole file."""
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text, or the fields of a line or row."""
+
+    line: int
+    content: str | dict[str, Any]
+    encoding: str = ""
+    """Of a text file."""
+
+
+@dataclass
+class RecordReader:
+    """The records of a part, and what in it is none. `lines` counts the lines that begin in it, when it has been read."""
+
+    part: Part
+    lines: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[Record | Skip]:
+        readers = {"text": self._texts, "jsonl": self._json_lines, "parquet": self._parquet, "huggingface": self._huggingface}
+        try:
+            yield from readers[self.part.kind]()
+        except _DAMAGED as error:
+            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
+        except OSError as error:
+            yield Skip(0, "cannot be read", error.strerror or str(error))
+
+    # --- text and JSONL
+
+    def _texts(self) -> Iterator[Record | Skip]:
+        if self.part.separator:
+            return self._separated()
+        if self.part.path.endswith((".gz", ".zst")) or self.part.stop >= 0:
+            return self._pieces()
+        return self._whole()
+
+    def _whole(self) -> Iterator[Record | Skip]:
+        yield from self._decoded(1, Path(self.part.path).read_bytes())
+
+    def _pieces(self) -> Iterator[Record | Skip]:
+        """Lines that begin in the same `PIECE_BYTES` of the file are a document."""
+        piece: list[bytes] = []
+        number, first = 0, 1
+        for offset, line in self._lines():
+            if offset // PIECE_BYTES != number:
+                yield from self._decoded(first, b"".join(piece))
+                piece, number, first = [], offset // PIECE_BYTES, self.lines
+            piece.append(line)
+        yield from self._decoded(first, b"".join(piece))
+
+    def _separated(self) -> Iterator[Record | Skip]:
+        separator = self.part.separator.encode()
+        with _open(self.part.path) as file:
+            for content in _split(file, separator, self.part.start, self.part.stop):
+                self.lines += 1
+                yield from self._decoded(self.lines, content)
+
+    def _decoded(self, line: int, content: bytes) -> Iterator[Record | Skip]:
+        try:
+            text, encoding = decode(content, self.part.encoding)
+        except NoTextError as error:
+            yield Skip(line, "no text", str(error))
+        else:
+            if text.strip():
+                yield Record(line, text, encoding)
+            elif content or self.part.stop < 0:
+                yield Skip(line, "empty")
+
+    def _json_lines(self) -> Iterator[Record | Skip]:
+        for offset, line in self._lines():
+            mark = b"" if offset else mark_of(line)
+            if not line.strip():
+                continue
+            if mark and MARKS[mark] != "utf-8":
+                yield Skip(0, "not UTF-8", MARKS[mark])
+                return
+            try:
+                content = json.loads(line.removeprefix(mark).decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield Skip(self.lines, "not UTF-8", f"byte {error.start} of the line")
+            except RecursionError:
+                yield Skip(self.lines, "broken JSON", "nested too deeply")
+            except ValueError as error:
+                yield Skip(self.lines, "broken JSON", str(error))
+            else:
+                if isinstance(content, dict):
+                    yield Record(self.lines, content)
+                else:
+                    yield Skip(self.lines, "not a JSON object", type(content).__name__)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """The lines that begin in the part, with their offsets."""
+        part = self.part
+        with _open(part.path) as file:
+            offset = part.start
+            if offset:
+                file.seek(offset - 1)
+                offset += len(file.readline()) - 1
+            while part.stop < 0 or offset < part.stop:
+                line = file.readline()
+                if not line:
+                    return
+                self.lines += 1
+                yield offset, line
+                offset += len(line)
+
+    # --- tables
+
+    def _parquet(self) -> Iterator[Record | Skip]:
+        pyarrow = _library("pyarrow")
+        try:
+            file = open_parquet(self.part.path)
+            columns = [name for name in self.part.columns if name in file.schema_arrow.names] or None
+            stop = file.num_row_groups if self.part.stop < 0 else self.part.stop
+            groups = list(range(self.part.start, stop))
+            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns):
+                yield from self._rows(batch.to_pylist())
+        except (pyarrow.ArrowException, OSError) as error:
+            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
+
+    def _huggingface(self) -> Iterator[Record | Skip]:
+        rows = open_huggingface(self.part.path)
+        stop = len(rows) if self.part.stop < 0 else self.part.stop
+        columns = [name for name in self.part.columns if name in rows.column_names]
+        rows = rows.select_columns(columns) if columns else rows
+        for start in range(self.part.start, stop, ROWS):
+            yield from self._rows(rows.select(range(start, min(start + ROWS, stop))).to_list())
+
+    def _rows(self, rows: list[dict[str, Any]]) -> Iterator[Record]:
+        for row in rows:
+            self.lines += 1
+            yield Record(self.lines, row)
+
+
+def open_parquet(path: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. Raises what pyarrow raises."""
+    return _library("pyarrow.parquet").ParquetFile(path)
+
+
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[IO[bytes]]:
+    if path.endswith(".gz"):
+        with gzip.open(path, "rb") as file:
+            yield io.BufferedReader(file, BLOCK_BYTES)
+    elif path.endswith(".zst"):
+        with Path(path).open("rb") as raw:
+            yield io.BufferedReader(_ZstdFile(raw), BLOCK_BYTES)
+    else:
+        with Path(path).open("rb", buffering=BLOCK_BYTES) as file:
+            yield file
+
+
+class _ZstdFile(io.RawIOBase):
+    """The contents of all frames of a file. The library's own reader does not tell a file that was cut from one that ends."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._zstandard = raw, _library("zstandard")
+        self._frame: Any = None
+        self._compressed, self._ready = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._raw.read(BLOCK_BYTES)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is not complete")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(self._compressed)
+            except self._zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            self._compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator[bytes]:
+    """What begins from `start` until `stop` (-1: the end) and is ended by the separator or by the end of the file."""
+    offset = start - len(separator) if start else 0  # of the buffer; what begins at `start` has a separator before it
+    file.seek(offset)
+    buffer, place, begun = b"", 0, not start
+    while True:
+        end = buffer.find(separator, place)
+        if end < 0:
+            rest = buffer[place:]
+            more = file.read(max(BLOCK_BYTES, len(rest)))
+            if not more:
+                if begun and rest and (stop < 0 or offset + place < stop):
+                    yield rest
+                return
+            offset, buffer, place = offset + place, rest + more, 0
+            continue
+        if begun:
+            if 0 <= stop <= offset + place:
+                return
+            yield buffer[place:end]
+        begun, place = True, end + len(separator)
+
+
+def overlaps_itself(separator: str) -> bool:
+    """Whether it ends as it begins, so that where it occurs depends on where the search began."""
+    encoded = separator.encode()
+    return any(encoded.endswith(encoded[:length]) for length in range(1, len(encoded)))
+
+
+def open_huggingface(name: str) -> Any:
+    """A data set of Hugging Face's `datasets`: a folder that `save_to_disk` made (FOLDER, or FOLDER#SPLIT), or hf:NAME[@CONFIG]#SPLIT of a
+    hub."""
+    datasets = _library("datasets")
+    place, _, split = name.partition("#")
+    try:
+        if place.startswith("hf:"):
+            path, _, config = place.removeprefix("hf:").partition("@")
+            return datasets.load_dataset(path, config or None, split=split or "train")
+        found = datasets.load_from_disk(place)
+    except Exception as error:  # the library raises whatever a damaged folder or an absent network makes it stumble over
+        raise DataError(
+            f"{name}: not a readable data set of Hugging Face ({error}): give a folder of save_to_disk, or hf:NAME#SPLIT"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise DataError(f"{name}: has the splits {', '.join(found)}: name one, as {place}#{next(iter(found))}")
+        return found[split]
+    return found
+
+
+def _library(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise DataError(f"{package} is needed to read this, and is not installed: pip install 'lather[data]'") from None

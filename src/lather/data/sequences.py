@@ -1,0 +1,138 @@
+"""The sequences of a split: inputs and labels of a fixed length, by number.
+
+S is the length of a sequence; a label is the token after its input.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lather.data.packing import CHUNK, pack
+from lather.data.shards import ShardReader
+from lather.errors import DataError
+
+IGNORE_INDEX = -100
+"""Label of a position that is not learned."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows to be filled, all of the same sequence."""
+
+    inputs_S: npt.NDArray[np.int64]
+    labels_S: npt.NDArray[np.int64]
+    begins_S: npt.NDArray[np.bool_]
+    """Where a document begins that must not see what is before it."""
+
+
+class Sequences(Protocol):
+    """The sequences of a split."""
+
+    length: int
+
+    def __len__(self) -> int: ...
+
+    def num_labels(self, index: int) -> int | None:
+        """Labels of a sequence; None: not known before it is read."""
+
+    def fill(self, index: int, rows: Rows) -> None:
+        """Write a sequence into the rows, in which there is input 0, label `IGNORE_INDEX` and no begin of a document."""
+
+
+class Windows:
+    """The split's tokens cut every S tokens, wherever documents end: each token but the first is a label of one sequence. The last one may
+    be shorter."""
+
+    def __init__(self, reader: ShardReader, length: int, end_token: int | None = None) -> None:
+        """`end_token`: after which attention begins anew; None: it crosses documents. Raises DataError if there are fewer than 2 tokens."""
+        self.reader, self.length, self.end_token = reader, length, end_token
+        if not len(self):
+            raise DataError(f"{reader.folder}: {len(reader)} tokens are no sequence: give more text")
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.reader) - 1) // self.length))
+
+    def num_labels(self, index: int) -> int | None:
+        return None if self.reader.has_mask else min(self.length, len(self.reader) - 1 - index * self.length)
+
+    def fill(self, index: int, rows: Rows) -> None:
+        start = index * self.length
+        stop = min(start + self.length + 1, len(self.reader))
+        _fill(self.reader, start, stop, 0, rows)
+        if self.end_token is not None:
+            rows.begins_S[1:] = rows.inputs_S[:-1] == self.end_token
+
+
+class PackedDocuments:
+    """Whole documents, as many as fit into a sequence, each with attention of its own."""
+
+    def __init__(self, reader: ShardReader, length: int, chunks: npt.NDArray[np.void], starts: npt.NDArray[np.int64]) -> None:
+        self.reader, self.length, self._chunks, self._starts = reader, length, chunks, starts
+        if not len(self):
+            raise DataError(f"{reader.folder}: no document has two tokens: give more text")
+
+    @classmethod
+    def open(cls, reader: ShardReader, split: str, length: int) -> PackedDocuments:
+        """With the packing kept in the data set's folder, which is made now if it is not there.
+
+        Raises DataError if it cannot be written.
+        """
+        folder = reader.folder / f"packed-{split}-{length}"
+        if not folder.exists():
+            _keep(folder, *pack(reader, length))
+        try:
+            chunks, starts = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("chunks.npy", "starts.npy"))
+            if chunks.dtype != CHUNK or starts.dtype != np.int64 or int(starts[-1]) != len(chunks):
+                raise ValueError("its parts do not fit")
+        except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
+            raise DataError(f"{folder}: damaged ({error}): delete it, and it is made again") from None
+        return cls(reader, length, chunks, starts)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def num_labels(self, index: int) -> int | None:
+        return None if self.reader.has_mask else int(self._of(index)["length"].sum())
+
+    def _of(self, index: int) -> npt.NDArray[np.void]:
+        return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
+
+    def fill(self, index: int, rows: Rows) -> None:
+        place = 0
+        for chunk in self._of(index):
+            start, labels = int(chunk["start"]), int(chunk["length"])
+            _fill(self.reader, start, start + labels + 1, place, rows)
+            rows.begins_S[place] = True
+            place += labels
+        if place < self.length:
+            rows.begins_S[place] = True
+
+
+def _fill(reader: ShardReader, start: int, stop: int, place: int, rows: Rows) -> None:
+    """Tokens `start` until `stop` of the stream as inputs and labels from `place` on."""
+    tokens = reader.tokens(start, stop)
+    rows.inputs_S[place : place + len(tokens) - 1] = tokens[:-1]
+    labels_S = rows.labels_S[place : place + len(tokens) - 1]
+    labels_S[:] = tokens[1:]
+    if reader.has_mask:
+        labels_S[~reader.learned(start + 1, stop)] = IGNORE_INDEX
+
+
+def _keep(folder: Path, chunks: npt.NDArray[Any], starts: npt.NDArray[Any]) -> None:
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        aside.mkdir()
+        np.save(aside / "chunks.npy", chunks)
+        np.save(aside / "starts.npy", starts)
+        aside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not folder.exists():  # else another process was first
+            raise DataError(f"{folder} cannot be written ({error.strerror}): make the data set's folder writable, or copy it") from None

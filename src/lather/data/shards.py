@@ -1,0 +1,239 @@
+"""The shards of a data set: flat arrays of tokens in numpy's own format, written once in a stream and read a few tokens at a time.
+
+A shard NAME is up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies above 65,536); NAME.ends.npy, the place after
+the last token of each document in it (int64); and, where not everything is to be learned, NAME.learned.npy, a bool for each token. Any of
+them can be memory-mapped with `numpy.load(file, mmap_mode="r")`. Reading here goes through `os.pread`, because pages of a mapped file would
+count as memory of the process, and a shuffle touches all of them in the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from lather.errors import DataError
+
+HEADER_BYTES = 128
+"""Length of a version 1.0 header of an array with one dim."""
+OPEN_FILES = 64
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the manifest says of a shard."""
+
+    name: str
+    tokens: int
+    documents: int
+    checksums: dict[str, str]
+    """SHA-256 by the file's suffix: "npy", "ends.npy", "learned.npy"."""
+
+    @property
+    def has_mask(self) -> bool:
+        return "learned.npy" in self.checksums
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------------
+
+
+class _ArrayFile:
+    """A .npy file that grows; its header is known, and with it the checksum complete, only at the end."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        self.path, self.dtype, self.length = path, np.dtype(dtype), 0
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def append(self, values: Array) -> None:
+        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
+        self.length += len(values)
+
+    def finish(self) -> str:
+        """Returns the checksum of the whole file, which is on the disk then."""
+        header = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.length},), }}"
+        start = np.lib.format.magic(1, 0) + (HEADER_BYTES - 10).to_bytes(2, "little")
+        self._file.seek(0)
+        self._file.write(start + header.ljust(HEADER_BYTES - 11).encode("latin1") + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return checksum(self.path)
+
+    def abandon(self) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass
+class ShardWriter:
+    """Writes one unit's documents of one split: shards `<prefix>-000`, `<prefix>-001`, ..., each ended at the first document's end after
+    `shard_tokens` tokens."""
+
+    folder: Path
+    prefix: str
+    dtype: np.dtype[Any]
+    shard_tokens: int
+    masked: bool = False
+    """Whether each token has a mark of being learned."""
+    entries: list[ShardEntry] = field(default_factory=list)
+    _files: dict[str, _ArrayFile] = field(default_factory=dict)
+    _ends: list[int] = field(default_factory=list)
+
+    def write(self, tokens: Array, learned: Array | None = None) -> None:
+        """Append a part of a document."""
+        if not self._files:
+            name = f"{self.prefix}-{len(self.entries):03d}"
+            self._files = {"npy": _ArrayFile(self.folder / f"{name}.npy", self.dtype)}
+            if self.masked:
+                self._files["learned.npy"] = _ArrayFile(self.folder / f"{name}.learned.npy", np.bool_)
+        self._files["npy"].append(tokens)
+        if self.masked:
+            self._files["learned.npy"].append(np.ones(len(tokens), dtype=bool) if learned is None else learned)
+
+    def end_document(self) -> None:
+        """The document is complete."""
+        length = self._files["npy"].length
+        self._ends.append(length)
+        if length >= self.shard_tokens:
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the shard that is being written, if there is one."""
+        if not self._files:
+            return
+        name, tokens = f"{self.prefix}-{len(self.entries):03d}", self._files["npy"].length
+        ends = self._files["ends.npy"] = _ArrayFile(self.folder / f"{name}.ends.npy", np.int64)
+        ends.append(np.asarray(self._ends, dtype=np.int64))
+        checksums = {suffix: file.finish() for suffix, file in sorted(self._files.items())}
+        self.entries.append(ShardEntry(name, tokens, len(self._ends), checksums))
+        self._files, self._ends = {}, []
+
+    def abandon(self) -> None:
+        """Delete the shard that is being written."""
+        for file in self._files.values():
+            file.abandon()
+        self._files, self._ends = {}, []
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+class _OpenFiles:
+    """Descriptors of files being read, the least used closed first."""
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, path: Path, offset: int, num_bytes: int) -> bytes:
+        descriptor = self._descriptors.pop(path, -1)
+        if descriptor < 0:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
+            if len(self._descriptors) >= OPEN_FILES:
+                os.close(self._descriptors.popitem(last=False)[1])
+        self._descriptors[path] = descriptor
+        found = os.pread(descriptor, num_bytes, offset)
+        if len(found) != num_bytes:
+            raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
+        return found
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+class ShardReader:
+    """The tokens of a split, as one stream over its shards.
+
+    Raises DataError naming the file if one is missing, or not as long as the manifest says; checksums are left to `lather data check`.
+    """
+
+    def __init__(self, folder: Path, entries: list[ShardEntry], dtype: np.dtype[Any]) -> None:
+        self.folder, self.entries, self.dtype = folder, entries, dtype
+        self.starts = np.concatenate([[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)])
+        self.has_mask = any(entry.has_mask for entry in entries)
+        self._files = _OpenFiles()
+        for entry in entries:
+            self._check(entry)
+
+    def __len__(self) -> int:
+        """Tokens of the split."""
+        return int(self.starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return sum(entry.documents for entry in self.entries)
+
+    def tokens(self, start: int, stop: int) -> Array:
+        """The tokens from `start` until `stop` of the stream."""
+        return self._read(start, stop, "npy", self.dtype)
+
+    def learned(self, start: int, stop: int) -> Array:
+        """Which of these tokens are to be learned."""
+        return self._read(start, stop, "learned.npy", np.dtype(np.bool_))
+
+    def ends(self, shard: int) -> Array:
+        """Where the documents of a shard end, in its own tokens."""
+        entry = self.entries[shard]
+        path = self.folder / f"{entry.name}.ends.npy"
+        return np.frombuffer(self._files.read(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
+
+    def place(self, position: int) -> str:
+        """Where a token of the stream lies, for a message."""
+        shard = self._shard_at(position)
+        return f"{self.folder / self.entries[shard].name}.npy, token {position - int(self.starts[shard])}"
+
+    def _read(self, start: int, stop: int, suffix: str, dtype: np.dtype[Any]) -> Array:
+        parts, shard = [], self._shard_at(start)
+        while start < stop:
+            entry, first = self.entries[shard], int(self.starts[shard])
+            length = min(stop, first + entry.tokens) - start
+            if suffix == "npy" or entry.has_mask:
+                offset = HEADER_BYTES + (start - first) * dtype.itemsize
+                found = self._files.read(self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize)
+                parts.append(np.frombuffer(found, dtype=dtype))
+            else:
+                parts.append(np.ones(length, dtype=bool))
+            start, shard = start + length, shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+    def _shard_at(self, position: int) -> int:
+        return int(np.searchsorted(self.starts, position, side="right")) - 1
+
+    def _check(self, entry: ShardEntry) -> None:
+        lengths = {"npy": entry.tokens * self.dtype.itemsize, "ends.npy": entry.documents * 8}
+        if entry.has_mask:
+            lengths["learned.npy"] = entry.tokens
+        for suffix, num_bytes in lengths.items():
+            path = self.folder / f"{entry.name}.{suffix}"
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"{path}: token shard is missing ({error.strerror}): {_remedy(path)}") from None
+            expected = HEADER_BYTES + num_bytes
+            if found != expected:
+                what = "empty" if not found else "truncated" if found < expected else "too long"
+                raise DataError(f"{path}: token shard is {what}: it has {found:,} bytes, not {expected:,}: {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    return f"restore it, or delete {path.parent} to make the data set anew"

@@ -1,0 +1,211 @@
+"""What a data set is made from: the files of its sources, their kinds, and their division into units of work.
+
+A source is a file, a folder, "python-stdlib", "package:NAME", a folder that `datasets` of Hugging Face saved, or hf:NAME[@CONFIG]#SPLIT.
+The division depends on nothing but the files and the options, so that the result does not, either: not on the number of processes, nor on
+how often they were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lather.data.records import PIECE_BYTES, Kind, Part, open_huggingface, open_parquet, overlaps_itself
+from lather.data.texts import MARKS, kind_of_bytes, mark_of
+from lather.errors import DataError
+
+SplitName = Literal["train", "validation"]
+STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+"""Folders of the standard library that are not taken: tests, other people's packages, and generated tables."""
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".npy": "tokens",
+    ".bin": "tokens",
+    ".idx": "tokens",
+    ".ds": "tokens",
+}
+LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
+"""A unit of work has so many bytes at least and at most; between these there are about so many units."""
+RANGE_BYTES = PIECE_BYTES
+"""Byte ranges of text and JSONL files begin at multiples of this."""
+SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read."""
+
+    path: str
+    kind: Kind
+    size: int
+    """Bytes."""
+    changed: int
+    """When it was last changed, nanoseconds."""
+    name: str
+    """In its folder."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process reads at a time; its documents go to shards of its own."""
+
+    number: int
+    split: SplitName
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read."""
+
+    pattern: str = "*"
+    kind: Literal["auto"] | Kind = "auto"
+    separator: str = ""
+    encoding: str = "auto"
+    columns: tuple[str, ...] = ()
+
+
+def list_files(source: str, reading: Reading) -> list[SourceFile]:
+    """The files of a source, by name. Raises DataError if there is no such source, or no file in it."""
+    if source.startswith("hf:") or reading.kind == "huggingface" or _is_saved_by_datasets(source):
+        return [SourceFile(source, "huggingface", -1, 0, source)]
+    root, left_out = root_of(source)
+    if root.is_file():
+        return [_file(root, root.parent, reading)]
+    files = [_file(path, root, reading) for path in _below(root, left_out) if fnmatch.fnmatch(path.name, reading.pattern)]
+    if not files:
+        raise DataError(f"{root}: no file matches the pattern {reading.pattern!r}: give another folder or pattern")
+    return sorted(files, key=lambda file: Path(file.path).relative_to(root))
+
+
+def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
+    """Files in a folder and its folders, but hidden ones and those that belong to a token file beside them."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            owner = path.with_suffix(".bin") if path.suffix == ".idx" else path.with_suffix("") if path.stem.endswith(".ds") else None
+            if path.is_file() and not (owner and owner.exists()):
+                yield path
+
+
+def _file(path: Path, root: Path, reading: Reading) -> SourceFile:
+    suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
+    kind = reading.kind if reading.kind != "auto" else SUFFIXES.get(suffix, "text")
+    status = path.stat()
+    return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix())
+
+
+def _is_saved_by_datasets(source: str) -> bool:
+    folder = Path(source.partition("#")[0])
+    return any((folder / name).is_file() for name in SAVED_BY_DATASETS)
+
+
+def root_of(source: str) -> tuple[Path, set[str]]:
+    """The file or folder of a source, and the names of folders in it that are left out."""
+    if source == "python-stdlib":
+        return Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT
+    kind, colon, name = source.partition(":")
+    if kind == "package" and colon:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                return Path(folder), {"__pycache__"}
+        raise DataError(f"no package {name!r} is installed here: install it, or give another package or a folder")
+    if not Path(source).exists():
+        raise DataError(
+            f"{source}: no such file or folder: give one that has text, JSONL, Parquet or tokens, or 'python-stdlib', 'package:NAME' "
+            "or 'hf:NAME'"
+        )
+    return Path(source), {"__pycache__"}
+
+
+# --- units --------------------------------------------------------------------------------------------------------------------------
+
+
+def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[Unit]:
+    """Units of work, which take the files in their order."""
+    unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
+    units: list[Unit] = []
+    parts: list[Part] = []
+    filled, current = 0, files[0][0] if files else "train"
+    for split, file in files:
+        for part, size in _parts(file, reading, unit_bytes):
+            if parts and (filled + size > unit_bytes or split != current):
+                units.append(Unit(len(units), current, tuple(parts)))
+                parts, filled = [], 0
+            parts.append(part)
+            filled, current = filled + size, split
+    return [*units, Unit(len(units), current, tuple(parts))] if parts else units
+
+
+def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+    """The parts of a file, none much larger than a unit if that can be, with their bytes."""
+    whole = Part(file.path, file.kind, 0, -1, reading.separator if file.kind == "text" else "", reading.encoding, reading.columns)
+    if file.kind == "parquet":
+        return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
+    if file.kind == "huggingface":
+        return _huggingface_ranges(whole, unit_bytes)
+    is_cut = file.size > (unit_bytes if file.kind == "jsonl" or reading.separator else PIECE_BYTES)
+    if file.kind == "tokens" or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, reading):
+        return iter([(whole, file.size)])
+    return _ranges(whole, file.size, file.size, unit_bytes)
+
+
+def _ranges(whole: Part, length: int, size: int, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+    """Equal ranges of `length` bytes, row groups or rows, which are `size` bytes."""
+    if length <= 0:
+        yield whole, size
+        return
+    each = max(1, length * unit_bytes // max(size, 1))
+    if length == size:
+        each = -(-each // RANGE_BYTES) * RANGE_BYTES
+    for start in range(0, length, each):
+        stop = min(start + each, length)
+        yield Part(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
+
+
+def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
+    """Whether lines, or documents between separators, can be found from the middle of the file."""
+    if reading.separator and overlaps_itself(reading.separator):
+        return False
+    mark = mark_of(start_of(file.path))
+    return (not mark or MARKS[mark] == "utf-8") and not reading.encoding.lower().startswith(("utf-16", "utf16", "utf-32", "utf32"))
+
+
+def start_of(path: str) -> bytes:
+    """The first bytes of a file; empty if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(4)
+    except OSError:
+        return b""
+
+
+def kind_instead(file: SourceFile) -> str | None:
+    """What a file that would be read as text or JSONL is instead, by its first bytes."""
+    if file.kind not in ("text", "jsonl") or file.path.endswith((".gz", ".zst")):
+        return None
+    return kind_of_bytes(start_of(file.path))
+
+
+def _num_row_groups(path: str) -> int:
+    try:
+        return int(open_parquet(path).num_row_groups)
+    except DataError:
+        raise
+    except Exception:  # whoever reads the file says what is wrong with it
+        return 0
+
+
+def _huggingface_ranges(whole: Part, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+    rows = open_huggingface(whole.path)
+    return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)

@@ -1,0 +1,140 @@
+"""Token files of others.
+
+Megatron         NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths (Megatron-LM's `indexed_dataset.py`)
+llm.c            NAME.bin that begins with 256 int32: 20240520 and version 1 (uint16) or 20240801 and version 7 (uint32), number of tokens
+datatrove        NAME.ds and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
+bare             any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes them
+numpy            NAME.npy, a flat array of integers
+
+Where an index says so, or else with the end-of-text token, a document ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+LLM_C_HEADER = 256 * 4
+BLOCK_TOKENS = 1 << 20
+
+
+class TokenFileError(Exception):
+    """A file that holds no tokens; the message says why."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Where the tokens of a file lie."""
+
+    path: Path
+    dtype: str
+    offset: int
+    length: int
+    """Tokens."""
+    ends: Array | None = None
+    """After which token each document ends; None: after each end-of-text token."""
+
+    def blocks(self, end: int | None) -> Iterator[tuple[Array, Array]]:
+        """The tokens in blocks, and after which of a block's tokens documents end."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for start in range(0, self.length, BLOCK_TOKENS):
+                count = min(BLOCK_TOKENS, self.length - start)
+                tokens = np.frombuffer(file.read(count * np.dtype(self.dtype).itemsize), dtype=self.dtype)
+                if len(tokens) != count:
+                    raise TokenFileError(f"ends after {start + len(tokens):,} of {self.length:,} tokens")
+                if self.ends is not None:
+                    first, last = np.searchsorted(self.ends, [start, start + count], side="right")
+                    yield tokens, self.ends[first:last] - start
+                else:
+                    yield tokens, np.flatnonzero(tokens == end) + 1 if end is not None else np.empty(0, np.int64)
+
+
+def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
+    """`bare_dtype`: "uint16" or "uint32", of a .bin without a header. Raises TokenFileError."""
+    size = path.stat().st_size
+    if path.suffix == ".npy":
+        return _numpy(path, size)
+    if path.suffix == ".ds":
+        return _datatrove(path, size)
+    if path.suffix == ".idx":
+        raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is not there")
+    if path.with_suffix(".idx").exists():
+        return _megatron(path, size)
+    with path.open("rb") as file:
+        header = np.frombuffer(file.read(LLM_C_HEADER), dtype="<i4") if size >= LLM_C_HEADER else np.zeros(3, "<i4")
+    if dtype := LLM_C.get((int(header[0]), int(header[1]))):
+        return _of_length(path, dtype, LLM_C_HEADER, int(header[2]), size)
+    if not bare_dtype:
+        raise TokenFileError("no header says how its tokens are stored: give --token-dtype uint16 or uint32")
+    return _of_length(path, {"uint16": "<u2", "uint32": "<u4"}[bare_dtype], 0, size // int(np.dtype(bare_dtype).itemsize), size)
+
+
+def _of_length(path: Path, dtype: str, offset: int, length: int, size: int) -> TokenFile:
+    expected = offset + length * np.dtype(dtype).itemsize
+    if size != expected:
+        raise TokenFileError(f"has {size:,} bytes, not {expected:,} for its {length:,} tokens")
+    return TokenFile(path, dtype, offset, length)
+
+
+def _numpy(path: Path, size: int) -> TokenFile:
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except (ValueError, OSError) as error:
+        raise TokenFileError(f"no array of numpy ({error})") from None
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise TokenFileError(f"holds {shape} {dtype}, not a flat array of integers")
+    return _of_length(path, dtype.str, offset, shape[0], size)
+
+
+def _datatrove(path: Path, size: int) -> TokenFile:
+    index, mask = (path.with_name(path.name + suffix) for suffix in (".index", ".loss"))
+    if mask.exists():
+        raise TokenFileError(f"{mask.name} says which tokens are learned, which is not read")
+    if not index.exists():
+        raise TokenFileError(f"{index.name}, which says where its documents end, is not there")
+    content = index.read_bytes()
+    ends = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
+    length = int(ends[-1]) if len(ends) else 0
+    if len(content) % 8 or (np.diff(ends, prepend=0) < 0).any() or size not in (2 * length, 4 * length):
+        raise TokenFileError(f"{index.name} does not fit its {size:,} bytes")
+    return TokenFile(path, "<u2" if size == 2 * length else "<u4", 0, length, np.unique(ends))
+
+
+def _megatron(path: Path, size: int) -> TokenFile:
+    index = path.with_suffix(".idx").read_bytes()
+    if not index.startswith(MEGATRON_MAGIC) or len(index) < 34:
+        raise TokenFileError(f"{path.with_suffix('.idx').name} is no Megatron index")
+    version, code = int.from_bytes(index[9:17], "little"), index[17]
+    dtype = MEGATRON_DTYPES.get(code, "")
+    if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
+        raise TokenFileError(f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 of integers")
+    sequences, documents = (int.from_bytes(index[start : start + 8], "little") for start in (18, 26))
+    expected = 34 + sequences * 12 + documents * 8
+    if len(index) < expected:
+        raise TokenFileError(f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences")
+    lengths = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
+    pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
+    borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)  # in sequences; it begins with 0
+    item = np.dtype(dtype).itemsize
+    stops = np.cumsum(lengths)
+    if sequences and not np.array_equal(pointers, (stops - lengths) * item):
+        raise TokenFileError("its sequences do not follow each other")
+    found = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
+    if documents and (borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any()):
+        raise TokenFileError(f"{path.with_suffix('.idx').name} divides other than its {sequences:,} sequences into documents")
+    of_documents = stops[borders[1:] - 1] if documents > 1 else stops
+    return TokenFile(path, found.dtype, 0, found.length, np.unique(of_documents))

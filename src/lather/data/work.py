@@ -1,0 +1,228 @@
+"""A unit of work: the documents of some parts of files to shards, by one process.
+
+What it leaves is complete or absent: `<number>.json` in the folder of units, written last, lists its shards. A process that is killed
+before has left nothing that counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lather.data.chat import ChatTemplate
+from lather.data.documents import Document, DocumentMaker, Encoder, load_tokenizer
+from lather.data.records import Record, RecordReader, Skip
+from lather.data.shards import ShardEntry, ShardWriter, token_dtype
+from lather.data.sources import Unit
+from lather.data.token_files import TokenFileError, open_token_file
+from lather.errors import DataError
+
+SPLITS = ("train", "validation")
+Count = Callable[[int, int], None]
+"""Is told how many documents and tokens were made since it was told last."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How documents are made of records, and shards of documents. Every process has it."""
+
+    folder: str
+    """Of shards and tokenizer.json."""
+    units: str
+    """Folder of the units' reports."""
+    vocab_size: int
+    end: int | None
+    """Token after each document."""
+    text_field: str = "text"
+    """Of rows and lines, with the text."""
+    chat_template: str = ""
+    """Source of a chat template; empty: records are texts."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """That the template names."""
+    holdout_every: int = 20
+    """One document in so many is for validation; 0: none."""
+    shard_tokens: int = 1 << 26
+    bare_dtype: str = ""
+    """Of token files without a header."""
+
+    def document_maker(self) -> DocumentMaker:
+        return DocumentMaker(self.text_field, ChatTemplate(self.chat_template, self.special_tokens) if self.chat_template else None)
+
+
+@dataclass
+class SplitReport:
+    """What a unit wrote to a split."""
+
+    documents: int = 0
+    tokens: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+    shards: list[ShardEntry] = field(default_factory=list)
+
+    def count(self, tokens: int, text_bytes: int) -> None:
+        """A document more."""
+        self.documents, self.tokens, self.longest = self.documents + 1, self.tokens + tokens, max(self.longest, tokens)
+        self.text_bytes += text_bytes
+
+    def add(self, other: SplitReport) -> None:
+        """Another unit's."""
+        self.documents, self.tokens, self.longest = (
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            max(self.longest, other.longest),
+        )
+        self.text_bytes += other.text_bytes
+        self.shards += other.shards
+
+
+@dataclass
+class UnitReport:
+    """What a unit left."""
+
+    number: int
+    splits: dict[str, SplitReport] = field(default_factory=dict)
+    lines: list[int] = field(default_factory=list)
+    """Lines or rows of each part."""
+    skipped: list[tuple[int, int, str, str]] = field(default_factory=list)
+    """Number of the part, line in it, reason, detail."""
+    encodings: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> UnitReport:
+        mapping = json.loads(path.read_text("utf-8"))
+        splits = {
+            name: SplitReport(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]})
+            for name, split in mapping.pop("splits").items()
+        }
+        return cls(splits=splits, **mapping)
+
+
+def report_path(units: Path, number: int) -> Path:
+    return units / f"{number:05d}.json"
+
+
+def do_unit(unit: Unit, making: Making, count: Count) -> UnitReport:
+    """Write the unit's shards, then its report. Raises OSError if the disk is full, after deleting what it was writing."""
+    report = UnitReport(unit.number)
+    folder, dtype = Path(making.folder), token_dtype(making.vocab_size)
+    writers = {
+        split: ShardWriter(folder, f"{split}-{unit.number:05d}", dtype, making.shard_tokens, masked=bool(making.chat_template))
+        for split in SPLITS
+    }
+    try:
+        length = 0
+        for piece in (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, making, report):
+            writers[piece.split].write(piece.tokens, piece.learned)
+            length += len(piece.tokens)
+            if piece.is_last:
+                writers[piece.split].end_document()
+                report.splits.setdefault(piece.split, SplitReport()).count(length, piece.text_bytes)
+                count(1, length)
+                length = 0
+        for split, writer in writers.items():
+            writer.finish()
+            if writer.entries:
+                report.splits[split].shards = writer.entries
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    path = report_path(Path(making.units), unit.number)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(asdict(report)), "utf-8")
+    aside.rename(path)
+    return report
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens of a document: all, or a part of a long one."""
+
+    split: str
+    tokens: npt.NDArray[Any]
+    learned: npt.NDArray[Any] | None
+    is_last: bool
+    text_bytes: int
+    """Of the whole document; 0 if it is not known."""
+
+
+def _place_of_held_out(unit: int, every: int) -> int:
+    """Another one in each unit, so that short units hold out neither more nor fewer than long ones."""
+    return every // 2 if unit == 0 else unit * 2654435761 % 2**32 % every
+
+
+# --- texts --------------------------------------------------------------------------------------------------------------------------
+
+
+def documents_of(unit: Unit, making: Making, report: UnitReport) -> Iterator[Document]:
+    """The unit's documents, divided among the splits; what is skipped, and encodings, go to `report`."""
+    documents, every = _documents(unit, making.document_maker(), report), making.holdout_every
+    if unit.split == "validation" or not every:
+        yield from (replace(document, split=unit.split) for document in documents)
+        return
+    first = list(itertools.islice(documents, every)) if unit.number == 0 else []
+    place = _place_of_held_out(unit.number, every)
+    if unit.number == 0:  # which holds out one at least, if it has two
+        place = min(place, len(first) // 2) if len(first) > 1 else -1
+    for index, document in enumerate(itertools.chain(first, documents)):
+        yield replace(document, split=SPLITS[index % every == place])
+
+
+def _documents(unit: Unit, maker: DocumentMaker, report: UnitReport) -> Iterator[Document]:
+    for number, part in enumerate(unit.parts):
+        reader = RecordReader(part)
+        for record in reader:
+            found = record if isinstance(record, Skip) else maker.make(record)
+            if isinstance(found, Skip):
+                report.skipped.append((number, found.line, found.reason, found.detail))
+                continue
+            if isinstance(record, Record) and record.encoding:
+                report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
+            yield found
+        report.lines.append(reader.lines)
+
+
+def _texts(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
+    tokenizer = load_tokenizer(Path(making.folder) / "tokenizer.json", "delete the unfinished folder, and start again")
+    encoder = Encoder(tokenizer, making.end, chat=bool(making.chat_template))
+    for part in encoder.encode(documents_of(unit, making, report)):
+        yield _Piece(part.document.split, part.tokens, part.learned, part.is_last, part.document.num_bytes)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------------------------
+
+
+def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
+    """The documents of token files; the end of a file ends its last one."""
+    document, every = 0, making.holdout_every if unit.split == "train" else 0
+    place = _place_of_held_out(unit.number, every) if every else -1
+    for number, part in enumerate(unit.parts):
+        report.lines.append(0)
+        try:
+            file = open_token_file(Path(part.path), making.bare_dtype)
+            done = 0
+            for tokens, ends in file.blocks(making.end):
+                if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < making.vocab_size:
+                    worst = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+                    raise DataError(
+                        f"{part.path}: token {worst} is outside the vocabulary of {making.vocab_size}: give its own --vocab-size"
+                    )
+                done += len(tokens)
+                bounds = np.unique([0, *ends, len(tokens)])
+                for start, stop in itertools.pairwise(bounds):
+                    is_last = stop in ends or (stop == len(tokens) and done == file.length)
+                    split = SPLITS[document % every == place] if every else unit.split
+                    yield _Piece(split, tokens[start:stop], None, is_last, 0)
+                    document += is_last
+        except TokenFileError as error:
+            report.skipped.append((number, 0, "no tokens", str(error)))
+        except OSError as error:
+            report.skipped.append((number, 0, "cannot be read", error.strerror or str(error)))

@@ -1,0 +1,62 @@
+"""The data of a run: the data sets that its configuration names, or, of a run that was begun long ago, the one that it was begun with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lather.data.batches import Batches, HeldOut, Source
+from lather.data.dataset import TOKENIZER
+from lather.data.documents import load_tokenizer
+from lather.data.format1 import PermutedOrder, ShardWindows, data_set_of_format_1
+from lather.data.opening import held_out_sets, open_datasets, training_batches
+from lather.train.config import Config
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run learns and is evaluated on."""
+
+    batches: Batches
+    held_out: dict[str, HeldOut]
+    """By name; the first one's loss is the run's."""
+    tokenizer: Path | None
+    identities: dict[str, str]
+    """Of the data sets, which stay the same for the whole run, by their folders."""
+
+
+def open_run_data(config: Config, report: Callable[[str], None], begun_with: str | None = None) -> RunData:
+    """Open the data sets, made now if need be. `begun_with`: the name of a data set of format 1, with which the run goes on.
+
+    Raises DataError if one is missing or damaged, or its tokenizer is.
+    """
+    data = _of_format_1(config, begun_with, report) if begun_with else _of_configuration(config, report)
+    if data.tokenizer is not None:
+        load_tokenizer(data.tokenizer, f"delete {data.tokenizer.parent} to make the data set anew")
+    return data
+
+
+def _of_configuration(config: Config, report: Callable[[str], None]) -> RunData:
+    train, vocab_size = config.train, config.model.vocab_size
+    datasets = open_datasets(config.data, vocab_size, report)
+    return RunData(
+        training_batches(datasets, config.data, train.sequence_length, train.batch_size, config.seed),
+        held_out_sets(datasets, config.data, train.sequence_length, train.validation_sequences, vocab_size),
+        next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None),
+        {str(dataset.folder): dataset.manifest.identity for dataset in datasets},
+    )
+
+
+def _of_format_1(config: Config, name: str, report: Callable[[str], None]) -> RunData:
+    train, apart = config.train, config.data.packed_attention
+    folder = data_set_of_format_1(config.data, config.model.vocab_size, name, report)
+    tokenizer = folder / TOKENIZER
+    end = load_tokenizer(tokenizer, "restore it").token_to_id(config.data.end_of_text) if apart else None
+    source, held_out = (
+        Source(f"{folder} ({split})", ShardWindows(folder, split, train.sequence_length, end), config.model.vocab_size)
+        for split in ("train", "validation")
+    )
+    batches = Batches([source], PermutedOrder(len(source), config.seed), train.batch_size, apart=apart)
+    sets = {folder.name: HeldOut(held_out, train.validation_sequences, apart=apart)}
+    return RunData(batches, sets, tokenizer, {folder.name: folder.name})

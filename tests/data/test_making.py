@@ -1,0 +1,347 @@
+"""Data sets of texts: every document once, the same bytes whatever happened on the way, and nothing left out without a word."""
+
+import contextlib
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from making_helpers import Notes, documents_of
+
+from lather.data import sources
+from lather.data.dataset import DataSet
+from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.making import make_dataset
+from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.errors import DataError
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "café", "日本", "\U0001f98a", "and", "owners"]
+
+
+def texts(count: int, seed: int = 0, longest: int = 40) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{number}: " + " ".join(draw.choices(WORDS, k=draw.randint(1, longest))) + "\n" for number in range(count)]
+
+
+def write_jsonl(path: Path, documents: list[str], **others: Any) -> Path:
+    path.write_text("".join(json.dumps({"text": text, **others}, ensure_ascii=False) + "\n" for text in documents), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(texts(50)), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+Make = Callable[..., DataSet]
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Path) -> Make:
+    """A data set of sources, without held-out documents unless asked for."""
+
+    def make_one(*given: Path, name: str = "ours", workers: int = 1, **options: Any) -> DataSet:
+        recipe = Recipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
+        return make_dataset(tmp_path / name, recipe, Notes(), workers)
+
+    return make_one
+
+
+def texts_of(dataset: DataSet, split: str = "train") -> list[str]:
+    assert dataset.tokenizer is not None
+    tokenizer = load_tokenizer(dataset.tokenizer, "")
+    documents = documents_of(dataset, split)
+    assert all(document[-1] == dataset.manifest.end_token for document in documents)
+    return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- formats ------------------------------------------------------------------------------------------------------------------------
+
+
+def as_gzip(path: Path, documents: list[str]) -> Path:
+    plain = write_jsonl(path.with_suffix(".plain"), documents)
+    packed = path.with_name("some.jsonl.gz")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    return packed
+
+
+def as_zstd(path: Path, documents: list[str]) -> Path:
+    """Two frames one after the other, as parallel compressors write them."""
+    compressor = pytest.importorskip("zstandard").ZstdCompressor()
+    plain = write_jsonl(path.with_suffix(".plain"), documents).read_bytes()
+    packed = path.with_name("some.jsonl.zst")
+    packed.write_bytes(compressor.compress(plain[:1000]) + compressor.compress(plain[1000:]))
+    path.with_suffix(".plain").unlink()
+    return packed
+
+
+def as_parquet(path: Path, documents: list[str]) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"number": list(range(len(documents))), "text": documents})
+    parquet.write_table(table, path.with_name("some.parquet"), row_group_size=17)
+    return path.with_name("some.parquet")
+
+
+def as_saved_dataset(path: Path, documents: list[str]) -> Path:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": documents, "number": list(range(len(documents)))}).save_to_disk(str(path.with_name("saved")))
+    return path.with_name("saved")
+
+
+def as_separated(path: Path, documents: list[str]) -> Path:
+    path.with_name("some.txt").write_text(END_OF_TEXT.join(documents), "utf-8")
+    return path.with_name("some.txt")
+
+
+FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], dict[str, Any]]] = {
+    "jsonl": (write_jsonl, {}),
+    "jsonl.gz": (as_gzip, {}),
+    "jsonl.zst": (as_zstd, {}),
+    "parquet": (as_parquet, {}),
+    "datasets": (as_saved_dataset, {}),
+    "separated": (as_separated, {"separator": END_OF_TEXT}),
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [500, 1 << 25])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_gives_every_document_once_and_in_order(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
+) -> None:
+    """Also where files are read in parts: units of 500 bytes hold a few documents each."""
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(sources, "RANGE_BYTES", min(unit_bytes, sources.RANGE_BYTES))
+    write, options = FORMATS[kind]
+    documents = texts(200)
+    source = write(tmp_path / "some.jsonl", documents)
+    dataset = make(source, **options)
+    assert texts_of(dataset) == documents
+    assert dataset.manifest.splits["train"].text_bytes == sum(len(text.encode()) for text in documents)
+    if unit_bytes == 500 and kind in ("jsonl", "parquet", "datasets", "separated"):
+        assert len(dataset.manifest.splits["train"].shards) > 5
+
+
+def test_a_hub_style_dictionary_of_splits_names_the_split(make: Make, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_dict({"text": texts(3, seed)}) for seed, name in enumerate(("a", "b"))}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=r"has the splits a, b: name one, as .*saved#a"):
+        make(tmp_path / "saved")
+    assert texts_of(make(Path(f"{tmp_path / 'saved'}#b"))) == texts(3, 1)
+
+
+def test_text_files_are_documents_and_large_ones_several(make: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    long = "".join(f"line {number}\n" for number in range(250_000))
+    files = {"a.txt": "first\n", "b/c.txt": long, "b.txt": "last"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    found = texts_of(make(folder))
+    assert found[0] == "first\n"
+    assert found[-1] == "last" or "last" in found
+    pieces = [text for text in found if text.startswith("line")]
+    assert len(pieces) == 3
+    assert "".join(pieces) == long
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_a_document_much_longer_than_what_is_encoded_at_once(make: Make, tmp_path: Path) -> None:
+    text = " ".join(random.Random(0).choices(WORDS, k=400_000))
+    dataset = make(write_jsonl(tmp_path / "a.jsonl", ["short", text, "short too"]))
+    assert texts_of(dataset) == ["short", text, "short too"]
+
+
+def test_shards_end_with_documents(make: Make, tmp_path: Path) -> None:
+    dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(300)), shard_tokens=500)
+    shards = dataset.manifest.splits["train"].shards
+    assert len(shards) > 10
+    assert all(500 <= shard.tokens < 700 for shard in shards[:-1])
+    for shard in shards:
+        tokens = np.load(dataset.folder / f"{shard.name}.npy", mmap_mode="r")
+        ends = np.load(dataset.folder / f"{shard.name}.ends.npy", mmap_mode="r")
+        assert tokens.dtype == np.uint16
+        assert len(tokens) == ends[-1] == shard.tokens
+        assert (np.flatnonzero(tokens == dataset.manifest.end_token) + 1).tolist() == ends.tolist()
+    assert texts_of(dataset) == texts(300)
+
+
+# --- splits -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "every", "expected"), [(2, 20, 1), (3, 20, 1), (40, 20, 2), (200, 7, 28)])
+def test_one_document_in_so_many_is_held_out(make: Make, tmp_path: Path, count: int, every: int, expected: int) -> None:
+    dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(count)), holdout_every=every)
+    held_out = texts_of(dataset, "validation")
+    assert abs(len(held_out) - expected) <= 1 <= len(held_out)
+    assert sorted([*texts_of(dataset), *held_out]) == sorted(texts(count))
+
+
+def test_units_hold_out_different_places(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of about 8 documents, of which one in 20 is held out."""
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1000)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
+    dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(2000)), holdout_every=20)
+    assert 60 < dataset.manifest.splits["validation"].documents < 140
+
+
+def test_sources_for_validation_are_held_out_as_a_whole(make: Make, tmp_path: Path) -> None:
+    train, held_out = write_jsonl(tmp_path / "a.jsonl", texts(30)), write_jsonl(tmp_path / "b.jsonl", texts(9, 1))
+    dataset = make(train, validation=(str(held_out),), holdout_every=20)
+    assert texts_of(dataset) == texts(30)
+    assert texts_of(dataset, "validation") == texts(9, 1)
+
+
+# --- the same bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_processes_make_no_difference(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 2000)
+    source = write_jsonl(tmp_path / "a.jsonl", texts(400))
+    one, several = (make(source, name=f"with-{workers}", workers=workers, holdout_every=10) for workers in (1, 3))
+    assert len(one.manifest.splits["train"].shards) > 4
+    assert contents(one.folder) == contents(several.folder)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+COMMAND = """
+import sys
+from lather.data import sources
+sources.LEAST_UNIT_BYTES = sources.RANGE_BYTES = 6000
+from lather.cli import main
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """`lather` with units of 6,000 bytes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "COLUMNS": "200"},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, workers: int) -> None:
+    """Ten kills, of the whole group or of the parent alone, whose processes end by themselves."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
+    options = ["--tokenizer", tokenizer, "--workers", workers, "--holdout-every", 10]
+    undisturbed = start("data", "make", tmp_path / "undisturbed", source, *options)
+    begun = time.monotonic()
+    assert undisturbed.communicate(timeout=120)
+    seconds = time.monotonic() - begun
+    assert undisturbed.returncode == 0
+    draw, kills = random.Random(workers), 0
+    while kills < 10:
+        process = start("data", "make", tmp_path / "killed", source, *options)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.2, 0.9) * seconds)
+        if process.poll() is None:
+            kills += 1
+            kill = os.killpg if draw.random() < 0.5 else os.kill
+            kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        if kills < 10:
+            shutil.rmtree(tmp_path / "killed", ignore_errors=True)  # it was done before the kill
+    last = start("data", "make", tmp_path / "killed", source, *options)
+    out, _ = last.communicate(timeout=120)
+    assert last.returncode == 0 or "there already" in out, out
+    mine, theirs = contents(tmp_path / "killed"), contents(tmp_path / "undisturbed")
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if mine[name] != theirs[name]] == []
+    assert DataSet(tmp_path / "killed").check() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20_000))
+    command = ("data", "make", tmp_path / "ours", source, "--tokenizer", tokenizer, "--workers", 2, "--holdout-every", 0)
+    process = start(*command)
+    units = tmp_path / "ours.partial" / "units"
+    while process.poll() is None and not any(units.glob("*.json")):
+        time.sleep(0.01)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(int(child), signal.SIGKILL)
+            break
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, out
+    assert f"a process ended while it was at work on {source}: it was killed" in " ".join(out.split())
+    last = start(*command)
+    out, _ = last.communicate(timeout=120)
+    assert last.returncode == 0, out
+    assert "going on: " in out
+    assert texts_of(DataSet(tmp_path / "ours")) == texts(20_000)
+
+
+def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lather.data import processes
+
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2000)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 2000)
+    source, done = write_jsonl(tmp_path / "a.jsonl", texts(200)), []
+    original = processes.do_unit
+
+    def counting(unit: Any, *others: Any) -> Any:
+        if len(done) == 2:
+            done.append(-1)
+            raise KeyboardInterrupt
+        done.append(unit.number)
+        return original(unit, *others)
+
+    monkeypatch.setattr(processes, "do_unit", counting)
+    with pytest.raises(KeyboardInterrupt):
+        make(source)
+    assert not (tmp_path / "ours").exists()
+    dataset = make(source)
+    assert done[:3] == [0, 1, -1]
+    assert done[3:] == list(range(2, len(done) - 1))
+    assert texts_of(dataset) == texts(200)
+
+
+def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lather.data import making
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "do_units", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(source)
+    with pytest.raises(DataError, match=r"ours\.partial was begun with other options, or its sources have changed since: delete it"):
+        make(source, holdout_every=5)
+    write_jsonl(source, texts(21))
+    with pytest.raises(DataError, match=r"its sources have changed since"):
+        make(source)
+    shutil.rmtree(tmp_path / "ours.partial")
+    assert texts_of(make(source)) == texts(21)
+
+
+def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "precious").write_text("mine")
+    with pytest.raises(DataError, match="ours is there already: give another folder, or delete it"):
+        make(write_jsonl(tmp_path / "a.jsonl", texts(5)))
+    assert (tmp_path / "ours" / "precious").read_text() == "mine"

@@ -1,0 +1,260 @@
+"""Malformed inputs: each is a clear error or a counted skip with file and line; the rest is taken, and no input is changed."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making_helpers import Notes
+
+from lather.data.dataset import SKIPPED, DataSet
+from lather.data.documents import train_tokenizer
+from lather.data.making import make_dataset
+from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.errors import DataError
+
+SOUND = [f"sound document {number}, which is taken whatever lies beside it" for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(SOUND), 300, END_OF_TEXT).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def line(**record: Any) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+GOOD = line(text="good")
+JSONL: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
+    "broken line": (GOOD + b'{"text": "no end\n' + GOOD, [(2, "broken JSON")]),
+    "half a line at the end": (GOOD + b'{"text": "ha', [(2, "broken JSON")]),
+    "not JSON at all": (b"one\ntwo\n", [(1, "broken JSON"), (2, "broken JSON")]),
+    "bad UTF-8": (GOOD + b'{"text": "\xff\xfe\xfa"}\n' + GOOD, [(2, "not UTF-8")]),
+    "Latin-1": (GOOD + '{"text": "naïve café"}\n'.encode("latin-1"), [(2, "not UTF-8")]),
+    "lone surrogate": (GOOD + b'{"text": "\\ud800"}\n', [(2, "not valid Unicode")]),
+    "null": (line(text=None) + GOOD, [(1, "'text' is null")]),
+    "number": (line(text=3) + GOOD, [(1, "'text' is no text")]),
+    "list": (line(text=["a"]) + GOOD, [(1, "'text' is no text")]),
+    "other field": (line(content="x") + GOOD, [(1, "no field 'text'")]),
+    "no field": (b"{}\n" + GOOD, [(1, "no field 'text'")]),
+    "empty text": (line(text="") + line(text=" \n\t") + GOOD, [(1, "empty"), (2, "empty")]),
+    "a list of records": (b"[1, 2]\n" + GOOD, [(1, "not a JSON object")]),
+    "a string": (b'"text"\n' + GOOD, [(1, "not a JSON object")]),
+    "NaN": (b"NaN\n" + GOOD, [(1, "not a JSON object")]),
+    "nested too deeply": (b"[" * 200_000 + b"\n" + GOOD, [(1, "broken JSON")]),
+    "zero bytes": (b"\0\0\0\n" + GOOD, [(1, "broken JSON")]),
+    "a huge number": (b'{"text": ' + b"9" * 5000 + b"}\n" + GOOD, [(1, "broken JSON")]),
+    "blank lines": (b"\n\n  \n" + GOOD + b"\n", []),
+    "CRLF": (GOOD.replace(b"\n", b"\r\n") * 2, []),
+    "byte order mark": (b"\xef\xbb\xbf" + GOOD, []),
+    "UTF-16": (GOOD.decode().encode("utf-16"), [(0, "not UTF-8")]),
+    "no last newline": (GOOD + GOOD.strip(), []),
+    "nothing": (b"", []),
+    "Parquet": (b"PAR1" + bytes(100), [(0, "no text")]),
+    "gzip without the name": (gzip.compress(GOOD), [(0, "no text")]),
+    "zip": (b"PK\x03\x04" + bytes(50), [(0, "no text")]),
+}
+CHAT: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
+    name: (line(**record), [(1, "no conversation")])
+    for name, record in {
+        "no messages": {"text": "x"},
+        "no list": {"messages": "hello"},
+        "empty list": {"messages": []},
+        "null": {"messages": None},
+        "a message that is text": {"messages": ["hello"]},
+        "no role": {"messages": [{"content": "hello"}]},
+        "no content": {"messages": [{"role": "user"}]},
+        "content null": {"messages": [{"role": "assistant", "content": None}]},
+        "content a number": {"messages": [{"role": "user", "content": 4}]},
+        "role null": {"messages": [{"role": None, "content": "x"}]},
+        "no answer": {"messages": [{"role": "user", "content": "hello"}]},
+        "prompt alone": {"prompt": "hello"},
+        "prompt a number": {"prompt": 3, "completion": "x"},
+        "completion null": {"prompt": "hello", "completion": None},
+    }.items()
+} | {"broken line": (b'{"messages": [\n', [(1, "broken JSON")])}
+TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
+    "Latin-1": ("naïve café".encode("latin-1"), [], {"cp1252": 1}),
+    "Windows-1252": ("“quoted”".encode("cp1252"), [], {"cp1252": 1}),
+    "undefined in both": (b"\x81\x8d then text", [], {"cp1252": 1}),
+    "UTF-16": ("naïve".encode("utf-16"), [], {"utf-16-le": 1}),
+    "UTF-32": ("naïve".encode("utf-32"), [], {"utf-32-le": 1}),
+    "UTF-8 with mark": ("naïve".encode("utf-8-sig"), [], {"utf-8": 1}),
+    "UTF-16 cut": ("naïve".encode("utf-16")[:-1], [(1, "no text")], {}),
+    "binary": (b"\x7fELF\0\0\1" + bytes(range(256)), [(1, "no text")], {}),
+    "zero bytes": (bytes(10), [(1, "no text")], {}),
+    "empty": (b"", [(1, "empty")], {}),
+    "blank": (b" \n\t\n", [(1, "empty")], {}),
+    "Parquet": (b"PAR1xxxx", [(0, "no text")], {}),
+    "gzip": (gzip.compress(b"text"), [(0, "no text")], {}),
+    "PDF": (b"%PDF-1.7 ...", [(0, "no text")], {}),
+}
+
+
+def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet:
+    """A data set of the file and a sound one beside it, which must be taken; the file must be as it was."""
+    before = file.read_bytes()
+    beside = tmp_path / ("sound.jsonl" if options.get("chat") or file.suffix != ".txt" else "sound.txt")
+    if options.get("chat"):
+        beside.write_bytes(b"".join(line(prompt="?", completion=text) for text in SOUND))
+    elif beside.suffix == ".jsonl":
+        beside.write_bytes(b"".join(line(text=text) for text in SOUND))
+    else:
+        beside.write_text(SOUND[0])
+    recipe = Recipe((str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options)
+    try:
+        dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    finally:
+        assert file.read_bytes() == before
+    assert dataset.manifest.splits["train"].documents >= (1 if beside.suffix == ".txt" else len(SOUND))
+    return dataset
+
+
+def skips(dataset: DataSet, file: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(row) for row in (dataset.folder / SKIPPED).read_text("utf-8").splitlines()]
+    assert {row["file"] for row in rows} <= {str(file)}
+    assert sum(dataset.manifest.skipped.values()) == len(rows)
+    return [(row["line"], row["reason"]) for row in rows]
+
+
+@pytest.mark.parametrize("case", JSONL)
+def test_lines(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    content, expected = JSONL[case]
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    dataset = made(tmp_path, tokenizer, file)
+    assert skips(dataset, file) == expected
+    assert dataset.manifest.splits["train"].documents == len(SOUND) + content.replace(b"\r", b"").count(GOOD.strip()) * (case != "UTF-16")
+
+
+@pytest.mark.parametrize("case", CHAT)
+def test_conversations(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    content, expected = CHAT[case]
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == expected
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_text_files(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    content, expected, encodings = TEXT[case]
+    file = tmp_path / "bad.txt"
+    file.write_bytes(content)
+    dataset = made(tmp_path, tokenizer, file)
+    assert skips(dataset, file) == expected
+    utf8 = encodings.pop("utf-8", 0) if encodings else 0
+    assert dataset.manifest.encodings == {"utf-8": 1 + utf8, **encodings}
+
+
+def jsonl_bytes(tmp_path: Path) -> bytes:
+    return b"".join(line(text=f"document {number} " * 30) for number in range(40))
+
+
+def gzip_bytes(tmp_path: Path) -> bytes:
+    return gzip.compress(jsonl_bytes(tmp_path))
+
+
+def zstd_bytes(tmp_path: Path) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(jsonl_bytes(tmp_path))  # type: ignore[no-any-return]
+
+
+def parquet_bytes(tmp_path: Path) -> bytes:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": [f"document {number} " * 30 for number in range(40)]})
+    parquet.write_table(table, tmp_path / "whole.parquet", row_group_size=10)
+    return (tmp_path / "whole.parquet").read_bytes()
+
+
+KINDS: dict[str, Callable[[Path], bytes]] = {
+    "jsonl": jsonl_bytes,
+    "jsonl.gz": gzip_bytes,
+    "jsonl.zst": zstd_bytes,
+    "parquet": parquet_bytes,
+    "txt": jsonl_bytes,
+}
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Cut, a byte changed, bytes put in, a stretch zeroed, or a stretch left out."""
+    place, length = draw.randrange(1, len(content)), draw.randrange(1, 40)
+    return draw.choice(
+        [
+            content[:place],
+            content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :],
+            content[:place] + draw.randbytes(length) + content[place:],
+            content[:place] + bytes(length) + content[place + length :],
+            content[:place] + content[place + length :],
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(tmp_path: Path, tokenizer: Path, kind: str, seed: int) -> None:
+    """Never another exception, and what lies beside it is taken."""
+    file = tmp_path / f"bad.{kind}"
+    file.write_bytes(damaged(KINDS[kind](tmp_path), random.Random(f"{kind} {seed}")))
+    dataset = made(tmp_path, tokenizer, file)
+    assert all(number >= 0 and reason for number, reason in skips(dataset, file))
+    assert dataset.check() == []
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst"])
+def test_a_compressed_file_that_ends_early_says_where(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+    file = tmp_path / f"bad.{kind}"
+    file.write_bytes(KINDS[kind](tmp_path)[:-12])
+    [(number, reason)] = skips(made(tmp_path, tokenizer, file), file)
+    assert reason == "damaged, or ends early"
+    assert number >= 1
+
+
+NOTHING = {
+    "wrong column": ("some.jsonl", line(content="x") * 3, {}, r"no document can be trained on \(3 x no field 'text'\)"),
+    "chats as texts": ("some.jsonl", line(messages=[]), {}, r"1 x no field 'text'"),
+    "Parquet called text": ("some.txt", b"PAR1" + bytes(9), {}, r"1 x no text"),
+    "text called Parquet": ("some.parquet", b"plain text", {}, r"1 x damaged, or ends early"),
+    "text called gzip": ("some.jsonl.gz", b"plain text", {}, r"1 x damaged, or ends early"),
+    "empty file": ("some.jsonl", b"", {}, r"no document can be trained on \(there is none\)"),
+    "wrong encoding": ("some.txt", b"\xff\xff", {"encoding": "utf-8"}, r"1 x no text"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_to_train_on_is_an_error_with_the_reasons(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    name, content, options, message = NOTHING[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        make_dataset(tmp_path / "ours", Recipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), Notes(), 1)
+    assert not (tmp_path / "ours").exists()
+
+
+RECIPES: dict[str, tuple[dict[str, Any], str]] = {
+    "no such file": ({"sources": ("absent.jsonl",)}, "absent.jsonl: no such file or folder: give one"),
+    "no such package": ({"sources": ("package:absent",)}, "no package 'absent' is installed"),
+    "no such pattern": ({"pattern": "*.absent"}, r"no file matches the pattern '\*\.absent'"),
+    "no tokenizer": ({"tokenizer": ""}, "neither tokenizer nor vocab_size is given"),
+    "tokenizer absent": ({"tokenizer": "absent.json"}, "absent.json: not a usable tokenizer"),
+    "vocabulary too small": ({"vocab_size": 299}, "has token 299, but vocab_size is 299: they do not fit"),
+    "other end of text": ({"end_of_text": "<eos>"}, "end_of_text = '<eos>' is no token of"),
+    "no encoding": ({"encoding": "utf-99"}, "encoding = 'utf-99' is not valid"),
+    "one held out": ({"holdout_every": 1}, "holdout_every = 1 is not valid"),
+    "no sources": ({"sources": ()}, r"sources = \(\) is not valid"),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_recipe_that_cannot_be_followed_names_the_field(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    change, message = RECIPES[case]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=message):
+        make_dataset(
+            tmp_path / "ours", Recipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), Notes(), 1
+        )
+    assert not (tmp_path / "ours").exists()
