@@ -345,3 +345,37 @@ def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> Non
     with pytest.raises(DataError, match="ours is there already: give another folder, or delete it"):
         make(write_jsonl(tmp_path / "a.jsonl", texts(5)))
     assert (tmp_path / "ours" / "precious").read_text() == "mine"
+
+
+def test_what_is_left_of_a_finished_making_does_not_count_as_done(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had been killed after the data set was in place, which is then deleted."""
+    from lather.data import making
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(50))
+    monkeypatch.setattr(making.shutil, "rmtree", lambda *_, **__: None)
+    first = contents(make(source).folder)
+    monkeypatch.undo()
+    assert (tmp_path / "ours.partial" / "units" / "00000.json").exists()
+    assert contents(make(source).folder) == first
+    assert not (tmp_path / "ours.partial").exists()
+    shutil.rmtree(tmp_path / "ours")
+    assert contents(make(source).folder) == first
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither_here(make: Make, tmp_path: Path, tokenizer: Path) -> None:
+    other = load_tokenizer(tokenizer, "")
+    other.enable_truncation(4)
+    other.enable_padding(length=9)
+    other.save(str(tmp_path / "tokenizer.json"))
+    dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(20)), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert texts_of(dataset) == texts(20)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf_16_le", "cp037", "utf-32"])
+def test_large_files_whose_line_ends_are_no_single_bytes_are_read_whole(make: Make, tmp_path: Path, encoding: str) -> None:
+    text = "".join(f"line {number}\n" for number in range(90_000))
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    given = "auto" if encoding in ("utf-16", "utf-32") else encoding
+    assert texts_of(make(tmp_path / "a.txt", encoding=given)) == [text]
+    separated = make(tmp_path / "a.txt", name="separated", encoding=given, separator="line 70000\n")
+    assert texts_of(separated) == text.split("line 70000\n")

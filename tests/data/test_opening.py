@@ -243,10 +243,11 @@ def test_windows_cover_the_stream_across_shards(tmp_path: Path, length: int, sha
 
 
 def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
-    reader = hand_made(tmp_path / "shards", [5, 5, 0], [6, 0], [7, 7, 7, 7, 0])
-    batch = rows_of(Windows(reader, 5, end_token=0), apart=True)
+    """Whatever they end with, and in whichever shard."""
+    reader = hand_made(tmp_path / "shards", [5, 5, 0], [6, 9], [7, 7, 7, 7, 0], shard_tokens=3)
+    batch = rows_of(Windows(reader, 5, apart=True), apart=True)
     assert batch.begins_BS is not None
-    assert batch.inputs_BS.tolist() == [[5, 5, 0, 6, 0], [7, 7, 7, 7, 0]]
+    assert batch.inputs_BS.tolist() == [[5, 5, 0, 6, 9], [7, 7, 7, 7, 0]]
     assert batch.begins_BS.int().tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
 
 

@@ -102,13 +102,15 @@ class Batches:
 
 
 class HeldOut:
-    """Held-out sequences, the same at every validation, spread evenly over a source."""
+    """Held-out sequences, the same at every validation, spread evenly over a source but for a last one that is shorter."""
 
     def __init__(self, source: Source, most: int, *, apart: bool = False) -> None:
         """`most`: sequences that are taken."""
         self.source, self.apart = source, apart
-        wanted = min(most, len(source))
-        self._indices = [index * len(source) // wanted for index in range(wanted)]
+        last = source.sequences.num_labels(len(source) - 1)
+        size = max(1, len(source) - (last is not None and last < source.sequences.length))
+        wanted = min(most, size)
+        self._indices = [index * size // wanted for index in range(wanted)]
 
     def __len__(self) -> int:
         return len(self._indices)

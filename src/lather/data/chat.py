@@ -24,6 +24,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """The ChatML template, for tokenizers that bring none."""
+FIRST_MARK = 0xF0000
+"""The mark of the first message: a character for private use, of which there are 65,534 here."""
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 """Names that collections of conversations give to roles."""
 
@@ -43,17 +45,16 @@ def messages_of(record: dict[str, Any]) -> Messages:
                 raise ChatError(f"{name} is not a list of messages")
             return [_message(one, number) for number, one in enumerate(record[name])]
     if "prompt" in record and "completion" in record:
-        pair = [_strings(record[name], name) for name in ("prompt", "completion")]
-        if isinstance(record["prompt"], list):
-            return [_message(one, number) for number, one in enumerate([*record["prompt"], *record["completion"]])]
-        return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+        parts = [_part(record[name], name, role) for name, role in (("prompt", "user"), ("completion", "assistant"))]
+        return [_message(one, number) for number, one in enumerate([*parts[0], *parts[1]])]
     raise ChatError(f"neither messages nor prompt and completion, but {', '.join(map(str, record)) or 'nothing'}")
 
 
-def _strings(value: Any, name: str) -> Any:
+def _part(value: Any, name: str, role: str) -> list[Any]:
+    """The messages of a prompt or completion, which is one message's text or a list of messages."""
     if not isinstance(value, str | list):
         raise ChatError(f"{name} is {type(value).__name__}, not text")
-    return value
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _message(one: Any, number: int) -> dict[str, Any]:
@@ -105,27 +106,71 @@ class ChatTemplate:
             return str(self._template.render(messages=messages, add_generation_prompt=asking, **self.special_tokens))
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program
             raise ChatError(f"the chat template fails on it: {error}") from None
 
     def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the messages, and from where to where in it the assistant's answers are. Raises ChatError if it has none."""
-        text, spans = self.render(messages), []
+        """The text of the messages, and from where to where in it the assistant's answers are, each with what ends it.
+
+        Where contents end is found by marks after them. An answer begins after what ends the message before it and, as far as the text has
+        it, what the template asks the assistant with. Raises ChatError if there is no answer, or the template does not show the messages.
+        """
+        text, ends = self.render(messages), self._content_ends(messages)
+        spans = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start = _common(text, self.render(messages[:number], asking=True) if number else "")
-                stop = _common(text, self.render(messages[: number + 1]))
-                spans.append((start, len(text) if number == len(messages) - 1 else stop))
+            if message["role"] != "assistant" or not isinstance(message["content"], str):
+                continue
+            if number not in ends:
+                raise ChatError(f"the chat template does not show message {number}")
+            start = self._end(text, messages, number - 1, ends)
+            start += _agreement(self._asked(messages[:number]), text[start:])
+            spans.append((start, self._end(text, messages, number, ends)))
         if not spans:
             raise ChatError("no message is the assistant's")
         return text, spans
 
+    def _content_ends(self, messages: Messages) -> dict[int, int]:
+        """Where in the text the content of each message ends that is shown. Raises ChatError if marks change the text."""
+        marked, ends = self.render(_marked(messages)), {}
+        for number in range(len(messages)):
+            place = marked.find(chr(FIRST_MARK + number))
+            if place >= 0:
+                ends[number] = place
+                marked = marked[:place] + marked[place + 1 :]
+        if marked != self.render(messages):
+            raise ChatError("the chat template shows contents otherwise than they are")
+        return ends
 
-def _common(text: str, other: str) -> int:
-    """How long the two are equal."""
-    if text.startswith(other):
-        return len(other)
-    return next(number for number, (one, two) in enumerate(zip(text, other + "\0", strict=False)) if one != two)
+    def _end(self, text: str, messages: Messages, number: int, ends: dict[int, int]) -> int:
+        """Where a message ends, with what the template puts after it when it is the last one."""
+        if number not in ends:
+            return max((end for other, end in ends.items() if other < number), default=0)
+        closing = self.render(_marked(messages[: number + 1])).rpartition(chr(FIRST_MARK + number))[2]
+        return ends[number] + _agreement(closing, text[ends[number] :])
+
+    def _asked(self, messages: Messages) -> str:
+        """What the template asks the assistant with after these messages."""
+        if not messages:
+            return ""
+        before, asking = self.render(messages), self.render(messages, asking=True)
+        return asking.removeprefix(before) if asking.startswith(before) else ""
+
+
+def _marked(messages: Messages) -> Messages:
+    """With a mark of its own after each content, but before the white space that it ends with, which templates may drop."""
+    marked = []
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if isinstance(content, str):
+            kept = content.rstrip()
+            content = kept + chr(FIRST_MARK + number) + content[len(kept) :]
+        marked.append({**message, "content": content})
+    return marked
+
+
+def _agreement(one: str, two: str) -> int:
+    """How many characters at the beginning are the same."""
+    return next((number for number, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two)))
 
 
 def _token(value: Any) -> str | None:

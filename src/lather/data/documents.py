@@ -66,7 +66,7 @@ class DocumentMaker:
 
     def _make(self, record: Record) -> Document | Skip:
         if isinstance(record.content, str):
-            return Document(record.line, record.content)
+            return Skip(record.line, "no conversation", "a text file") if self.template else Document(record.line, record.content)
         if self.template is not None:
             try:
                 text, spans = self.template.answers(messages_of(record.content))
@@ -152,6 +152,8 @@ def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
 

@@ -28,7 +28,7 @@ from lather.data.processes import do_units
 from lather.data.recipe import Recipe
 from lather.data.shards import checksum
 from lather.data.sources import SourceFile, SplitName, Unit, divide, kind_instead, list_files
-from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, report_path
+from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
 from lather.errors import DataError
 
 TOKENIZER_CHARACTERS = 64 << 20
@@ -50,31 +50,44 @@ class Plan:
     """What is to be done."""
 
     files: list[SourceFile]
+    listing: str
+    """Of the files (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
     """Files that are not read, with reason and detail."""
     units: list[Unit]
-
-    @property
-    def listing(self) -> str:
-        """A short name of the files as they are now, by their names, sizes and times."""
-        files = [(file.name, file.kind, file.size, file.changed) for file in self.files]
-        return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
 
     def to_json(self, recipe: Recipe) -> str:
         return json.dumps({"recipe": asdict(recipe), **asdict(self)}, indent=1)
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """Raises DataError if a source is missing, or nothing is to be read."""
+def list_sources(recipe: Recipe) -> list[tuple[SplitName, SourceFile]]:
+    """The files of all sources, in order. Raises DataError if one is missing, or they are of kinds that do not mix."""
     reading = recipe.reading()
     files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, reading)]
     files += [("validation", file) for source in recipe.validation for file in list_files(source, reading)]
-    kinds = {file.kind == "tokens" for _, file in files}
-    if len(kinds) > 1:
+    if len({file.kind == "tokens" for _, file in files}) > 1:
         raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
+    return files
+
+
+def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
+    """A short name of the files as they are now, by their names, sizes and times."""
+    entries = [(split, file.name, file.kind, file.size, file.changed) for split, file in files]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Divide the sources into units of work. Raises DataError if one is missing, or the recipe lacks what they need."""
+    files = list_sources(recipe)
+    if not (recipe.tokenizer or recipe.vocab_size):
+        raise DataError(
+            "neither tokenizer nor vocab_size is given: give a tokenizer.json, or the size of one (of texts it is trained then)"
+        )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
-    units = divide([(split, file) for split, file in files if file.path not in others], reading)
-    return Plan([file for _, file in files], [(path, "no text", detail) for path, detail in sorted(others.items())], units)
+    units = divide([(split, file) for split, file in files if file.path not in others], recipe.reading())
+    return Plan(
+        [file for _, file in files], listing_of(files), [(path, "no text", detail) for path, detail in sorted(others.items())], units
+    )
 
 
 def make_dataset(folder: Path, recipe: Recipe, display: Display, workers: int = 0) -> DataSet:
@@ -83,27 +96,33 @@ def make_dataset(folder: Path, recipe: Recipe, display: Display, workers: int = 
     Raises DataError, with what is done so far kept, if sources are missing or changed, nothing can be taken, or the folder is there
     already.
     """
-    if folder.exists():
-        raise DataError(f"{folder} is there already: give another folder, or delete it")
     partial = folder.with_name(folder.name + ".partial")
+    if folder.exists() and not (partial / "plan.json").exists():
+        raise DataError(f"{folder} is there already: give another folder, or delete it")
     with _locked(partial, display):
-        if (folder / MANIFEST).exists():  # another process was first
+        if (folder / MANIFEST).exists():  # another process was first, or was killed just before its end
+            shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
-        plan = make_plan(recipe)
-        _adopt_plan(partial, plan, recipe)
+        try:
+            plan = make_plan(recipe)
+            _adopt_plan(partial, plan, recipe)
+        except DataError:
+            if not (partial / "plan.json").exists():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         aside, units = partial / "dataset", partial / "units"
         for one in (aside, units):
             one.mkdir(exist_ok=True)
         tokenizer = _tokenizer(recipe, plan, aside, display)
         making = _making(recipe, tokenizer, aside, units)
-        missing = [unit for unit in plan.units if not report_path(units, unit.number).exists()]
+        missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
         if len(missing) < len(plan.units):
             display.note(f"going on: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
         do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
         _complete(aside, units, plan, recipe, making)
         aside.rename(folder)
         _sync(folder.parent)
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
     return DataSet(folder)
 
 
@@ -118,7 +137,7 @@ def _locked(partial: Path, display: Display) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             display.note(f"waiting for another process, which is making {partial.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -150,14 +169,12 @@ def _tokenizer(recipe: Recipe, plan: Plan, folder: Path, display: Display) -> To
     elif plan.files[0].kind == "tokens":
         return None
     else:
-        if not recipe.vocab_size:
-            raise DataError("neither tokenizer nor vocab_size is given: give a tokenizer.json, or the size of one that is to be trained")
         display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
         tokenizer = train_tokenizer(_texts_for_tokenizer(plan, recipe), recipe.vocab_size, recipe.end_of_text)
     aside = folder / f".{TOKENIZER}"
-    tokenizer.save(str(aside))
+    aside.write_text(tokenizer.to_str(pretty=True), "utf-8")
     aside.rename(kept)
-    return tokenizer
+    return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
 
 
 def _texts_for_tokenizer(plan: Plan, recipe: Recipe) -> Iterator[str]:
@@ -183,8 +200,6 @@ def _chat_template(recipe: Recipe) -> tuple[str, dict[str, str]]:
 
 def _making(recipe: Recipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
     if tokenizer is None:
-        if not recipe.vocab_size:
-            raise DataError("vocab_size is not given: token files without a tokenizer need it")
         vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
     else:
         highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -264,7 +279,7 @@ def _complete(folder: Path, units: Path, plan: Plan, recipe: Recipe, making: Mak
 
 
 def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:
-    file.write(json.dumps({"file": path, "line": line, "reason": reason, "detail": detail}, ensure_ascii=False) + "\n")
+    file.write(json.dumps({"file": path, "line": line, "reason": reason, "detail": detail}) + "\n")
 
 
 def _sync(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
-from lather.data.making import make_dataset, make_plan
+from lather.data.making import list_sources, listing_of, make_dataset
 from lather.data.order import Order, Phase
 from lather.data.sequences import PackedDocuments, Sequences, Windows
 from lather.errors import DataError
@@ -32,8 +32,9 @@ def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[D
     Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens outside the vocabulary.
     """
     datasets = [DataSet(Path(path)) for path in config.path] if config.path else [_of_source(config, vocab_size, report)]
+    first = next((dataset for dataset in datasets if dataset.tokenizer), datasets[0])
     for dataset in datasets:
-        _check(dataset, datasets[0], vocab_size)
+        _check(dataset, first, vocab_size)
     return datasets
 
 
@@ -41,11 +42,11 @@ def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
     """The data set of `data.source` as its files are now, by their names, sizes and times."""
     recipe = config.recipe(vocab_size)
     try:
-        plan = make_plan(recipe)
+        listing = listing_of(list_sources(recipe))
     except DataError as error:
         raise DataError(f"data.source = {config.source!r}: {error}") from None
     name = Path(config.source).resolve().name
-    folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(plan.listing)}"
+    folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
     dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, _Notes(report))
     if "validation" not in dataset.manifest.splits:
         raise DataError(
@@ -82,7 +83,10 @@ def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, 
 
     Raises DataError if one of `data.validation` is missing or does not fit.
     """
-    sets = {dataset.folder.name: (dataset, "validation") for dataset in datasets if "validation" in dataset.manifest.splits}
+    sets: dict[str, tuple[DataSet, str]] = {}
+    for dataset in datasets:
+        if "validation" in dataset.manifest.splits:
+            sets[dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)] = (dataset, "validation")
     for name, folder in config.validation.items():
         dataset = DataSet(Path(folder))
         _check(dataset, datasets[0], vocab_size)
@@ -96,5 +100,5 @@ def _source(dataset: DataSet, split: str, config: DataConfig, length: int) -> So
     if config.packing == "documents":
         sequences = PackedDocuments.open(reader, split, length)
     else:
-        sequences = Windows(reader, length, dataset.manifest.end_token if config.packed_attention else None)
+        sequences = Windows(reader, length, apart=config.packed_attention)
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

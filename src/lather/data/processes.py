@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -44,8 +45,9 @@ def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int
             processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
             processes[ours].start()
             theirs.close()
-            at_work[ours] = waiting.pop()
-            ours.send(at_work[ours])
+        for idle in processes:
+            at_work[idle] = waiting.pop()
+            _send(idle, at_work[idle])
         while at_work:
             for connection in wait(list(at_work), POLL_SECONDS):
                 assert isinstance(connection, Connection)
@@ -80,20 +82,32 @@ def _hand_over(connection: Connection, unit: Unit, following: Sequence[Unit]) ->
     """Hear that the unit is done, and send the following one, if there is one. Raises what the unit raised."""
     try:
         error = connection.recv()
-        if error is None and following:
-            connection.send(following[0])
     except (EOFError, ConnectionError):
-        raise DataError(
-            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps for want of memory; "
-            "the same command goes on; give it fewer --workers"
-        ) from None
+        raise _killed(unit) from None
     if error is not None:
         raise error
+    if following:
+        _send(connection, following[0])
+
+
+def _send(connection: Connection, unit: Unit) -> None:
+    try:
+        connection.send(unit)
+    except ConnectionError:
+        raise _killed(unit) from None
+
+
+def _killed(unit: Unit) -> DataError:
+    return DataError(
+        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps for want of memory; "
+        "the same command goes on; give it fewer --workers"
+    )
 
 
 def _work(connection: Connection, making: Making, counts: Any) -> None:
     """Do the units that come, until nobody sends any more. `counts`: documents and tokens made by all processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for it says what happened
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def count(documents: int, tokens: int) -> None:

@@ -30,7 +30,7 @@ class Recipe:
     pattern: str = "*"
     """Which files of a folder are taken (glob on the file name)."""
     format: Format = "auto"
-    """Of the files; auto: by their names (.jsonl, .parquet, .npy, .bin, .ds, also with .gz or .zst), all others are text."""
+    """Of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds); all others are text."""
     field: str = "text"
     """Field of JSONL lines, or column of tables, that holds the text."""
     chat: bool = False

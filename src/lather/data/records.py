@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from lather.data.texts import MARKS, NoTextError, decode, mark_of
+from lather.data.texts import MARKS, NoTextError, decode, has_plain_line_ends, mark_of
 from lather.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
@@ -82,14 +82,28 @@ class RecordReader:
     # --- text and JSONL
 
     def _texts(self) -> Iterator[Record | Skip]:
+        if self.part.stop < 0 and not self._is_plain():
+            return self._whole()
         if self.part.separator:
             return self._separated()
         if self.part.path.endswith((".gz", ".zst")) or self.part.stop >= 0:
             return self._pieces()
         return self._whole()
 
+    def _is_plain(self) -> bool:
+        """Whether line ends and separators can be found without decoding."""
+        with _open(self.part.path) as file:
+            mark = mark_of(file.read(4))
+        return (not mark or MARKS[mark] == "utf-8") and has_plain_line_ends(self.part.encoding)
+
     def _whole(self) -> Iterator[Record | Skip]:
-        yield from self._decoded(1, Path(self.part.path).read_bytes())
+        with _open(self.part.path) as file:
+            for found in self._decoded(1, file.read()):
+                if isinstance(found, Record) and isinstance(found.content, str) and self.part.separator:
+                    texts = found.content.split(self.part.separator)
+                    yield from (Record(number, text, found.encoding) for number, text in enumerate(texts, 1) if text.strip())
+                else:
+                    yield found
 
     def _pieces(self) -> Iterator[Record | Skip]:
         """Lines that begin in the same `PIECE_BYTES` of the file are a document."""
@@ -103,7 +117,7 @@ class RecordReader:
         yield from self._decoded(first, b"".join(piece))
 
     def _separated(self) -> Iterator[Record | Skip]:
-        separator = self.part.separator.encode()
+        separator = self.part.separator.encode("utf-8" if self.part.encoding == "auto" else self.part.encoding)
         with _open(self.part.path) as file:
             for content in _split(file, separator, self.part.start, self.part.stop):
                 self.lines += 1
@@ -149,7 +163,11 @@ class RecordReader:
             offset = part.start
             if offset:
                 file.seek(offset - 1)
-                offset += len(file.readline()) - 1
+                offset -= 1
+                while (skipped := file.readline(BLOCK_BYTES)) and (part.stop < 0 or offset < part.stop):
+                    offset += len(skipped)
+                    if skipped.endswith(b"\n"):
+                        break
             while part.stop < 0 or offset < part.stop:
                 line = file.readline()
                 if not line:
@@ -164,21 +182,30 @@ class RecordReader:
         pyarrow = _library("pyarrow")
         try:
             file = open_parquet(self.part.path)
-            columns = [name for name in self.part.columns if name in file.schema_arrow.names] or None
+            columns = [name for name in self.part.columns if name in file.schema_arrow.names]
+            if not columns:
+                yield Skip(0, "no such column", f"it has {', '.join(file.schema_arrow.names)}")
+                return
             stop = file.num_row_groups if self.part.stop < 0 else self.part.stop
             groups = list(range(self.part.start, stop))
             for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns):
                 yield from self._rows(batch.to_pylist())
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
     def _huggingface(self) -> Iterator[Record | Skip]:
         rows = open_huggingface(self.part.path)
         stop = len(rows) if self.part.stop < 0 else self.part.stop
         columns = [name for name in self.part.columns if name in rows.column_names]
-        rows = rows.select_columns(columns) if columns else rows
-        for start in range(self.part.start, stop, ROWS):
-            yield from self._rows(rows.select(range(start, min(start + ROWS, stop))).to_list())
+        if not columns:
+            yield Skip(0, "no such column", f"it has {', '.join(rows.column_names)}")
+            return
+        rows = rows.select_columns(columns)
+        try:
+            for start in range(self.part.start, stop, ROWS):
+                yield from self._rows(rows.select(range(start, min(start + ROWS, stop))).to_list())
+        except Exception as error:  # the library raises whatever a damaged file makes it stumble over
+            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
     def _rows(self, rows: list[dict[str, Any]]) -> Iterator[Record]:
         for row in rows:
@@ -238,11 +265,16 @@ class _ZstdFile(io.RawIOBase):
 def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator[bytes]:
     """What begins from `start` until `stop` (-1: the end) and is ended by the separator or by the end of the file."""
     offset = start - len(separator) if start else 0  # of the buffer; what begins at `start` has a separator before it
-    file.seek(offset)
+    if offset:
+        file.seek(offset)
     buffer, place, begun = b"", 0, not start
     while True:
         end = buffer.find(separator, place)
         if end < 0:
+            if not begun:  # all but what may be the beginning of a separator is another part's
+                place = max(place, len(buffer) - len(separator) + 1)
+                if 0 <= stop <= offset + place:
+                    return
             rest = buffer[place:]
             more = file.read(max(BLOCK_BYTES, len(rest)))
             if not more:

@@ -50,9 +50,9 @@ class Windows:
     """The split's tokens cut every S tokens, wherever documents end: each token but the first is a label of one sequence. The last one may
     be shorter."""
 
-    def __init__(self, reader: ShardReader, length: int, end_token: int | None = None) -> None:
-        """`end_token`: after which attention begins anew; None: it crosses documents. Raises DataError if there are fewer than 2 tokens."""
-        self.reader, self.length, self.end_token = reader, length, end_token
+    def __init__(self, reader: ShardReader, length: int, *, apart: bool = False) -> None:
+        """`apart`: attention begins anew with each document. Raises DataError if there are fewer than 2 tokens."""
+        self.reader, self.length, self.apart = reader, length, apart
         if not len(self):
             raise DataError(f"{reader.folder}: {len(reader)} tokens are no sequence: give more text")
 
@@ -66,8 +66,9 @@ class Windows:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
         _fill(self.reader, start, stop, 0, rows)
-        if self.end_token is not None:
-            rows.begins_S[1:] = rows.inputs_S[:-1] == self.end_token
+        if self.apart:
+            ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
+            rows.begins_S[ends - start] = True
 
 
 class PackedDocuments:

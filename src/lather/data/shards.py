@@ -8,6 +8,7 @@ count as memory of the process, and a shuffle touches all of them in the end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import OrderedDict
@@ -72,7 +73,8 @@ class _ArrayFile:
         return checksum(self.path)
 
     def abandon(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is buffered may not fit on the disk, either
+            self._file.close()
         self.path.unlink(missing_ok=True)
 
 
@@ -151,7 +153,10 @@ class _OpenFiles:
             if len(self._descriptors) >= OPEN_FILES:
                 os.close(self._descriptors.popitem(last=False)[1])
         self._descriptors[path] = descriptor
-        found = os.pread(descriptor, num_bytes, offset)
+        try:
+            found = os.pread(descriptor, num_bytes, offset)
+        except OSError as error:
+            raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
         if len(found) != num_bytes:
             raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
         return found
@@ -179,10 +184,6 @@ class ShardReader:
         """Tokens of the split."""
         return int(self.starts[-1])
 
-    @property
-    def num_documents(self) -> int:
-        return sum(entry.documents for entry in self.entries)
-
     def tokens(self, start: int, stop: int) -> Array:
         """The tokens from `start` until `stop` of the stream."""
         return self._read(start, stop, "npy", self.dtype)
@@ -197,10 +198,17 @@ class ShardReader:
         path = self.folder / f"{entry.name}.ends.npy"
         return np.frombuffer(self._files.read(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
 
-    def place(self, position: int) -> str:
-        """Where a token of the stream lies, for a message."""
-        shard = self._shard_at(position)
-        return f"{self.folder / self.entries[shard].name}.npy, token {position - int(self.starts[shard])}"
+    def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Where in the stream documents end: the places after their last tokens, above `start` and up to `stop`."""
+        found = [np.empty(0, np.int64)]
+        for shard in range(self._shard_at(start), self._shard_at(max(start, stop - 1)) + 1):
+            entry, first = self.entries[shard], int(self.starts[shard])
+            if entry.documents:
+                path = self.folder / f"{entry.name}.ends.npy"
+                ends = np.memmap(path, "<i8", "r", HEADER_BYTES, (entry.documents,))
+                low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
+                found.append(ends[low:high] + first)
+        return np.concatenate(found)
 
     def _read(self, start: int, stop: int, suffix: str, dtype: np.dtype[Any]) -> Array:
         parts, shard = [], self._shard_at(start)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from lather.data.records import PIECE_BYTES, Kind, Part, open_huggingface, open_parquet, overlaps_itself
-from lather.data.texts import MARKS, kind_of_bytes, mark_of
+from lather.data.texts import MARKS, has_plain_line_ends, kind_of_bytes, mark_of
 from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
@@ -100,6 +100,8 @@ def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
 def _file(path: Path, root: Path, reading: Reading) -> SourceFile:
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
     kind = reading.kind if reading.kind != "auto" else SUFFIXES.get(suffix, "text")
+    if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
+        raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()
     return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix())
 
@@ -178,7 +180,7 @@ def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
     if reading.separator and overlaps_itself(reading.separator):
         return False
     mark = mark_of(start_of(file.path))
-    return (not mark or MARKS[mark] == "utf-8") and not reading.encoding.lower().startswith(("utf-16", "utf16", "utf-32", "utf32"))
+    return (not mark or MARKS[mark] == "utf-8") and has_plain_line_ends(reading.encoding)
 
 
 def start_of(path: str) -> bytes:

@@ -35,6 +35,11 @@ def mark_of(start: bytes) -> bytes:
     return next((mark for mark in MARKS if start.startswith(mark)), b"")
 
 
+def has_plain_line_ends(encoding: str) -> bool:
+    """Whether a byte 10 is the end of a line, and nothing else, in this encoding."""
+    return encoding == "auto" or "\n".encode(encoding) == b"\n"
+
+
 def decode(content: bytes, encoding: str = "auto") -> tuple[str, str]:
     """The text, and the name of its encoding. Raises NoTextError."""
     if encoding != "auto":

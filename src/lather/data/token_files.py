@@ -93,7 +93,7 @@ def _numpy(path: Path, size: int) -> TokenFile:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             offset = file.tell()
-    except (ValueError, OSError) as error:
+    except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
         raise TokenFileError(f"no array of numpy ({error})") from None
     if len(shape) != 1 or dtype.kind not in "iu":
         raise TokenFileError(f"holds {shape} {dtype}, not a flat array of integers")
@@ -136,5 +136,5 @@ def _megatron(path: Path, size: int) -> TokenFile:
     found = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
     if documents and (borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any()):
         raise TokenFileError(f"{path.with_suffix('.idx').name} divides other than its {sequences:,} sequences into documents")
-    of_documents = stops[borders[1:] - 1] if documents > 1 else stops
+    of_documents = stops[borders[1:] - 1] if documents > 1 and sequences else stops
     return TokenFile(path, found.dtype, 0, found.length, np.unique(of_documents))

@@ -26,6 +26,8 @@ from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
 
 SPLITS = ("train", "validation")
+MOST_DETAIL = 200
+"""Characters of a skip's detail that are kept."""
 Count = Callable[[int, int], None]
 """Is told how many documents and tokens were made since it was told last."""
 
@@ -109,6 +111,16 @@ def report_path(units: Path, number: int) -> Path:
     return units / f"{number:05d}.json"
 
 
+def is_done(unit: Unit, folder: Path, units: Path) -> bool:
+    """Whether the unit's report is whole, and its shards are in the folder."""
+    try:
+        report = UnitReport.read(report_path(units, unit.number))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    shards = (shard for split in report.splits.values() for shard in split.shards)
+    return all((folder / f"{shard.name}.{suffix}").exists() for shard in shards for suffix in shard.checksums)
+
+
 def do_unit(unit: Unit, making: Making, count: Count) -> UnitReport:
     """Write the unit's shards, then its report. Raises OSError if the disk is full, after deleting what it was writing."""
     report = UnitReport(unit.number)
@@ -137,7 +149,10 @@ def do_unit(unit: Unit, making: Making, count: Count) -> UnitReport:
         raise
     path = report_path(Path(making.units), unit.number)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(asdict(report)), "utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(report)))
+        file.flush()
+        os.fsync(file.fileno())
     aside.rename(path)
     return report
 
@@ -182,7 +197,7 @@ def _documents(unit: Unit, maker: DocumentMaker, report: UnitReport) -> Iterator
         for record in reader:
             found = record if isinstance(record, Skip) else maker.make(record)
             if isinstance(found, Skip):
-                report.skipped.append((number, found.line, found.reason, found.detail))
+                report.skipped.append((number, found.line, found.reason, found.detail[:MOST_DETAIL]))
                 continue
             if isinstance(record, Record) and record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
@@ -208,6 +223,13 @@ def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
         report.lines.append(0)
         try:
             file = open_token_file(Path(part.path), making.bare_dtype)
+        except TokenFileError as error:
+            report.skipped.append((number, 0, "no tokens", str(error)))
+            continue
+        except OSError as error:
+            report.skipped.append((number, 0, "cannot be read", error.strerror or str(error)))
+            continue
+        try:
             done = 0
             for tokens, ends in file.blocks(making.end):
                 if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < making.vocab_size:
@@ -222,7 +244,5 @@ def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
                     split = SPLITS[document % every == place] if every else unit.split
                     yield _Piece(split, tokens[start:stop], None, is_last, 0)
                     document += is_last
-        except TokenFileError as error:
-            report.skipped.append((number, 0, "no tokens", str(error)))
-        except OSError as error:
-            report.skipped.append((number, 0, "cannot be read", error.strerror or str(error)))
+        except TokenFileError as error:  # its length was right a moment ago
+            raise DataError(f"{part.path}: {error}: it changed while it was read") from None

@@ -238,7 +238,7 @@ class _Run:
             seconds=self.progress.seconds,
             first_validation_loss=losses[0] if losses else None,
             last_validation_loss=losses[-1] if losses else None,
-            sample=self._sample(checkpoint) if finished and self.mesh.rank == 0 and self.config.log.sample_tokens else "",
+            sample=self._sample(checkpoint) if finished and self.mesh.rank == 0 and self._can_sample() else "",
             checkpoint=checkpoint,
         )
 
@@ -332,6 +332,10 @@ class _Run:
         if self.metrics is not None:
             self.metrics.sync()
         return self.saver.save(self.progress)
+
+    def _can_sample(self) -> bool:
+        """Whether a sample is asked for, and there is a tokenizer to write it with; data sets of token files may have none."""
+        return bool(self.config.log.sample_tokens) and (self.path / "tokenizer.json").exists()
 
     def _sample(self, checkpoint: Path) -> str:
         """On a mesh no rank has the whole model: the first one reads it back."""

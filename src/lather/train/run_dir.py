@@ -26,8 +26,9 @@ from lather.train.config_file import config_to_toml, load_run
 from lather.train.old_runs import OldOptimConfig, going_on
 from lather.train.run_data import RunData
 
-FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory")
-"""Sections and keys that may change between the starts of a run: they do not touch what it computes (the last two: but for rounding)."""
+FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory", "data.path", "data.source", "data.cache_dir", "data.validation")
+"""Sections and keys that may change between the starts of a run: they do not touch what it computes (`parallel` and `moe.memory`: but for
+rounding; `data`: which tokens are learned is compared by their checksums)."""
 
 
 class RunDirectory:
