@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory | pipeline | distributed | calls | convergence [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed | calls | convergence | data [options]`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ usage: lather bench BENCHMARK [OPTIONS]
   pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
   distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
   calls       Python calls of one optimizer step, counted
+  data        how fast data sets are made and read, and in how much memory
   convergence which rule learns how fast: runs a study of many trainings (benchmarks/studies)
 
   lather bench BENCHMARK --help shows the options"""
@@ -44,9 +45,13 @@ def bench_command(arguments: list[str]) -> int:
         from lather.bench import calls
 
         return calls.run(parse_arguments(calls.CallsBenchmark, "lather bench calls", arguments[1:]))
+    if name == "data":
+        from lather.bench import data
+
+        return data.run(parse_arguments(data.DataBenchmark, "lather bench data", arguments[1:]))
     if name == "convergence":
         from lather.bench.convergence import command
 
         return command.run(parse_arguments(command.ConvergenceBenchmark, "lather bench convergence", arguments[1:]))
     given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
-    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline, distributed, calls or convergence")
+    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline, distributed, calls, convergence or data")
