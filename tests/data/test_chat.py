@@ -11,7 +11,7 @@ from making_helpers import Notes, documents_of
 from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 
 TALK = [
@@ -142,7 +142,7 @@ def test_only_answers_are_learned_in_the_data_set(tmp_path: Path) -> None:
         json.dumps({"chat_template": LLAMA2, "bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": TALK}) + "\n" for _ in range(3)))
-    recipe = Recipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0)
+    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0)
     dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
     reader = dataset.split("train")
     tokenizer = load_tokenizer(folder / "tokenizer.json", "")
@@ -159,6 +159,6 @@ def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    recipe = Recipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
+    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
     [document] = documents_of(make_dataset(tmp_path / "ours", recipe, Notes(), 1), "train")
     assert document.count(tokenizer.token_to_id("<|im_start|>")) == len(TALK)

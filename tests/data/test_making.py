@@ -22,7 +22,7 @@ from lather.data import sources
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "naïve", "café", "日本", "\U0001f98a", "and", "owners"]
@@ -53,7 +53,7 @@ def make(tmp_path: Path, tokenizer: Path) -> Make:
     """A data set of sources, without held-out documents unless asked for."""
 
     def make_one(*given: Path, name: str = "ours", workers: int = 1, **options: Any) -> DataSet:
-        recipe = Recipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
+        recipe = DataRecipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
         return make_dataset(tmp_path / name, recipe, Notes(), workers)
 
     return make_one

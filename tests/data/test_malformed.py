@@ -13,7 +13,7 @@ from making_helpers import Notes
 from lather.data.dataset import SKIPPED, DataSet
 from lather.data.documents import train_tokenizer
 from lather.data.making import make_dataset
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 
 SOUND = [f"sound document {number}, which is taken whatever lies beside it" for number in range(6)]
@@ -107,7 +107,7 @@ def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet
         beside.write_bytes(b"".join(line(text=text) for text in SOUND))
     else:
         beside.write_text(SOUND[0])
-    recipe = Recipe((str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options)
+    recipe = DataRecipe((str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options)
     try:
         dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
     finally:
@@ -230,7 +230,7 @@ def test_nothing_to_train_on_is_an_error_with_the_reasons(tmp_path: Path, tokeni
     name, content, options, message = NOTHING[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        make_dataset(tmp_path / "ours", Recipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), Notes(), 1)
+        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), Notes(), 1)
     assert not (tmp_path / "ours").exists()
 
 
@@ -255,6 +255,6 @@ def test_a_recipe_that_cannot_be_followed_names_the_field(tmp_path: Path, tokeni
     (tmp_path / "texts" / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=message):
         make_dataset(
-            tmp_path / "ours", Recipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), Notes(), 1
+            tmp_path / "ours", DataRecipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), Notes(), 1
         )
     assert not (tmp_path / "ours").exists()

@@ -19,7 +19,7 @@ from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.opening import held_out_sets, open_datasets, training_batches
 from lather.data.order import Order, Phase
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.data.sequences import IGNORE_INDEX, PackedDocuments, Sequences, Windows
 from lather.data.shards import ShardReader, ShardWriter
 from lather.errors import ConfigError, DataError
@@ -181,7 +181,9 @@ def two(tmp_path: Path, corpus: Path) -> tuple[Path, Path]:
     train_tokenizer(iter(["line of file naïve"]), VOCABULARY, END_OF_TEXT).save(str(tmp_path / "tokenizer.json"))
     paths = (tmp_path / "one", tmp_path / "two")
     for path, pattern in zip(paths, ("[0-3].txt", "[4-7].txt"), strict=True):
-        recipe = Recipe((str(corpus),), pattern=pattern, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=VOCABULARY, holdout_every=3)
+        recipe = DataRecipe(
+            (str(corpus),), pattern=pattern, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=VOCABULARY, holdout_every=3
+        )
         make_dataset(path, recipe, Notes(), 1)
     return paths
 

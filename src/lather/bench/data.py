@@ -32,7 +32,7 @@ from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.opening import open_datasets, training_batches
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 
 VOCABULARY = 8192
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def throughput(folder: Path, options: DataBenchmark) -> Result:
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
     train_tokenizer(iter(texts[:600]), VOCABULARY, END_OF_TEXT).save(str(tokenizer_file))
     tokenizer = load_tokenizer(tokenizer_file, "")
-    recipe = Recipe((str(source),), tokenizer=str(tokenizer_file), holdout_every=0)
+    recipe = DataRecipe((str(source),), tokenizer=str(tokenizer_file), holdout_every=0)
     ours: list[float] = []
     theirs: list[float] = []
     for number in range(options.rounds + 1):

@@ -14,7 +14,7 @@ from rich.live import Live
 from lather.commands.parsing import parse_arguments
 from lather.data.dataset import SKIPPED, DataSet
 from lather.data.making import make_dataset
-from lather.data.recipe import Recipe
+from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError, require
 
 USAGE = """\
@@ -36,7 +36,7 @@ class MakeArguments:
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to make."""
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[DataRecipe, tyro.conf.arg(name="")]
     workers: int = 0
     """Processes; 0: one per core."""
 
@@ -63,7 +63,7 @@ def data_command(arguments: list[str]) -> int:
 def _make(arguments: list[str]) -> int:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
-    with _Display(Console()) as display:
+    with _ConsoleDisplay(Console()) as display:
         dataset = make_dataset(parsed.folder, parsed.recipe, display, parsed.workers)
     print(describe(dataset, display))
     return 0
@@ -84,7 +84,7 @@ def _check(arguments: list[str]) -> int:
     return 0
 
 
-class _Display:
+class _ConsoleDisplay:
     """A line that is renewed on a terminal; else a line from time to time. It knows how long the making took."""
 
     def __init__(self, console: Console) -> None:
@@ -92,7 +92,7 @@ class _Display:
         self.begun = self._shown = time.monotonic()
         self._live = Live("", console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> _ConsoleDisplay:
         if self._live:
             self._live.start()
         return self
@@ -114,8 +114,8 @@ class _Display:
             self.note(text)
 
 
-def describe(dataset: DataSet, made: _Display | None = None) -> str:
-    """What a data set holds, in lines of a name and a value."""
+def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
+    """Describe a data set, in lines of a name and a value."""
     manifest = dataset.manifest
     lines = [("data set", str(dataset.folder))]
     for name, split in manifest.splits.items():

@@ -30,7 +30,7 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Of sequences with one token more than is trained on; `IGNORE_INDEX` among them is no label, and 0 as an input."""
+        """Split sequences with one token more than is trained on; `IGNORE_INDEX` among them is no label, and 0 as an input."""
         inputs_BS = tokens_BS[:, :-1]
         return cls(inputs_BS.masked_fill(inputs_BS == IGNORE_INDEX, 0), tokens_BS[:, 1:])
 
@@ -39,7 +39,7 @@ class Batch:
         return int((self.labels_BS != IGNORE_INDEX).sum())
 
     def padded(self, rows: int) -> Batch:
-        """With sequences more of which nothing is learned."""
+        """Append sequences of which nothing is learned."""
         if not rows:
             return self
         padding = (0, 0, 0, rows)
@@ -92,7 +92,7 @@ class Batches:
         self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """What data rank `rank` of `ranks` learns at step 1, 2, ...; a batch may span two epochs, and no sequence is dropped."""
+        """Read what data rank `rank` of `ranks` learns at step 1, 2, ...; a batch may span two epochs, and no sequence is dropped."""
         start, each = (step - 1) * self.batch_size, self.batch_size // ranks
         samples = self.order.samples(start, start + self.batch_size)
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)

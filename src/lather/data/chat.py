@@ -149,7 +149,7 @@ class ChatTemplate:
         return ends[number] + _agreement(closing, text[ends[number] :])
 
     def _asked(self, messages: Messages) -> str:
-        """What the template asks the assistant with after these messages."""
+        """The text with which the template asks the assistant after these messages."""
         if not messages:
             return ""
         before, asking = self.render(messages), self.render(messages, asking=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lather.data.recipe import END_OF_TEXT, Recipe
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import require
 
 
@@ -58,9 +58,9 @@ class DataConfig:
         """Whether attention stays within documents."""
         return self.packed_attention or self.packing == "documents"
 
-    def recipe(self, vocab_size: int) -> Recipe:
-        """What `source` stands for."""
-        return Recipe(
+    def recipe(self, vocab_size: int) -> DataRecipe:
+        """The recipe of the data set that `source` stands for."""
+        return DataRecipe(
             (self.source,),
             pattern=self.pattern,
             tokenizer=self.tokenizer,

@@ -29,7 +29,7 @@ SKIPPED = "skipped.jsonl"
 
 @dataclass(frozen=True)
 class Split:
-    """What the manifest says of a split."""
+    """The manifest's entry of a split."""
 
     documents: int
     tokens: int
@@ -42,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set says of itself."""
+    """The description of a data set, kept in `dataset.json`."""
 
     vocab_size: int
     """Above every token."""
@@ -51,7 +51,7 @@ class Manifest:
     end_token: int | None
     """Its number."""
     tokenizer_sha256: str
-    """Of `tokenizer.json`; empty if there is none."""
+    """The checksum of `tokenizer.json`; empty if there is none."""
     made_from: dict[str, Any]
     """Sources and options."""
     splits: dict[str, Split]

@@ -31,12 +31,12 @@ class Document:
     """A text to learn."""
 
     line: int
-    """Of its record."""
+    """The line of its record."""
     text: str
     learned: tuple[tuple[int, int], ...] | None = None
     """From where to where, characters, it is learned; None: all of it."""
     num_bytes: int = 0
-    """Of the text in UTF-8."""
+    """The length of the text in UTF-8."""
     split: str = "train"
 
 
@@ -49,7 +49,7 @@ class DocumentMaker:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of tables, what is read."""
+        """The columns of tables that are read."""
         return ("messages", "conversations", "prompt", "completion") if self.template else (self.field,)
 
     def make(self, record: Record) -> Document | Skip:

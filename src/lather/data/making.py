@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from tokenizers import Tokenizer
 
 from lather.data.chat import ChatTemplate
 from lather.data.dataset import MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.processes import do_units
-from lather.data.recipe import Recipe
+from lather.data.processes import MakingDisplay, do_units
+from lather.data.recipe import DataRecipe
 from lather.data.shards import checksum
 from lather.data.sources import SourceFile, SplitName, Unit, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
@@ -35,19 +35,9 @@ TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about so many characters, spread over the units."""
 
 
-class Display(Protocol):
-    """Where the making of a data set shows how it is going."""
-
-    def note(self, text: str) -> None:
-        """A line for the reader."""
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        """So much is done."""
-
-
 @dataclass(frozen=True)
-class Plan:
-    """What is to be done."""
+class MakingPlan:
+    """The work that makes a data set."""
 
     files: list[SourceFile]
     listing: str
@@ -56,11 +46,11 @@ class Plan:
     """Files that are not read, with reason and detail."""
     units: list[Unit]
 
-    def to_json(self, recipe: Recipe) -> str:
+    def to_json(self, recipe: DataRecipe) -> str:
         return json.dumps({"recipe": asdict(recipe), **asdict(self)}, indent=1)
 
 
-def list_sources(recipe: Recipe) -> list[tuple[SplitName, SourceFile]]:
+def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
     """The files of all sources, in order. Raises DataError if one is missing, or they are of kinds that do not mix."""
     reading = recipe.reading()
     files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, reading)]
@@ -76,7 +66,7 @@ def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
 
 
-def make_plan(recipe: Recipe) -> Plan:
+def make_plan(recipe: DataRecipe) -> MakingPlan:
     """Divide the sources into units of work. Raises DataError if one is missing, or the recipe lacks what they need."""
     files = list_sources(recipe)
     if not (recipe.tokenizer or recipe.vocab_size):
@@ -85,12 +75,12 @@ def make_plan(recipe: Recipe) -> Plan:
         )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
     units = divide([(split, file) for split, file in files if file.path not in others], recipe.reading())
-    return Plan(
+    return MakingPlan(
         [file for _, file in files], listing_of(files), [(path, "no text", detail) for path, detail in sorted(others.items())], units
     )
 
 
-def make_dataset(folder: Path, recipe: Recipe, display: Display, workers: int = 0) -> DataSet:
+def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, workers: int = 0) -> DataSet:
     """Make the data set, or go on making it. `workers`: processes; 0: one per core.
 
     Raises DataError, with what is done so far kept, if sources are missing or changed, nothing can be taken, or the folder is there
@@ -127,7 +117,7 @@ def make_dataset(folder: Path, recipe: Recipe, display: Display, workers: int = 
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, display: Display) -> Iterator[None]:
+def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
     """One process at a time makes the data set; the others wait for it."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -143,7 +133,7 @@ def _locked(partial: Path, display: Display) -> Iterator[None]:
         yield
 
 
-def _adopt_plan(partial: Path, plan: Plan, recipe: Recipe) -> None:
+def _adopt_plan(partial: Path, plan: MakingPlan, recipe: DataRecipe) -> None:
     """Keep the plan; if one is kept already, it must be this one."""
     file, text = partial / "plan.json", plan.to_json(recipe)
     if file.exists():
@@ -158,7 +148,7 @@ def _adopt_plan(partial: Path, plan: Plan, recipe: Recipe) -> None:
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(recipe: Recipe, plan: Plan, folder: Path, display: Display) -> Tokenizer | None:
+def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: MakingDisplay) -> Tokenizer | None:
     """The tokenizer, kept in the folder; None for token files that come without one. Raises DataError if it does not fit."""
     kept, given = folder / TOKENIZER, recipe.tokenizer_file
     if kept.exists():
@@ -177,7 +167,7 @@ def _tokenizer(recipe: Recipe, plan: Plan, folder: Path, display: Display) -> To
     return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
 
 
-def _texts_for_tokenizer(plan: Plan, recipe: Recipe) -> Iterator[str]:
+def _texts_for_tokenizer(plan: MakingPlan, recipe: DataRecipe) -> Iterator[str]:
     """Texts to train on, the first of each unit."""
     making = Making("", "", 0, None, recipe.field, *_chat_template(recipe), holdout_every=recipe.holdout_every)
     units = [unit for unit in plan.units if unit.split == "train"]
@@ -191,14 +181,14 @@ def _texts_for_tokenizer(plan: Plan, recipe: Recipe) -> Iterator[str]:
                     break
 
 
-def _chat_template(recipe: Recipe) -> tuple[str, dict[str, str]]:
+def _chat_template(recipe: DataRecipe) -> tuple[str, dict[str, str]]:
     if not recipe.chat:
         return "", {}
     template = ChatTemplate.beside(recipe.tokenizer_file or Path(TOKENIZER))
     return template.source, template.special_tokens
 
 
-def _making(recipe: Recipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
+def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
     if tokenizer is None:
         vocab_size, end = recipe.vocab_size, recipe.end_token if recipe.end_token >= 0 else None
     else:
@@ -229,7 +219,7 @@ def _making(recipe: Recipe, tokenizer: Tokenizer | None, folder: Path, units: Pa
 # --- the end ------------------------------------------------------------------------------------------------------------------------
 
 
-def _complete(folder: Path, units: Path, plan: Plan, recipe: Recipe, making: Making) -> None:
+def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, making: Making) -> None:
     """Write the list of what was skipped, and the manifest, last. Raises DataError if there is nothing to train on."""
     splits: dict[str, SplitReport] = {}
     skipped, encodings = Counter(reason for _, reason, _ in plan.skipped), Counter[str]()

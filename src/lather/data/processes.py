@@ -23,14 +23,17 @@ from lather.errors import DataError
 POLL_SECONDS = 0.5
 
 
-class Progress(Protocol):
-    """Is shown how far the work is."""
+class MakingDisplay(Protocol):
+    """The place where the making of a data set shows how it is going."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
 
     def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        """So many of all units are done, and in this start so many documents and tokens."""
+        """Show how many units are done, and how many documents and tokens this start has made."""
 
 
-def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int, display: Progress) -> None:
+def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
     """Do these units, which are left of `num_units`. Raises what a unit raises; units that are done stay done."""
     if workers == 1 or len(units) < 2:
         _do_here(units, num_units, making, display)
@@ -65,7 +68,7 @@ def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int
             process.join()
 
 
-def _do_here(units: Sequence[Unit], num_units: int, making: Making, display: Progress) -> None:
+def _do_here(units: Sequence[Unit], num_units: int, making: Making, display: MakingDisplay) -> None:
     done, made = num_units - len(units), [0, 0]
 
     def count(documents: int, tokens: int) -> None:

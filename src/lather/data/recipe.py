@@ -20,7 +20,7 @@ Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "tokens"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DataRecipe:
     """The options of `lather data make`."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")]

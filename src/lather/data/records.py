@@ -1,7 +1,8 @@
 """Records of files: lines, rows and whole texts, read as a stream from any part of a file.
 
-A `Part` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a data set of
-Hugging Face, or all of a compressed file. A record belongs to the part in which it begins, so parts that meet neither repeat nor lose one.
+A `FilePart` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a data
+set of Hugging Face, or all of a compressed file. A record belongs to the part in which it begins, so parts that meet neither repeat nor
+lose one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A range of a file."""
 
     path: str
@@ -67,7 +68,7 @@ class Record:
 class RecordReader:
     """The records of a part, and what in it is none. `lines` counts the lines that begin in it, when it has been read."""
 
-    part: Part
+    part: FilePart
     lines: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Record | Skip]:

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest says of a shard."""
+    """The manifest's entry of a shard."""
 
     name: str
     tokens: int

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lather.data.records import PIECE_BYTES, Kind, Part, open_huggingface, open_parquet, overlaps_itself
+from lather.data.records import PIECE_BYTES, FilePart, Kind, open_huggingface, open_parquet, overlaps_itself
 from lather.data.texts import MARKS, has_plain_line_ends, kind_of_bytes, mark_of
 from lather.errors import DataError
 
@@ -60,7 +60,7 @@ class Unit:
 
     number: int
     split: SplitName
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[
     """Units of work, which take the files in their order."""
     unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
     units: list[Unit] = []
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     filled, current = 0, files[0][0] if files else "train"
     for split, file in files:
         for part, size in _parts(file, reading, unit_bytes):
@@ -149,9 +149,9 @@ def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[
     return [*units, Unit(len(units), current, tuple(parts))] if parts else units
 
 
-def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """The parts of a file, none much larger than a unit if that can be, with their bytes."""
-    whole = Part(file.path, file.kind, 0, -1, reading.separator if file.kind == "text" else "", reading.encoding, reading.columns)
+    whole = FilePart(file.path, file.kind, 0, -1, reading.separator if file.kind == "text" else "", reading.encoding, reading.columns)
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
     if file.kind == "huggingface":
@@ -162,7 +162,7 @@ def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tupl
     return _ranges(whole, file.size, file.size, unit_bytes)
 
 
-def _ranges(whole: Part, length: int, size: int, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """Equal ranges of `length` bytes, row groups or rows, which are `size` bytes."""
     if length <= 0:
         yield whole, size
@@ -172,7 +172,7 @@ def _ranges(whole: Part, length: int, size: int, unit_bytes: int) -> Iterator[tu
         each = -(-each // RANGE_BYTES) * RANGE_BYTES
     for start in range(0, length, each):
         stop = min(start + each, length)
-        yield Part(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
+        yield FilePart(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
 
 
 def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
@@ -208,6 +208,6 @@ def _num_row_groups(path: str) -> int:
         return 0
 
 
-def _huggingface_ranges(whole: Part, unit_bytes: int) -> Iterator[tuple[Part, int]]:
+def _huggingface_ranges(whole: FilePart, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     rows = open_huggingface(whole.path)
     return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)

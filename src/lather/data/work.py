@@ -158,7 +158,7 @@ def do_unit(unit: Unit, making: Making, count: Count) -> UnitReport:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TokenRun:
     """Tokens of a document: all, or a part of a long one."""
 
     split: str
@@ -205,17 +205,17 @@ def _documents(unit: Unit, maker: DocumentMaker, report: UnitReport) -> Iterator
         report.lines.append(reader.lines)
 
 
-def _texts(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
+def _texts(unit: Unit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
     tokenizer = load_tokenizer(Path(making.folder) / "tokenizer.json", "delete the unfinished folder, and start again")
     encoder = Encoder(tokenizer, making.end, chat=bool(making.chat_template))
     for part in encoder.encode(documents_of(unit, making, report)):
-        yield _Piece(part.document.split, part.tokens, part.learned, part.is_last, part.document.num_bytes)
+        yield _TokenRun(part.document.split, part.tokens, part.learned, part.is_last, part.document.num_bytes)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------------------------
 
 
-def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
+def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
     """The documents of token files; the end of a file ends its last one."""
     document, every = 0, making.holdout_every if unit.split == "train" else 0
     place = _place_of_held_out(unit.number, every) if every else -1
@@ -242,7 +242,7 @@ def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_Piece]:
                 for start, stop in itertools.pairwise(bounds):
                     is_last = stop in ends or (stop == len(tokens) and done == file.length)
                     split = SPLITS[document % every == place] if every else unit.split
-                    yield _Piece(split, tokens[start:stop], None, is_last, 0)
+                    yield _TokenRun(split, tokens[start:stop], None, is_last, 0)
                     document += is_last
         except TokenFileError as error:  # its length was right a moment ago
             raise DataError(f"{part.path}: {error}: it changed while it was read") from None
