@@ -203,7 +203,7 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
     ),
     ("run directory is a file", lambda folder: None, ["--run-dir", "{folder}/tiny.toml"], ["tiny.toml", "cannot be written", "--run-dir"]),
     ("run directory of something else", lambda folder: None, ["--run-dir", "{folder}/corpus"], ["corpus", "not a run", "--run-dir"]),
-    ("another configuration", lambda folder: None, ["--optim.lr", "0.5"], ["run_dir", "optim.lr is 0.004 there and 0.5 here", "--run-dir"]),
+    ("another configuration", lambda folder: None, ["--seed", "5"], ["run_dir", "seed is 0 there and 5 here", "--run-dir"]),
     ("corrupt tensors", edit_checkpoint("rank-00000.safetensors"), [], ["step-00000012/rank-00000.safetensors", "checksum", "delete"]),
     ("corrupt state", edit_checkpoint("state.json"), [], ["step-00000012/state.json", "delete"]),
     ("prompt", lambda folder: None, ["--run-dir", "{folder}/new", "--log.sample-prompt", ""], ["log.sample_prompt", "some text"]),

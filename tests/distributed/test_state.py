@@ -24,7 +24,7 @@ from stored import bytes_by_file, same_bits, stored_tensors
 from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
 from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, load_checkpoint, load_parameters, save_checkpoint
+from lather.train.checkpoint import Progress, Retention, load_checkpoint, load_parameters, save_checkpoint
 from lather.train.optim_config import optim_config
 from lather.train.optimizer import build_optimizer
 from lather.train.state import TrainingState
@@ -108,7 +108,7 @@ class Trainee:
         return [self.step(self.pair.engine.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
 
     def save(self, folder: Path, step: int) -> Path:
-        return save_checkpoint(folder, Progress(step, 0.0), self.state, keep_last=9)
+        return save_checkpoint(folder, Progress(step, 0.0), self.state, retention=Retention(9))
 
 
 def assert_close(found: list[tuple[float, float]], expected: list[tuple[float, float]], rtol: float, message: str) -> None:

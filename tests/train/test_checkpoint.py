@@ -23,7 +23,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.part import whole_part
 from lather.pipeline.schedule import sequential
 from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
+from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint, step_of
 from lather.train.checkpoint_storage import sha256
 from lather.train.checkpoint_table import digest_of
 from lather.train.config import LoopConfig, MoEConfig
@@ -55,7 +55,7 @@ class Trainee:
         return self
 
     def save(self, folder: Path, step: int, keep_last: int = 2) -> Path:
-        return save_checkpoint(folder, Progress(step, 0.5 * step), self.state, keep_last=keep_last)
+        return save_checkpoint(folder, Progress(step, 0.5 * step), self.state, retention=Retention(keep_last))
 
     def load(self, path: Path) -> Progress:
         return load_checkpoint(path, self.state)
@@ -159,7 +159,7 @@ def test_a_trained_optimizer_is_overwritten_whole(trainee: MakeTrainee, saved: P
 
 def test_progress_comes_back(trained: Trainee, victim: Trainee, tmp_path: Path) -> None:
     progress = Progress(7, 12.25, skipped_in_a_row=3)
-    assert victim.load(save_checkpoint(tmp_path, progress, trained.state, keep_last=1)) == progress
+    assert victim.load(save_checkpoint(tmp_path, progress, trained.state, retention=Retention(1))) == progress
 
 
 def test_weights_load_without_an_optimizer(trainee: MakeTrainee, saved: Path) -> None:
@@ -188,6 +188,22 @@ def test_the_newest_are_kept(trained: Trainee, tmp_path: Path, keep_last: int) -
     names = [path.name for path in list_checkpoints(tmp_path)]
     assert names == ["step-00000001", "step-00000005", "step-00000020", "step-00000100"][-keep_last:]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(1, every=4), [4, 8, 10]),
+        (Retention(2, every=10), [9, 10]),
+        (Retention(1, best=3), [3, 10]),
+        (Retention(1, every=5, best=5), [5, 10]),
+        (Retention(2, best=10), [9, 10]),
+    ],
+)
+def test_every_nth_and_the_best_are_kept_beside_the_newest(trained: Trainee, tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+    for step in range(1, 11):
+        save_checkpoint(tmp_path, Progress(step, 0.0), trained.state, retention=retention)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == kept
 
 
 def test_a_step_that_is_there_is_not_saved_again(trainee: MakeTrainee, saved: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lather.errors import CheckpointError
 from lather.train.checkpoint import open_checkpoint
 from lather.train.checkpoint_planner import Piece, PieceLoadPlanner, PieceSavePlanner
-from lather.train.checkpoint_storage import FolderReader, FolderWriter
+from lather.train.checkpoint_storage import FolderReader, FolderWriter, Retention
 from lather.train.checkpoint_table import Progress, check_cover, digest_of, piece_name, read_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,7 +45,12 @@ def cut(sizes: tuple[list[int], ...], whole: Tensor) -> list[Piece]:
 
 def written(folder: Path, pieces: list[Piece]) -> Path:
     target = folder / "step-00000001"
-    save({}, storage_writer=FolderWriter(target, Progress(1, 0.0), None, keep_last=1), planner=PieceSavePlanner(pieces), no_dist=True)
+    save(
+        {},
+        storage_writer=FolderWriter(target, Progress(1, 0.0), None, retention=Retention(1)),
+        planner=PieceSavePlanner(pieces),
+        no_dist=True,
+    )
     return target
 
 

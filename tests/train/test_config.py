@@ -29,6 +29,7 @@ AT_LEAST_1 = [0, -1]
 
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "run_dir": [""],
+    "fork_from": [],
     "init_from": [],
     "seed": [-1, 2**64],
     **{
@@ -115,6 +116,8 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "parallel.timeout": [0.0, -1.0],
     "checkpoint.every": AT_LEAST_1,
     "checkpoint.keep_last": AT_LEAST_1,
+    "checkpoint.keep_every": [-100, 150],
+    "checkpoint.keep_best": [],
     "checkpoint.asynchronous": [],
     "log.every": AT_LEAST_1,
     "log.expert_load_every": [-1],
@@ -252,7 +255,7 @@ def test_an_unknown_key_like_nothing_lists_the_keys_of_its_section() -> None:
     in_section, at_top = refusal({"checkpoint": {"zzzzzz": 1}}), refusal({"zzzzzz": 1})
     assert "'checkpoint.zzzzzz'" in in_section
     assert "known keys: checkpoint.every, checkpoint.keep_last" in in_section
-    assert "known keys: run_dir, init_from, seed, model" in at_top
+    assert "known keys: run_dir, init_from, fork_from, seed, model" in at_top
 
 
 @pytest.mark.parametrize(

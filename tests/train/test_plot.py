@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lather.errors import RunError
+from lather.train.changes import History, Row
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.plot import draw, read_curves
 
@@ -70,6 +71,18 @@ def test_one_run_and_several_give_different_pictures(make_run: MakeRun, tmp_path
 @pytest.mark.parametrize(("num_steps", "validated"), [(1, True), (1, False)])
 def test_a_run_of_one_step_or_without_validation_is_drawn(make_run: MakeRun, tmp_path: Path, num_steps: int, validated: bool) -> None:
     assert shows_something(pixels([make_run("run", num_steps, validated=validated)], tmp_path / "out.png"))
+
+
+def test_changes_of_a_run_are_drawn_where_they_were_made(make_run: MakeRun, drawn: Callable[..., Figure]) -> None:
+    run = make_run("run")
+    changes = {"optim.lr": (0.01, 0.005), "train.steps": (15, 20), "train.max_grad_norm": (1.0, 0.5)}
+    history = History((Row(5, {}, "then", "runs/a@5"), Row(15, changes, "then")))
+    (run / "changes.jsonl").write_text(history.to_jsonl())
+    over_steps = drawn(run).axes[0]
+    assert [(text.xy[0], text.get_text()) for text in over_steps.texts] == [
+        (5, "fork"),
+        (15, "lr 0.01 \N{RIGHTWARDS ARROW} 0.005, steps 15 \N{RIGHTWARDS ARROW} 20, 1 more"),
+    ]
 
 
 def test_the_curves_are_the_rows(make_run: MakeRun) -> None:

@@ -88,14 +88,14 @@ def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "key", "theirs", "mine"),
     [
-        ({"train": {"steps": 5}}, "train.steps", "4", "5"),
+        ({"train": {"batch_size": 8}}, "train.batch_size", "4", "8"),
         ({"seed": 7}, "seed", "0", "7"),
         ({"optim": {"name": "soap_muon"}}, "optim.name", "'soap'", "'soap_muon'"),
-        ({"optim": {"rest": {"lr_factor": 2.0}}}, "optim.rest.lr_factor", "8.0", "2.0"),
+        ({"optim": {"max_precond_dim": 4}}, "optim.max_precond_dim", "8192", "4"),
         ({"optim": {"experts": {"rule": "muon"}}}, "optim.experts.rule", "''", "'muon'"),
-        ({"optim": {"betas": [0.9, 0.99]}}, "optim.betas", "(0.95, 0.95)", "(0.9, 0.99)"),
+        ({"train": {"steps": 5, "precision": "bf16"}}, "train.precision", "'fp32'", "'bf16'"),
         ({"model": {"q_lora_rank": 4}}, "model.q_lora_rank", "None", "4"),
-        ({"data": {"pattern": "*.tx?"}}, "data.pattern", "'*.txt'", "'*.tx?'"),
+        ({"data": {"packing": "documents"}}, "data.packing", "'stream'", "'documents'"),
     ],
 )
 def test_another_configuration_is_refused_by_field_and_both_values(
@@ -118,20 +118,13 @@ def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp
 
 
 def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -> None:
-    message = refusal(make_config(seed=1, train={"steps": 5}, optim={"lr": 1.0}))
-    assert "seed is 0 there and 1 here and 2 more;" in message
+    message = refusal(make_config(seed=1, train={"batch_size": 8, "sequence_length": 8}, optim={"lr": 1.0}))
+    assert "seed is 0 there and 1 here and 2 more, which cannot change during a run;" in message
 
 
-def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, begun: Path) -> None:
-    changed = make_config(checkpoint={"every": 3, "keep_last": 9}, log={"tensorboard": True, "sample_prompt": "x"})
-    RunDirectory.open(changed).close()
-    assert load_config(begun / "config.toml") == changed.resolved()
-
-
-def test_a_run_may_move(make_config: MakeConfig, begun: Path, tmp_path: Path) -> None:
-    begun.rename(tmp_path / "moved")
-    RunDirectory.open(make_config(run_dir=str(tmp_path / "moved"))).close()
-    assert load_config(tmp_path / "moved" / "config.toml").run_dir == str(tmp_path / "moved")
+def test_nothing_changes_before_the_run_is_known_to_go_on(make_config: MakeConfig, begun: Path) -> None:
+    with nothing_changes(begun):
+        RunDirectory.open(make_config(log={"every": 7}, optim={"lr": 1.0})).close()
 
 
 def test_a_folder_that_is_no_run_is_refused(config: Config) -> None:
@@ -234,9 +227,34 @@ def make_data(tmp_path: Path) -> MakeData:
 def opened(config: Config, make_data: MakeData) -> Iterator[RunDirectory]:
     """A run that trains on `books-1`."""
     run = RunDirectory.open(config)
-    run.adopt_data(make_data("books-1"))
+    run.record(make_data("books-1"))
     yield run
     run.close()
+
+
+def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, opened: RunDirectory, make_data: MakeData) -> None:
+    opened.close()
+    changed = make_config(
+        checkpoint={"every": 3, "keep_last": 9},
+        log={"tensorboard": True, "sample_prompt": "x"},
+        train={"micro_batch_size": 1, "device": "auto", "recompute": ["attention"]},
+        moe={"memory": "recompute"},
+    )
+    again = RunDirectory.open(changed)
+    again.record(make_data("books-1"))
+    again.close()
+    assert load_config(opened.path / "config.toml") == changed.resolved()
+    assert again.start.changes == ""
+    assert not (opened.path / "changes.jsonl").exists()
+
+
+def test_a_run_may_move(make_config: MakeConfig, opened: RunDirectory, make_data: MakeData, tmp_path: Path) -> None:
+    opened.close()
+    opened.path.rename(tmp_path / "moved")
+    again = RunDirectory.open(make_config(run_dir=str(tmp_path / "moved")))
+    again.record(make_data("books-1"))
+    again.close()
+    assert load_config(tmp_path / "moved" / "config.toml").run_dir == str(tmp_path / "moved")
 
 
 def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> None:
@@ -249,12 +267,12 @@ def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> No
 
 def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_data: MakeData) -> None:
     with nothing_changes(opened.path):
-        opened.adopt_data(make_data("books-1"))
+        opened.record(make_data("books-1"))
 
 
 def test_the_same_tokens_in_another_place_are_taken(opened: RunDirectory, make_data: MakeData) -> None:
     with nothing_changes(opened.path):
-        opened.adopt_data(replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"}))
+        opened.record(replace(make_data("books-1"), identities={"elsewhere": "identity of books-1"}))
 
 
 @pytest.mark.parametrize("tokenizer", ["there", "lost"])
@@ -262,7 +280,7 @@ def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_da
     if tokenizer == "lost":
         (opened.path / "tokenizer.json").unlink()
     with nothing_changes(opened.path), pytest.raises(RunError) as caught:
-        opened.adopt_data(make_data("books-2"))
+        opened.record(make_data("books-2"))
     assert re.search(
         r"was trained on other tokens \(.*books-1\) than there are now \(.*books-2\): .*give another --run-dir", str(caught.value)
     )
@@ -270,13 +288,13 @@ def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_da
 
 def test_a_lost_tokenizer_comes_back_from_the_same_data_set(opened: RunDirectory, make_data: MakeData) -> None:
     (opened.path / "tokenizer.json").unlink()
-    opened.adopt_data(make_data("books-1"))
+    opened.record(make_data("books-1"))
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
 
 
 @pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff\xfe", b'{"commit": null}', b'{"dataset": 3}', b'{"data": 3}'])
 def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, contents: bytes) -> None:
     (opened.path / "provenance.json").write_bytes(contents)
-    for use in (opened.begun_with, lambda: opened.adopt_data(make_data("books-1"))):
+    for use in (opened.begun_with, lambda: opened.record(make_data("books-1"))):
         with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
             use()

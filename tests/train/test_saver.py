@@ -14,7 +14,7 @@ from stored import bytes_by_file, same_bits, stored_tensors
 from torch import nn
 
 from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, list_checkpoints, save_checkpoint
+from lather.train.checkpoint import Progress, Retention, list_checkpoints, save_checkpoint
 from lather.train.config import Config
 from lather.train.display import PlainDisplay
 from lather.train.loop import DivergedError, train
@@ -37,7 +37,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def saver(self, folder: Path, *, keep_last: int = 9) -> Saver:
-        return Saver(folder, self.state, keep_last=keep_last, asynchronous=True)
+        return Saver(folder, self.state, retention=Retention(keep_last), asynchronous=True)
 
 
 class Gate:
@@ -64,7 +64,7 @@ def trainee() -> Trainee:
 
 
 def test_what_is_written_is_the_state_at_the_step(trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = save_checkpoint(tmp_path / "at once", Progress(1, 0.5), trainee.state, keep_last=1)
+    expected = save_checkpoint(tmp_path / "at once", Progress(1, 0.5), trainee.state, retention=Retention(1))
     gate, saver = Gate(monkeypatch), trainee.saver(tmp_path / "beside")
     path = saver.save(Progress(1, 0.5))
     assert gate.reached.wait(60)
@@ -77,7 +77,7 @@ def test_what_is_written_is_the_state_at_the_step(trainee: Trainee, tmp_path: Pa
     assert same_bits(path, expected)
     assert stored_tensors(path, random=True)["random/cpu.0"].equal(stored_tensors(expected, random=True)["random/cpu.0"])
     assert (path / "state.json").read_text() == (expected / "state.json").read_text()
-    trained = save_checkpoint(tmp_path / "at once", Progress(2, 0.5), trainee.state, keep_last=1)
+    trained = save_checkpoint(tmp_path / "at once", Progress(2, 0.5), trainee.state, retention=Retention(1))
     assert not same_bits(path, trained)
 
 

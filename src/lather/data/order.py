@@ -35,6 +35,8 @@ class Phase:
 
     start: int
     weights: tuple[float, ...] = ()
+    num_sources: int | None = None
+    """How many of the sources there are in this phase, the first ones; None: all."""
 
 
 class Order:
@@ -68,7 +70,7 @@ class Order:
     def _of_phase(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
         phase = self.phases[number]
         if not phase.weights:
-            items = _epochs(range(start, stop), self._firsts[-1], (self.seed,))
+            items = _epochs(range(start, stop), self._firsts[self._num_sources(phase)], (self.seed,))
             sources = np.searchsorted(self._firsts, items, side="right") - 1
             return [(int(source), int(item) - self._firsts[source]) for source, item in zip(sources, items, strict=True)]
         samples = Mixture(phase.weights, self.seed).samples(start - phase.start, stop - phase.start)
@@ -82,9 +84,15 @@ class Order:
 
     def _counts(self, phase: Phase, samples: int) -> list[int]:
         """Of each source, among a phase's first samples; without weights about."""
+        present = self._num_sources(phase)
         if phase.weights:
-            return Mixture(phase.weights, self.seed).counts(samples)
-        return [round(samples * size / self._firsts[-1]) for size in self.sizes]
+            counts = Mixture(phase.weights, self.seed).counts(samples)
+        else:
+            counts = [round(samples * size / self._firsts[present]) for size in self.sizes[:present]]
+        return counts + [0] * (len(self.sizes) - present)
+
+    def _num_sources(self, phase: Phase) -> int:
+        return len(self.sizes) if phase.num_sources is None else phase.num_sources
 
 
 def _epochs(samples: Sequence[int], size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:

@@ -24,7 +24,9 @@ from lather.parallel.lifeline import COPY
 from lather.parallel.together import of_first, together
 from lather.train.checkpoint_planner import Piece, PieceLoadPlanner, PieceSavePlanner, Stage
 from lather.train.checkpoint_storage import CheckpointTensors, FolderReader, FolderWriter, sha256
+from lather.train.checkpoint_storage import Retention as Retention  # noqa: PLC0414
 from lather.train.checkpoint_storage import list_checkpoints as list_checkpoints  # noqa: PLC0414
+from lather.train.checkpoint_storage import step_of as step_of  # noqa: PLC0414
 from lather.train.checkpoint_table import DTYPE_NAMES, STATE_FILE, StoredEntry, StoredFile, StoredPiece, Table, read_table
 from lather.train.checkpoint_table import Progress as Progress  # noqa: PLC0414
 from lather.train.state import TrainingState, parameter_of, stored_shapes
@@ -38,14 +40,14 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, keep_last: int, stage: Stage | None = None) -> Path:
-    """Write `folder/step-<step>`; older checkpoints beyond `keep_last` go once it is in place. Returns its path.
+def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Stage | None = None) -> Path:
+    """Write `folder/step-<step>`; older checkpoints that are not to be kept go once it is in place. Returns its path.
 
     Every rank calls it and writes its own pieces, or what `stage` makes of them. On return the checkpoint is there for everybody. What one
     rank raises, all raise.
     """
     target = checkpoint_path(folder, progress.step)
-    writer = FolderWriter(target, progress, None if state.optimizer is None else type(state.optimizer).__name__, keep_last=keep_last)
+    writer = FolderWriter(target, progress, None if state.optimizer is None else type(state.optimizer).__name__, retention=retention)
     group = state.saving_group
     exists = target.exists()  # complete, and the step fixes its contents
     if of_first(exists, group):

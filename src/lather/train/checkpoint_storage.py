@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,28 @@ from lather.models.safetensors_folder import DTYPES, Index, SafetensorsFolder, T
 from lather.train.checkpoint_table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, StoredFile, StoredPiece, Table, piece_name, remedy
 
 
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept when a new one is in place."""
+
+    last: int
+    """So many of the newest, at least 1."""
+    every: int = 0
+    """Those of a multiple of so many steps; 0: none."""
+    best: int | None = None
+    """That of this step."""
+
+    def dropped(self, folder: Path) -> list[Path]:
+        """Return the checkpoints of the folder that are not kept."""
+        older = list_checkpoints(folder)[: -self.last]
+        return [path for path in older if step_of(path) != self.best and (not self.every or step_of(path) % self.every)]
+
+
 class FolderWriter(StorageWriter):
     """Makes the checkpoint `target`. One save."""
 
-    def __init__(self, target: Path, progress: Progress, optimizer: str | None, *, keep_last: int) -> None:
-        self.target, self.progress, self.optimizer, self.keep_last = target, progress, optimizer, keep_last
+    def __init__(self, target: Path, progress: Progress, optimizer: str | None, *, retention: Retention) -> None:
+        self.target, self.progress, self.optimizer, self.retention = target, progress, optimizer, retention
         self.aside = target.with_name(f".tmp-{target.name}")
         self.error: BaseException | None = None
         """What this rank raised."""
@@ -114,7 +131,7 @@ class FolderWriter(StorageWriter):
         sync(self.aside)
         self.aside.rename(self.target)
         sync(folder)
-        for old in list_checkpoints(folder)[: -self.keep_last]:
+        for old in self.retention.dropped(folder):
             shutil.rmtree(old.rename(folder / f".tmp-old-{old.name}"))  # never half a checkpoint under a complete one's name
 
     def clear(self) -> None:
@@ -130,6 +147,11 @@ class FolderWriter(StorageWriter):
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by its folder's name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 class FolderReader(StorageReader):

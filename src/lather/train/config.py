@@ -135,13 +135,19 @@ class CheckpointConfig:
     every: int = 100
     """Steps between checkpoints; one is also made at the end and on SIGTERM."""
     keep_last: int = 2
-    """Checkpoints kept; older ones are deleted."""
+    """Newest checkpoints kept; older ones are deleted."""
+    keep_every: int = 0
+    """Checkpoints of every so many steps are kept, too; 0: none."""
+    keep_best: bool = False
+    """A checkpoint is also made when a validation loss is lower than all before, and the one with the lowest is kept."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in CPU memory: as much again as the weights and optimizer state of a rank."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        fits = self.keep_every >= 0 and self.keep_every % self.every == 0
+        require(fits, "checkpoint.keep_every", self.keep_every, f"a multiple of checkpoint.every ({self.every}), or 0")
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,8 @@ class Config:
     """Folder for everything the run writes; a run found there is resumed."""
     init_from: str = ""
     """Run directory, such as `lather import` makes, whose newest weights a fresh run starts from; empty: random weights."""
+    fork_from: str = ""
+    """RUN@STEP, or a run for its newest checkpoint, from which a fresh run goes on: weights, optimizer state and place in the data."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)

@@ -7,10 +7,11 @@ again cuts its metrics to the newest complete checkpoint and goes on from there.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +27,7 @@ from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
-from lather.train.checkpoint import Progress, list_checkpoints, load_checkpoint, load_parameters
+from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, load_parameters, step_of
 from lather.train.config import Config
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
@@ -104,7 +105,9 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
         with together(mesh.control_group):
             if is_first:
                 run_dir = RunDirectory.open(config)
-        config = of_first(config if run_dir is None else run_dir.config, mesh.control_group)
+        begin = of_first(None if run_dir is None else run_dir.start, mesh.control_group)
+        assert begin is not None
+        config, phases = begin.config, begin.history.phases(begin.config)
         try:
             with together(mesh.control_group):
                 start = _start(config)
@@ -113,15 +116,22 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 begun_with = None if run_dir is None else run_dir.begun_with()
             begun_with = of_first(begun_with, mesh.control_group)
             with together(mesh.control_group):
-                data = open_run_data(config, display.note, begun_with) if is_first else None
+                data = open_run_data(config, display.note, begun_with, phases) if is_first else None
                 if data is not None and start is not None and data.tokenizer is not None:
                     _check_same_tokenizer(Path(config.init_from), data.tokenizer)
             with together(mesh.control_group):
-                data = data or open_run_data(config, display.note, begun_with)
+                data = data or open_run_data(config, display.note, begun_with, phases)
             with together(mesh.control_group):
                 if run_dir is not None:
-                    run_dir.adopt_data(data)
+                    run_dir.check_data(data)
             run = _Run(config, data, mesh, display, start)
+            if begin.changes:
+                number = begin.step + 1
+                rate = learning_rate(number, config.optim, config.train.steps)
+                display.note(f"{begin.changes}; the learning rate of step {number} is {rate:.3g}")
+            with together(mesh.control_group):
+                if run_dir is not None:
+                    run_dir.record(data)
         except UserError:
             if run_dir is not None:
                 run_dir.abandon()
@@ -160,6 +170,13 @@ def _check_same_tokenizer(source: Path, ours: Path) -> None:
             raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
+def best_checkpoint(checkpoints: list[Path], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
+    """Return the lowest validation loss that has a checkpoint, and its step; None: there is none."""
+    steps = {step_of(checkpoint) for checkpoint in checkpoints}
+    losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
+    return min(losses, default=None)
+
+
 class _Run:
     """One rank's side of a run."""
 
@@ -172,8 +189,9 @@ class _Run:
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
-        keep, asynchronous = config.checkpoint.keep_last, config.checkpoint.asynchronous
-        self.saver = Saver(self.path / "checkpoints", self.state, keep_last=keep, asynchronous=asynchronous)
+        checkpoint = config.checkpoint
+        retention = Retention(checkpoint.keep_last, checkpoint.keep_every)
+        self.saver = Saver(self.path / "checkpoints", self.state, retention=retention, asynchronous=checkpoint.asynchronous)
         existing = of_first(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
         self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
         if start is not None:
@@ -199,6 +217,10 @@ class _Run:
             if (self.path / TIMELINE).exists():
                 cut_rows(self.path / TIMELINE, self.resumed_step)
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+        self.lowest_loss = math.inf
+        if checkpoint.keep_best:
+            best = None if self.metrics is None else best_checkpoint(existing, read_rows(self.metrics.path))
+            self._keep_best(of_first(best, mesh.control_group))
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
         steps = self.config.train.steps
@@ -208,10 +230,10 @@ class _Run:
             while self.progress.step < steps and not self._any(stop()):
                 self._one_step()
                 step = self.progress.step
-                every = self.config.train.validation_every
+                every, is_best = self.config.train.validation_every, False
                 if step == steps or (every and step % every == 0):
-                    self._validate()
-                if step % self.config.checkpoint.every == 0 and step < steps:
+                    is_best = self._validate()
+                if (step % self.config.checkpoint.every == 0 or is_best) and step < steps:
                     self._save()
             checkpoint = self._save()
             self.saver.wait()
@@ -275,7 +297,8 @@ class _Run:
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
-                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and start in another run directory"
+                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and go on from an earlier checkpoint "
+                f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start anew there"
             )
 
     @contextlib.contextmanager
@@ -313,16 +336,27 @@ class _Run:
             skipped=result.skipped,
         )
 
-    def _validate(self) -> None:
-        """On the same held-out sequences every time. The first set's loss is the run's."""
+    def _keep_best(self, best: tuple[float, int] | None) -> None:
+        """From now on the checkpoint of this validation loss and step is kept."""
+        if best is not None:
+            self.lowest_loss, step = best
+            self.saver.retention = replace(self.saver.retention, best=step)
+
+    def _validate(self) -> bool:
+        """Evaluate on the same held-out sequences every time. The first set's loss is the run's; whether its checkpoint is to be kept for
+        being the lowest."""
         ranks = self.mesh.data_rank, self.mesh.data_size
         losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
         if not losses:
-            return
+            return False
         row = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": next(iter(losses.values()))}
         self._write(row if len(losses) == 1 else {**row, "validation_losses": losses})
         each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})"
         self.display.note(f"step {self.progress.step}: validation loss {row['validation_loss']:.4f}{each}")
+        is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and row["validation_loss"] < self.lowest_loss
+        if is_best:
+            self._keep_best((row["validation_loss"], self.progress.step))
+        return is_best
 
     def _write(self, row: StepRow | dict[str, Any]) -> None:
         if self.metrics is not None:

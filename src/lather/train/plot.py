@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lather.errors import RunError
+from lather.train.changes import History
 from lather.train.metrics import read_rows, training_rows
 
 Array = npt.NDArray[np.float64]
@@ -30,6 +31,8 @@ class Curves:
     loss: Array
     validation: Array
     """(n, 3): step, seconds, loss."""
+    changes: tuple[tuple[int, str], ...]
+    """Steps after which the run was changed or forked, and how, by a few words."""
     optimizer_share: float
     """Of the time of all steps."""
     median_step_seconds: float
@@ -58,6 +61,7 @@ def _curves(run_dir: Path) -> Curves:
         seconds=np.array([row["seconds"] for row in steps], dtype=np.float64),
         loss=np.array([row["loss"] for row in steps], dtype=np.float64),
         validation=np.array(validation, dtype=np.float64).reshape(-1, 3),
+        changes=tuple((row.step, row.brief()) for row in History.read(run_dir).rows),
         optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / step_seconds.sum()),
         median_step_seconds=float(np.median(step_seconds)),
     )
@@ -70,6 +74,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     over_steps, over_seconds, time_share = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     for index, run in enumerate(runs):
         _draw_loss(over_steps, run, f"C{index}", run.steps, 0)
+        _draw_changes(over_steps, run, f"C{index}")
         _draw_loss(over_seconds, run, f"C{index}", run.seconds, 1)
     over_steps.set(xlabel="step", ylabel="loss (nats per token)", title="loss over steps")
     over_seconds.set(xlabel="seconds of training", title="loss over seconds")
@@ -93,6 +98,17 @@ def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column:
         axes.plot(
             run.validation[:, validation_column], run.validation[:, 2], "o", color=color, label=f"validation: {run.name} ({last:.3f})"
         )
+
+
+def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
+    """A line at each step after which the run was changed, with a few words along it."""
+    for step, text in run.changes:
+        axes.axvline(step, color=color, linestyle=":", linewidth=1)
+        label = axes.annotate(
+            text.replace("$", r"\$"), (step, 0.97), xycoords=axes.get_xaxis_transform(), xytext=(-2, 0), textcoords="offset points"
+        )
+        label.set_in_layout(False)
+        label.set(rotation=90, horizontalalignment="right", verticalalignment="top", fontsize=7, color=color)
 
 
 def _smooth(values: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from lather.data.dataset import TOKENIZER
 from lather.data.documents import load_tokenizer
 from lather.data.format1 import PermutedOrder, ShardWindows, data_set_of_format_1
 from lather.data.opening import held_out_sets, open_datasets, training_batches
+from lather.data.order import Phase
+from lather.errors import DataError
 from lather.train.config import Config
 
 
@@ -26,22 +28,23 @@ class RunData:
     """Of the data sets, which stay the same for the whole run, by their folders."""
 
 
-def open_run_data(config: Config, report: Callable[[str], None], begun_with: str | None = None) -> RunData:
-    """Open the data sets, made now if need be. `begun_with`: the name of a data set of format 1, with which the run goes on.
+def open_run_data(config: Config, report: Callable[[str], None], begun_with: str | None = None, phases: Sequence[Phase] = ()) -> RunData:
+    """Open the data sets, made now if need be. `begun_with`: the name of a data set of format 1, with which the run goes on; `phases`: the
+    mixtures that the run has had; none: it has had one.
 
     Raises DataError if one is missing or damaged, or its tokenizer is.
     """
-    data = _of_format_1(config, begun_with, report) if begun_with else _of_configuration(config, report)
+    data = _of_format_1(config, begun_with, report) if begun_with else _of_configuration(config, report, phases)
     if data.tokenizer is not None:
         load_tokenizer(data.tokenizer, f"delete {data.tokenizer.parent} to make the data set anew")
     return data
 
 
-def _of_configuration(config: Config, report: Callable[[str], None]) -> RunData:
+def _of_configuration(config: Config, report: Callable[[str], None], phases: Sequence[Phase]) -> RunData:
     train, vocab_size = config.train, config.model.vocab_size
     datasets = open_datasets(config.data, vocab_size, report)
     return RunData(
-        training_batches(datasets, config.data, train.sequence_length, train.batch_size, config.seed),
+        training_batches(datasets, config.data, train.sequence_length, train.batch_size, config.seed, phases),
         held_out_sets(datasets, config.data, train.sequence_length, train.validation_sequences, vocab_size),
         next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None),
         {str(dataset.folder): dataset.manifest.identity for dataset in datasets},
@@ -50,6 +53,10 @@ def _of_configuration(config: Config, report: Callable[[str], None]) -> RunData:
 
 def _of_format_1(config: Config, name: str, report: Callable[[str], None]) -> RunData:
     train, apart = config.train, config.data.packed_attention
+    if config.data.path:
+        raise DataError(
+            f"data.path = {list(config.data.path)} in a run that was begun with data.source: it goes on with that, leave data.path out"
+        )
     folder = data_set_of_format_1(config.data, config.model.vocab_size, name, report)
     tokenizer = folder / TOKENIZER
     end = load_tokenizer(tokenizer, "restore it").token_to_id(config.data.end_of_text) if apart else None

@@ -1,8 +1,9 @@
 """The run directory: whose it is, who is writing it, and where everything in it lies.
 
 config.toml        the resolved configuration        metrics.jsonl   a row per step
-provenance.json    versions, commit, data set        loss.png        the picture
+provenance.json    versions, commit, data sets       loss.png        the picture
 tokenizer.json     the data set's                    checkpoints/    complete ones only
+changes.jsonl      what was changed, and when
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import json
 import platform
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,33 +23,52 @@ import torch
 
 import lather
 from lather.errors import ConfigError, RunError
+from lather.train.changes import CHANGES, Change, History, class_of, differences, values_of
+from lather.train.checkpoint import list_checkpoints, step_of
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_run
+from lather.train.fork import copy_run, find_fork, is_of_fork
 from lather.train.old_runs import OldOptimConfig, going_on
 from lather.train.run_data import RunData
 
-FREE = ("checkpoint", "log", "run_dir", "parallel", "moe.memory", "data.path", "data.source", "data.cache_dir", "data.validation")
-"""Sections and keys that may change between the starts of a run: they do not touch what it computes (`parallel` and `moe.memory`: but for
-rounding; `data`: which tokens are learned is compared by their checksums)."""
+
+@dataclass(frozen=True)
+class Start:
+    """From where a run goes on, and as what."""
+
+    config: Config
+    """Resolved, in the terms of the time when the run was begun."""
+    step: int = 0
+    """Steps that are done."""
+    history: History = field(default_factory=History)
+    """With what changes at this step."""
+    is_new: bool = True
+
+    @property
+    def changes(self) -> str:
+        """What changes with this start, in a line for the reader; empty: nothing."""
+        row = self.history.rows[-1] if self.history.rows else None
+        return row.describe() if row is not None and row.changes and row.step == self.step else ""
 
 
 class RunDirectory:
     """An open run directory, locked until the process ends or `close`."""
 
-    def __init__(self, path: Path, lock: IO[str], config: Config, *, is_new: bool) -> None:
-        """`config`: in the terms of the time when the run was begun."""
-        self.path, self.config = path, config
-        self._lock = lock
-        self._is_new = is_new
+    def __init__(self, path: Path, lock: IO[str], start: Start, *, is_fork: bool) -> None:
+        """`is_fork`: whether it was copied from another run by this start."""
+        self.path, self.start = path, start
+        self._lock, self._is_fork = lock, is_fork
 
     @classmethod
     def open(cls, config: Config) -> RunDirectory:
-        """Make it, or take up the one that is there. Nothing is written before it is known to be this configuration's.
+        """Make it, fork it from `config.fork_from`, or take up the one that is there.
 
-        Raises RunError if it cannot be written, is in use, holds something else, or belongs to another configuration.
+        A run that is there is not changed before `record`. Raises RunError if the folder cannot be written, is in use, holds something
+        else, or if a field that is fixed for a run is another one.
         """
         path = Path(config.run_dir)
-        _in_its_terms(path, config)
+        is_fork = _fork(path, config)
+        _start(path, config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("a")
@@ -58,34 +79,55 @@ class RunDirectory:
         except OSError:
             lock.close()
             raise RunError(f"run_dir = {config.run_dir!r} is in use by another process: wait for it, or give another --run-dir") from None
-        config = _in_its_terms(path, config)  # another process may have been first
-        is_new = not (path / "config.toml").exists()
-        write_aside(path / "config.toml", config_to_toml(config))
-        return cls(path, lock, config, is_new=is_new)
+        start = _start(path, config)  # another process may have been first
+        if start.is_new:
+            write_aside(path / "config.toml", config_to_toml(start.config))
+        return cls(path, lock, start, is_fork=is_fork)
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def config(self) -> Config:
+        """The run's configuration from this start on."""
+        return self.start.config
 
     def begun_with(self) -> str | None:
         """The data set of a run that was begun when data sets had format 1 (`lather.data.format1`)."""
         record = self._record()
         return None if record is None else record.get("dataset")
 
-    def adopt_data(self, data: RunData) -> None:
-        """Record which data sets the run trains on and keep their tokenizer; raises RunError if they were others before."""
+    def check_data(self, data: RunData) -> None:
+        """Raise RunError if the run was trained on other data sets than these, of which the last may be new."""
         record = self._record()
-        if record is not None and "dataset" not in record and list(record["data"].values()) != list(data.identities.values()):
+        if record is None or "dataset" in record:
+            return
+        before, now = list(record["data"].values()), list(data.identities.values())
+        if now[: len(before)] != before:
             raise RunError(
                 f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(record['data'])}) than there are now "
-                f"({', '.join(data.identities)}): restore the text, or give another --run-dir"
+                f"({', '.join(data.identities)}): restore the text, or give another --run-dir; data sets that are added to a run come "
+                "after its own in data.path, and a weight of 0 leaves one out"
             )
+
+    def record(self, data: RunData) -> None:
+        """Record what the run is from now on: its configuration and what changed in it, its data sets, and their tokenizer.
+
+        Raises RunError, before anything is written, as `check_data` does.
+        """
+        self.check_data(data)
         mine, theirs = self.path / "tokenizer.json", data.tokenizer
         if theirs is not None and not (mine.exists() and mine.read_bytes() == theirs.read_bytes()):
             shutil.copyfile(theirs, self.path / ".tmp-tokenizer.json")
             (self.path / ".tmp-tokenizer.json").rename(mine)
+        if self.start.history != History.read(self.path):
+            write_aside(self.path / CHANGES, self.start.history.to_jsonl())
+        text = config_to_toml(self.start.config)
+        if text != (self.path / "config.toml").read_text("utf-8"):
+            write_aside(self.path / "config.toml", text)
+        record = self._record()
         if record is None:
             write_aside(self.path / "provenance.json", json.dumps({"data": data.identities, **provenance()}, indent=1))
+        elif "data" in record and len(data.identities) > len(record["data"]):
+            added = list(data.identities.items())[len(record["data"]) :]
+            write_aside(self.path / "provenance.json", json.dumps({**record, "data": {**record["data"], **dict(added)}}, indent=1))
 
     def _record(self) -> dict[str, Any] | None:
         """What the run was begun with. Raises RunError if that is damaged."""
@@ -102,7 +144,9 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """Leave no trace of a run that could not start; one that was there before stays as it is."""
-        if self._is_new:
+        if self._is_fork:
+            shutil.rmtree(self.path)
+        elif self.start.is_new:
             for name in ("config.toml", "provenance.json", "tokenizer.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -112,12 +156,15 @@ class RunDirectory:
         self._lock.close()
 
 
-def _in_its_terms(path: Path, config: Config) -> Config:
-    """The configuration, resolved, as the run in this directory has it. Raises RunError if the directory is not such a run's."""
+def _start(path: Path, config: Config, step: int | None = None) -> Start:
+    """The start of `config` in this directory, after `step` steps; None: where its newest checkpoint is.
+
+    Raises RunError if the directory is not such a run's.
+    """
     if not (path / "config.toml").exists():
         if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
-            raise RunError(f"run_dir = {config.run_dir!r} holds files but no config.toml, so it is not a run: give another --run-dir")
-        return config.resolved()
+            raise RunError(f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give another --run-dir")
+        return Start(config.resolved())
     try:
         before = load_run(path).resolved()
     except ConfigError as error:
@@ -127,25 +174,65 @@ def _in_its_terms(path: Path, config: Config) -> Config:
     if isinstance(before.optim, OldOptimConfig):
         config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()
-    mine, theirs = _flat(asdict(config)), _flat(asdict(before))
-    keys = (key for key in {**mine, **theirs} if not {key, key.partition(".")[0]} & set(FREE))
-    different = [key for key in keys if mine.get(key) != theirs.get(key)]
-    different = [key for key in different if key in mine and key in theirs] or different  # another family, or rule, has other keys
+    if step is None:
+        step = max((step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")), default=0)
+    history = History.read(path)
+    changes = differences(history.undone(values_of(before), step), values_of(config))
+    _refuse_fixed(path, changes)
+    if "data.path" in changes:
+        _check_added(path, *changes["data.path"], config)
+    if config.train.steps < step:
+        raise RunError(
+            f"train.steps = {config.train.steps} is not valid: {step} steps of run_dir = {str(path)!r} are done: give as many or more, "
+            "or go on from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
+        )
+    return Start(config, step, history.going_on(step, changes) if step else History(), is_new=False)
+
+
+def _refuse_fixed(path: Path, changes: dict[str, Change]) -> None:
+    different = [key for key in changes if class_of(key) == "fixed"]
+    in_both = [key for key in different if None not in changes[key]]
+    different = in_both or different  # another family, or rule, has other keys
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         raise RunError(
-            f"run_dir = {config.run_dir!r} belongs to another configuration: "
-            f"{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here{more}; give another --run-dir, or delete it"
+            f"run_dir = {str(path)!r} belongs to another configuration: {key} is {changes[key][0]!r} there and {changes[key][1]!r} here"
+            f"{more}, which cannot change during a run; give another --run-dir, or delete it"
         )
-    return config
 
 
-def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in mapping.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
+def _check_added(path: Path, before: Sequence[str], now: Sequence[str], config: Config) -> None:
+    """Raise RunError if a run has lost a data set, or has more of them and no weights."""
+    counts = max(1, len(before)), max(1, len(now))
+    if counts[1] < counts[0]:
+        raise RunError(
+            f"run_dir = {str(path)!r} has learned from {counts[0]} data sets, and data.path names {counts[1]}: leave those of "
+            "before in it, first and in their order; a weight of 0 in data.weights leaves one out"
+        )
+    if not config.data.weights:
+        raise RunError(
+            f"run_dir = {str(path)!r} has learned from {counts[0]} data sets, and there are {counts[1]} now: "
+            "give data.weights, a number for each"
+        )
+
+
+def _fork(path: Path, config: Config) -> bool:
+    """Copy the run of `config.fork_from`, if there is none here yet; whether it did. Raises RunError if that cannot go on as `config`."""
+    if not config.fork_from:
+        return False
+    if (path / "config.toml").exists():
+        forked_from = History.read(path).forked_from
+        if not is_of_fork(forked_from, config.fork_from):
+            was = f"was forked from {forked_from}" if forked_from else "is no fork"
+            raise RunError(f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave out --fork-from")
+        return False
+    if path.is_dir() and any(path.iterdir()):
+        raise RunError(f"run_dir = {str(path)!r} holds files: give a --run-dir for the fork that does not exist")
+    source, checkpoint = find_fork(config.fork_from)
+    _start(source, config, step_of(checkpoint))
+    copy_run(source, checkpoint, path)
+    return True
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lather.train.checkpoint import checkpoint_path, save_checkpoint
+from lather.train.checkpoint import Retention, checkpoint_path, save_checkpoint
 from lather.train.checkpoint_table import Progress
 from lather.train.state import TrainingState
 
@@ -53,8 +53,8 @@ class Staging:
 class Saver:
     """Writes a run's checkpoints, at once or beside the run. All ranks call the same methods in the same order."""
 
-    def __init__(self, folder: Path, state: TrainingState, *, keep_last: int, asynchronous: bool) -> None:
-        self.folder, self.state, self.keep_last = folder, state, keep_last
+    def __init__(self, folder: Path, state: TrainingState, *, retention: Retention, asynchronous: bool) -> None:
+        self.folder, self.state, self.retention = folder, state, retention
         self.staging = Staging(state.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
@@ -63,12 +63,12 @@ class Saver:
         """Returns the path where the checkpoint is, or will be. What went wrong with the one before is raised here."""
         self.wait()
         if self._thread is None:
-            save_checkpoint(self.folder, progress, self.state, keep_last=self.keep_last)
+            save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         else:
             if self.state.device.type == "cuda":
                 torch.cuda.current_stream(self.state.device).synchronize()  # the thread has another current stream
             copied: Future[None] = Future()
-            self._writing = self._thread.submit(self._write, progress, copied)
+            self._writing = self._thread.submit(self._write, progress, self.retention, copied)
             copied.result()
         return checkpoint_path(self.folder, progress.step)
 
@@ -78,7 +78,7 @@ class Saver:
         if writing is not None:
             writing.result()
 
-    def _write(self, progress: Progress, copied: Future[None]) -> None:
+    def _write(self, progress: Progress, retention: Retention, copied: Future[None]) -> None:
         assert self.staging is not None
 
         def stage(own: Mapping[MetadataIndex, Tensor]) -> Mapping[MetadataIndex, Tensor]:
@@ -90,7 +90,7 @@ class Saver:
         try:
             if self.state.device.type == "cuda":
                 torch.cuda.set_device(self.state.device)
-            save_checkpoint(self.folder, progress, self.state, keep_last=self.keep_last, stage=stage)
+            save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
             if not copied.done():  # it failed, or the checkpoint is there already
                 copied.set_result(None)

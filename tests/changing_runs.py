@@ -1,0 +1,58 @@
+"""Runs that are started again with another configuration, and the training in one process that they have to equal."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lather.data.order import Phase
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config
+from lather.train.engine import build_engine
+from lather.train.loop import train
+from lather.train.metrics import StepRow, read_rows
+from lather.train.optimizer import build_optimizer
+from lather.train.run_data import open_run_data
+from lather.train.step import TrainStep, learning_rate, pick_device
+
+MakeConfig = Callable[..., Config]
+CHANGED_AT = 4
+
+
+class Shown:
+    """A display that keeps the lines."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        pass
+
+
+def run(config: Config) -> list[str]:
+    shown = Shown()
+    train(config, shown)
+    return shown.notes
+
+
+def losses(run_dir: str | Path) -> list[float]:
+    return [row["loss"] for row in read_rows(Path(run_dir) / "metrics.jsonl") if "loss" in row]
+
+
+def uninterrupted(before: Config, after: Config, phases: list[Phase] | None = None, changed_at: int = CHANGED_AT) -> list[float]:
+    """The losses of one process whose optimizer is told the new options after `changed_at` steps; nothing is saved or loaded."""
+    before, after = before.resolved(), after.resolved()
+    engine = build_engine(before, Mesh.single(pick_device("cpu")))
+    optimizer = build_optimizer(before.optim, engine.parameters)
+    step = TrainStep(engine, optimizer, before.train.max_grad_norm)
+    batches = open_run_data(after, lambda text: None, phases=phases or ()).batches
+    found = []
+    for number in range(1, after.train.steps + 1):
+        config = before if number <= changed_at else after
+        if number == changed_at + 1:
+            step.max_grad_norm = after.train.max_grad_norm
+            for group, new in zip(optimizer.param_groups, build_optimizer(after.optim, engine.parameters).param_groups, strict=True):
+                group.update({key: value for key, value in new.items() if key != "params"})
+        found.append(step(batches.batch(number), learning_rate(number, config.optim, config.train.steps)).loss)
+    return found

@@ -1,0 +1,220 @@
+"""A run that is changed between two starts: its losses are those of a training without interruption that took the change."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making_helpers import Notes
+
+from changing_runs import CHANGED_AT, MakeConfig, losses, run, uninterrupted
+from lather.data.making import make_dataset
+from lather.data.order import Phase
+from lather.data.recipe import DataRecipe
+from lather.errors import ConfigError, RunError
+from lather.train.changes import History, Row, class_of, differences, values_of
+from lather.train.checkpoint import list_checkpoints, step_of
+from lather.train.config_file import field_names
+from lather.train.metrics import read_rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"train": {"steps": 9}}, "train.steps 4 -> 9"),
+        ({"train": {"steps": 8}, "optim": {"lr": 1e-3}}, "optim.lr 0.01 -> 0.001"),
+        ({"train": {"steps": 8}, "optim": {"schedule": "cosine", "min_lr_ratio": 0.0}}, "optim.schedule linear -> cosine"),
+        ({"train": {"steps": 8}, "optim": {"weight_decay": 0.5}}, "optim.weight_decay 0.01 -> 0.5"),
+        ({"train": {"steps": 8}, "optim": {"rest": {"lr_factor": 1.0}}}, "optim.rest.lr_factor 8 -> 1"),
+        ({"train": {"steps": 8, "max_grad_norm": 0.1}}, "train.max_grad_norm 1 -> 0.1"),
+        ({"train": {"steps": 8}, "optim": {"precondition_frequency": 3}}, "optim.precondition_frequency 2 -> 3"),
+        ({"train": {"steps": 8}, "optim": {"betas": [0.8, 0.9]}}, "optim.betas [0.95, 0.95] -> [0.8, 0.9]"),
+    ],
+)
+def test_a_change_counts_from_the_step_at_which_the_run_goes_on(make_config: MakeConfig, changes: dict[str, Any], noted: str) -> None:
+    before, after = make_config(), make_config(**changes)
+    run(before)
+    notes = run(after)
+    assert losses(after.run_dir) == uninterrupted(before, after)
+    [note] = [text for text in notes if text.startswith("from step 5 on: ")]
+    assert noted in note
+    first = next(row["lr"] for row in read_rows(Path(after.run_dir) / "metrics.jsonl") if row["step"] == 5 and "lr" in row)
+    assert note.endswith(f"; the learning rate of step 5 is {first:.3g}")
+    [row] = History.read(Path(after.run_dir)).rows
+    assert (row.step, row.describe()) == (4, note.rpartition(";")[0])
+
+
+def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> None:
+    run(make_config(train={"steps": 2}))
+    run(make_config(train={"steps": 2}, log={"every": 5}))
+    assert not (Path(make_config().run_dir) / "changes.jsonl").exists()
+
+
+def test_another_micro_batch_gives_the_losses_of_a_run_that_always_had_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Up to rounding: sums over a batch are made of other parts. Balance that is evened over a micro-batch depends on what one is."""
+    common: dict[str, Any] = {"moe": {"balance_level": "sequence"}}
+    run(make_config(train={"steps": 2, "precision": "fp64"}, **common))
+    run(make_config(train={"steps": 6, "precision": "fp64", "micro_batch_size": 1}, optim={"schedule": "constant"}, **common))
+    first = make_config(train={"steps": 2, "precision": "fp64", "micro_batch_size": 1}, run_dir=str(tmp_path / "always"), **common)
+    run(first)
+    run(replace(first, train=replace(first.train, steps=6), optim=replace(first.optim, schedule="constant")))
+    assert losses(make_config().run_dir) == pytest.approx(losses(tmp_path / "always"), rel=1e-7)
+
+
+def test_a_run_of_fewer_steps_than_are_done_is_refused_with_the_remedy(make_config: MakeConfig) -> None:
+    run(make_config())
+    with pytest.raises(RunError, match=r"train\.steps = 3 is not valid: 4 steps of run_dir = .* are done: .*--fork-from RUN@STEP"):
+        run(make_config(train={"steps": 3}))
+
+
+# --- the mixture of data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sets(corpus: Path, tmp_path: Path) -> list[str]:
+    """Three data sets of one tokenizer."""
+    folders = [tmp_path / f"set-{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        texts = tmp_path / f"texts-{number}"
+        texts.mkdir()
+        for name, file in enumerate(sorted(corpus.glob("*.txt"))):
+            (texts / f"{name}.txt").write_text(f"set {number} " * 10 + file.read_text("utf-8"), "utf-8")
+        tokenizer = "" if number == 0 else str(folders[0] / "tokenizer.json")
+        recipe = DataRecipe((str(texts),), pattern="*.txt", vocab_size=264, holdout_every=4, tokenizer=tokenizer)
+        make_dataset(folder, recipe, Notes())
+    return [str(folder) for folder in folders]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "weights"),
+    [(2, 2, [3.0, 1.0]), (2, 3, [1.0, 1.0, 8.0]), (1, 3, [0.0, 1.0, 1.0])],
+    ids=["weights", "a data set more", "others alone"],
+)
+def test_the_mixture_may_change(make_config: MakeConfig, sets: list[str], first: int, then: int, weights: list[float]) -> None:
+    before = make_config(data={"path": sets[:first]})
+    after = make_config(data={"path": sets[:then], "weights": weights}, train={"steps": 8})
+    run(before)
+    notes = run(after)
+    phases = [Phase(0, (), first), Phase(CHANGED_AT * 4, tuple(weights), then)]
+    assert losses(after.run_dir) == uninterrupted(before, after, phases)
+    assert any("data.weights [] -> " in note for note in notes)
+    last = make_config(data={"path": sets[:then], "weights": [1.0] * then}, train={"steps": 10})
+    run(last)  # and again
+    assert History.read(Path(last.run_dir)).phases(last) == [*phases, Phase(32, (1.0,) * then, then)]
+    data = json.loads((Path(last.run_dir) / "provenance.json").read_text())["data"]
+    assert list(data) == sets[:then]
+
+
+def test_data_sets_that_are_gone_or_without_weights_are_refused(make_config: MakeConfig, sets: list[str]) -> None:
+    before = make_config(data={"path": sets[:2]})
+    run(before)
+    files = {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()}
+    for path, weights, message in [
+        (sets, [], "there are 3 now: give data.weights"),
+        ([sets[2], *sets[:2]], [1.0] * 3, "was trained on other tokens"),
+        (sets[:1], [], "has learned from 2 data sets, and data.path names 1: leave those of before in it"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            run(make_config(data={"path": path, "weights": weights}, train={"steps": 8}))
+    assert {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()} == files
+
+
+# --- which fields ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_class() -> None:
+    """Lists of names would go on when a field has another one."""
+    names = set(field_names())
+    of_class = {which: {name for name in names if class_of(name) == which} for which in ("free", "changeable", "fixed")}
+    assert {"train.micro_batch_size", "train.device", "parallel.pp", "log.every", "data.source", "moe.memory"} <= of_class["free"]
+    assert {"train.steps", "optim.lr", "optim.weight_decay", "optim.rest.lr_factor", "data.weights"} <= of_class["changeable"]
+    assert {"seed", "model.hidden_size", "train.batch_size", "train.precision", "optim.name", "data.packing"} <= of_class["fixed"]
+
+
+def test_the_lists_name_fields_that_there_are() -> None:
+    from lather.train import changes
+
+    names = set(field_names())
+    sections = {name.partition(".")[0] for name in names}
+    assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
+    options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}
+    others = {"adam_betas", "betas", "eps", "precondition_frequency", "stagger_refresh"}  # of rules that are not the default
+    assert {*changes.CHANGEABLE_OPTIONS, *changes.FREE_OPTIONS} <= options | others
+
+
+def test_the_documentation_names_every_field_that_may_change() -> None:
+    from lather.train import changes
+
+    text = (Path(__file__).parents[2] / "docs" / "changing-runs.md").read_text("utf-8")
+    free, changeable = (next(line for line in text.splitlines() if line.startswith(f"| {which} |")) for which in ("free", "changeable"))
+    for line, keys in [
+        (free, (*changes.FREE, *changes.FREE_OPTIONS)),
+        (changeable, (*changes.CHANGEABLE, *changes.CHANGEABLE_OPTIONS)),
+    ]:
+        missing = [key for key in keys if key.rpartition(".")[2] not in line]
+        assert not missing
+
+
+# --- the history ----------------------------------------------------------------------------------------------------------------------
+
+
+def row(step: int, key: str, old: Any, new: Any) -> Row:
+    return Row(step, {key: (old, new)}, "then")
+
+
+def test_what_was_changed_later_is_taken_back() -> None:
+    history = History((row(2, "a", 0, 1), row(5, "b", 0, 1), row(7, "a", 1, 2)))
+    now = {"a": 2, "b": 1, "c": 3}
+    assert history.undone(now, 9) == now
+    assert history.undone(now, 7) == {"a": 1, "b": 1, "c": 3}
+    assert history.undone(now, 3) == {"a": 1, "b": 0, "c": 3}
+    assert history.undone(now, 0) == {"a": 0, "b": 0, "c": 3}
+
+
+def test_changes_that_no_step_has_seen_are_replaced() -> None:
+    """A start that was killed before its first checkpoint, and one with other options after it."""
+    history = History((row(2, "a", 0, 1), row(5, "b", 0, 1)))
+    assert history.going_on(5, {"b": (0, 1)}) is history
+    assert [each.changes for each in history.going_on(5, {"b": (0, 3)}).rows] == [{"a": (0, 1)}, {"b": (0, 3)}]
+    assert history.going_on(5, {}).rows == history.rows[:1]
+    assert [each.step for each in history.going_on(6, {"b": (1, 0)}).rows] == [2, 5, 6]
+
+
+def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
+    history = History((Row(2, {"optim.lr": (None, 0.1)}, "2026-01-01T00:00:00+00:00"), Row(4, {}, "then", "runs/a@4")))
+    (tmp_path / "changes.jsonl").write_text(history.to_jsonl())
+    assert History.read(tmp_path) == history
+    assert history.forked_from == "runs/a@4"
+    (tmp_path / "changes.jsonl").write_text('{"changes": 3}\n')
+    with pytest.raises(RunError, match=r"changes\.jsonl: damaged"):
+        History.read(tmp_path)
+
+
+def test_differences_leave_out_what_is_free(make_config: MakeConfig) -> None:
+    one = values_of(make_config())
+    other = values_of(make_config(log={"every": 9}, optim={"lr": 1.0}, data={"path": ["somewhere"]}))
+    assert differences(one, other) == {"optim.lr": (0.01, 1.0)}
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_checkpoint_and_every_nth_are_kept(make_config: MakeConfig, asynchronous: bool) -> None:
+    """Rates so high that the loss rises make an early one the best."""
+    checkpoint = {"every": 2, "keep_last": 1, "keep_every": 4, "keep_best": True, "asynchronous": asynchronous}
+    config = make_config(train={"steps": 12, "validation_every": 1}, optim={"lr": 0.1, "schedule": "constant"}, checkpoint=checkpoint)
+    run(replace(config, train=replace(config.train, steps=7)))
+    run(config)  # the best of before is still known
+    rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
+    best = min((row["validation_loss"], row["step"]) for row in rows if "validation_loss" in row and row["step"])[1]
+    assert best not in (4, 8, 12)
+    assert [step_of(path) for path in list_checkpoints(Path(config.run_dir) / "checkpoints")] == sorted({best, 4, 8, 12})
+
+
+def test_a_number_to_keep_that_never_comes_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.keep_every = 5 is not valid: it must be a multiple of checkpoint\.every \(2\), or 0"
+    ):
+        make_config(checkpoint={"keep_every": 5})

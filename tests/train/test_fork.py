@@ -1,0 +1,156 @@
+"""Forks: a run that goes on in another directory from any checkpoint of the first, as the first one did or with changes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from stored import stored_tensors
+
+from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
+from lather.errors import RunError
+from lather.train.changes import History
+from lather.train.checkpoint import list_checkpoints, step_of
+from lather.train.config import Config
+from lather.train.fork import find_fork, is_of_fork
+from lather.train.loop import train
+from lather.train.metrics import TIME_FIELDS, read_rows
+
+STEPS = 8
+
+
+@pytest.fixture
+def first(make_config: MakeConfig) -> Config:
+    """A run with checkpoints at 2, 4, 6 and 8."""
+    config = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9})
+    run(config)
+    return config
+
+
+@pytest.fixture
+def fork_config(make_config: MakeConfig, first: Config, tmp_path: Path) -> MakeConfig:
+    def make(step: int | None = 4, **changes: object) -> Config:
+        at = "" if step is None else f"@{step}"
+        made = {"run_dir": str(tmp_path / "fork"), "fork_from": f"{first.run_dir}{at}", "checkpoint": {"keep_last": 9}, **changes}
+        made["train"] = {"steps": STEPS, **made.get("train", {})}  # type: ignore[dict-item]
+        return make_config(**made)
+
+    return make
+
+
+def files_of(folder: str | Path) -> dict[str, tuple[bytes, int]]:
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def timeless(run_dir: str | Path) -> list[dict[str, object]]:
+    rows = read_rows(Path(run_dir) / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in TIME_FIELDS} for row in rows]
+
+
+@pytest.mark.parametrize("step", [2, 4, None])
+def test_a_fork_without_changes_has_the_bits_of_the_first_run(first: Config, fork_config: MakeConfig, step: int | None) -> None:
+    before = files_of(first.run_dir)
+    forked = fork_config(step)
+    run(forked)
+    assert timeless(forked.run_dir) == timeless(first.run_dir)
+    ends = [stored_tensors(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]) for config in (first, forked)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/"))
+    assert files_of(first.run_dir) == before
+    assert step_of(list_checkpoints(Path(forked.run_dir) / "checkpoints")[0]) == step or STEPS
+    assert History.read(Path(forked.run_dir)).forked_from == f"{first.run_dir}@{step or STEPS}"
+
+
+def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: MakeConfig) -> None:
+    forked = fork_config(4, optim={"lr": 1e-3}, train={"steps": 10})
+    notes = run(forked)
+    assert losses(forked.run_dir) == uninterrupted(first, forked, changed_at=4)
+    assert any("from step 5 on: optim.lr 0.01 -> 0.001, train.steps 8 -> 10" in note for note in notes)
+
+
+def test_a_fork_of_before_a_change_does_not_have_it(first: Config, fork_config: MakeConfig, make_config: MakeConfig) -> None:
+    """The first run went on with another rate; its fork goes back to before."""
+    run(make_config(train={"steps": 12}, optim={"lr": 1e-3}, checkpoint={"keep_last": 9}))
+    plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12})
+    run(plain)
+    assert losses(plain.run_dir) == losses(first.run_dir)[:STEPS]
+    assert [row.changes for row in History.read(Path(plain.run_dir)).rows] == [{}]
+    run(later)
+    assert losses(later.run_dir) == losses(first.run_dir)
+    assert [(row.step, bool(row.changes)) for row in History.read(Path(later.run_dir)).rows] == [(8, True), (10, False)]
+
+
+def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
+    """Stopped before its first checkpoint, and after one; also when the first run is gone."""
+    forked = fork_config(4)
+    for stop_after in (1, 3):
+        shown = iter(range(stop_after))
+        train(forked, Shown(), lambda shown=shown: next(shown, None) is None)  # type: ignore[misc]
+    Path(first.run_dir).rename(f"{first.run_dir}-moved")
+    run(forked)
+    assert timeless(forked.run_dir) == timeless(f"{first.run_dir}-moved")
+
+
+def test_a_fork_of_a_fork(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
+    forked = fork_config(4, optim={"lr": 1e-3})
+    run(forked)
+    changes = {"optim": {"lr": 1e-3}, "train": {"steps": STEPS}, "checkpoint": {"keep_last": 9}}
+    second = make_config(run_dir=str(tmp_path / "second"), fork_from=f"{forked.run_dir}@6", **changes)
+    run(second)
+    assert timeless(second.run_dir) == timeless(forked.run_dir)
+    run(second)
+    assert [row.forked_from for row in History.read(Path(second.run_dir)).rows] == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
+
+
+def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
+    Path(tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("precious")
+    (tmp_path / "corpus" / "1.txt").write_text("other text", "utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    for config, message in [
+        (fork_config(3), r"there is no checkpoint '3', but of the steps 2, 4, 6, 8"),
+        (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere is not a run"),
+        (fork_config(4, fork_from=f"{first.run_dir}@"), "there is no checkpoint ''"),
+        (fork_config(4, seed=3), "seed is 0 there and 3 here, which cannot change during a run"),
+        (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: 4 steps"),
+        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give a --run-dir for the fork that does not exist"),
+        (fork_config(4, run_dir=first.run_dir), "holds a run that is no fork"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            run(config)
+        assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(RunError, match="was trained on other tokens"):
+        run(fork_config(4))
+    assert not (tmp_path / "fork").exists()
+
+
+def test_a_disk_that_is_full_leaves_nothing(fork_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    forked = fork_config(4)
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("shutil.copyfile", link)
+    with pytest.raises(RunError, match=r"cannot be made a copy of .*No space left"):
+        run(forked)
+    assert not [path for path in tmp_path.iterdir() if "fork" in path.name]
+
+
+def test_names_of_forks(first: Config) -> None:
+    run_dir = first.run_dir
+    assert find_fork(f"{run_dir}@4") == (Path(run_dir), Path(run_dir) / "checkpoints" / "step-00000004")
+    assert find_fork(run_dir)[1].name == "step-00000008"
+    assert is_of_fork(f"{run_dir}@4", f"{run_dir}/@4")
+    assert is_of_fork(f"{run_dir}@4", run_dir)
+    assert not is_of_fork(f"{run_dir}@40", f"{run_dir}@4")
+    assert not is_of_fork(f"{run_dir}@4", f"{run_dir}-b@4")
+    assert not is_of_fork("", run_dir)
+
+
+def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig) -> None:
+    forked = fork_config(4, optim={"lr": 1e-3})
+    run(forked)
+    [line] = (Path(forked.run_dir) / "changes.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert row["forked_from"] == f"{first.run_dir}@4"
+    assert row["changes"] == {"optim.lr": [0.01, 0.001]}
