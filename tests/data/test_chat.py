@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from making_helpers import Notes, documents_of
 
-from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of
+from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.recipe import END_OF_TEXT, DataRecipe
@@ -116,6 +116,20 @@ def test_every_shape_of_a_record_is_understood(name: str) -> None:
 def test_tool_calls_need_no_content() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert messages_of({"messages": [message]}) == [message]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_the_template_is_told_of_tools(tools: object) -> None:
+    template = ChatTemplate("{% if tools %}{{ tools | tojson }}|{% endif %}" + CHATML, {})
+    record = {"messages": TALK, "tools": tools}
+    text, spans = template.answers(messages_of(record), tools_of(record))
+    plain, plain_spans = template.answers(TALK)
+    before = f"{json.dumps(TOOLS)}|"
+    assert text == before + plain
+    assert spans == [(start + len(before), stop + len(before)) for start, stop in plain_spans]
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception('only users') }}", "{{ messages[99].content.x }}", "{{ 1 + messages }}"])

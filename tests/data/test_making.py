@@ -110,10 +110,21 @@ def as_separated(path: Path, documents: list[str]) -> Path:
     return path.with_name("some.txt")
 
 
+def as_json(path: Path, documents: list[str]) -> Path:
+    path.with_name("some.json").write_text(json.dumps([{"text": document} for document in documents], indent=1))
+    return path.with_name("some.json")
+
+
+def as_lines_named_json(path: Path, documents: list[str]) -> Path:
+    return write_jsonl(path, documents).rename(path.with_name("some.json"))
+
+
 FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], dict[str, Any]]] = {
     "jsonl": (write_jsonl, {}),
     "jsonl.gz": (as_gzip, {}),
     "jsonl.zst": (as_zstd, {}),
+    "json": (as_json, {}),
+    "lines named json": (as_lines_named_json, {}),
     "parquet": (as_parquet, {}),
     "datasets": (as_saved_dataset, {}),
     "separated": (as_separated, {"separator": END_OF_TEXT}),

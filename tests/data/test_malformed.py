@@ -3,6 +3,9 @@
 import gzip
 import json
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from making_helpers import Notes
 
+from lather.data import documents
 from lather.data.dataset import SKIPPED, DataSet
 from lather.data.documents import train_tokenizer
 from lather.data.making import make_dataset
@@ -60,6 +64,19 @@ JSONL: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
     "gzip without the name": (gzip.compress(GOOD), [(0, "no text")]),
     "zip": (b"PK\x03\x04" + bytes(50), [(0, "no text")]),
 }
+JSON: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
+    "items that are none": (
+        b'[1, {"text": "good"}, null, {"text": 3}]',
+        [(1, "not a JSON object"), (3, "not a JSON object"), (4, "'text' is no text")],
+    ),
+    "a list that ends early": (b'[{"text": "good"}, {"te', [(0, "broken JSON")]),
+    "a number": (b"7", [(1, "not a JSON object")]),
+    "nested too deeply": (b"[" * 200_000, [(0, "broken JSON")]),
+    "Latin-1": ('[{"text": "naïve"}]'.encode("latin-1"), [(0, "broken JSON")]),
+    "no JSON": (b"hello\n", [(1, "broken JSON")]),
+    "nothing": (b"", []),
+    "Parquet": (b"PAR1" + bytes(100), [(0, "no text")]),
+}
 CHAT: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
     name: (line(**record), [(1, "no conversation")])
     for name, record in {
@@ -77,12 +94,16 @@ CHAT: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
         "prompt alone": {"prompt": "hello"},
         "prompt a number": {"prompt": 3, "completion": "x"},
         "completion null": {"prompt": "hello", "completion": None},
+        "tools a number": {"prompt": "hello", "completion": "x", "tools": 3},
+        "tools no JSON": {"prompt": "hello", "completion": "x", "tools": "[{"},
     }.items()
 } | {"broken line": (b'{"messages": [\n', [(1, "broken JSON")])}
 TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
     "Latin-1": ("naïve café".encode("latin-1"), [], {"cp1252": 1}),
     "Windows-1252": ("“quoted”".encode("cp1252"), [], {"cp1252": 1}),
     "undefined in both": (b"\x81\x8d then text", [], {"cp1252": 1}),
+    "UTF-8 with a byte of something else": ("naïve café, 日本語".encode() + b" \xe9t\xc3\xa9", [], {"utf-8 (damaged)": 1}),
+    "Latin-1 with a pair that UTF-8 has": ("é à ü ï ê Ã©".encode("latin-1"), [], {"cp1252": 1}),
     "UTF-16": ("naïve".encode("utf-16"), [], {"utf-16-le": 1}),
     "UTF-32": ("naïve".encode("utf-32"), [], {"utf-32-le": 1}),
     "UTF-8 with mark": ("naïve".encode("utf-8-sig"), [], {"utf-8": 1}),
@@ -131,6 +152,21 @@ def test_lines(tmp_path: Path, tokenizer: Path, case: str) -> None:
     dataset = made(tmp_path, tokenizer, file)
     assert skips(dataset, file) == expected
     assert dataset.manifest.splits["train"].documents == len(SOUND) + content.replace(b"\r", b"").count(GOOD.strip()) * (case != "UTF-16")
+
+
+@pytest.mark.parametrize("case", JSON)
+def test_files_of_json(tmp_path: Path, tokenizer: Path, case: str) -> None:
+    content, expected = JSON[case]
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    assert skips(made(tmp_path, tokenizer, file), file) == expected
+
+
+def test_a_conversation_that_is_too_long_is_skipped(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MOST_CHARACTERS", 1000)
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(line(prompt="?", completion="x" * 1000) + line(prompt="?", completion="x" * 500))
+    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [(1, "too long")]
 
 
 @pytest.mark.parametrize("case", CHAT)
@@ -258,3 +294,43 @@ def test_a_recipe_that_cannot_be_followed_names_the_field(tmp_path: Path, tokeni
             tmp_path / "ours", DataRecipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), Notes(), 1
         )
     assert not (tmp_path / "ours").exists()
+
+
+# --- a disk that is full ------------------------------------------------------------------------------------------------------------
+
+FULL = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[4:]
+from making_helpers import Notes
+from lather.data.making import make_dataset
+from lather.data.recipe import DataRecipe
+from lather.errors import DataError, UserError
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    recipe = DataRecipe((sys.argv[2],), tokenizer=str(Path(sys.argv[2]).parent / "tokenizer.json"), holdout_every=0)
+    try:
+        make_dataset(Path(sys.argv[3]), recipe, Notes(), 1)
+    except (UserError, OSError) as error:
+        print(error)
+        sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("most_bytes", [0, 100, 700, 3_000, 9_000, 30_000])
+def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path, most_bytes: int) -> None:
+    """No file may be longer than so many bytes: what is written first fits, and what follows does not."""
+    shutil.copyfile(tokenizer, tmp_path / "tokenizer.json")
+    source, script = tmp_path / "some.jsonl", tmp_path / "full.py"
+    source.write_bytes(b"".join(line(text=f"document {number} " * 20) for number in range(400)))
+    script.write_text(FULL)
+    before = source.read_bytes()
+    command = [sys.executable, str(script), str(most_bytes), str(source), str(tmp_path / "ours"), *map(str, sys.path[:3])]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path) in done.stdout
+    assert not (tmp_path / "ours").exists()
+    assert source.read_bytes() == before
+    recipe = DataRecipe((str(source),), tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
+    assert make_dataset(tmp_path / "ours", recipe, Notes(), 1).manifest.splits["train"].documents == 400

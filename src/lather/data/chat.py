@@ -19,6 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lather.errors import DataError
 
 Messages = list[dict[str, Any]]
+Tools = list[Any] | None
+MOST_CHARACTERS = 1 << 24
+"""A longer conversation is not taken: it is encoded as a whole."""
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,6 +51,19 @@ def messages_of(record: dict[str, Any]) -> Messages:
         parts = [_part(record[name], name, role) for name, role in (("prompt", "user"), ("completion", "assistant"))]
         return [_message(one, number) for number, one in enumerate([*parts[0], *parts[1]])]
     raise ChatError(f"neither messages nor prompt and completion, but {', '.join(map(str, record)) or 'nothing'}")
+
+
+def tools_of(record: dict[str, Any]) -> Tools:
+    """The tools of a record, as a list or as JSON. Raises ChatError."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ChatError(f"tools is no JSON: {error}") from None
+    if tools and not isinstance(tools, list):
+        raise ChatError(f"tools is {type(tools).__name__}, not a list")
+    return tools or None
 
 
 def _part(value: Any, name: str, role: str) -> list[Any]:
@@ -100,59 +116,63 @@ class ChatTemplate:
         tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token") and value}
         return cls(source, {name: token for name, token in tokens.items() if token})
 
-    def render(self, messages: Messages, *, asking: bool = False) -> str:
-        """The text of the messages; `asking`: with what asks the assistant for an answer. Raises ChatError."""
+    def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
+        """The text of the messages; `asking`: with what asks the assistant for an answer; `tools`: those that the assistant is told of.
+
+        Raises ChatError.
+        """
         try:
-            return str(self._template.render(messages=messages, add_generation_prompt=asking, **self.special_tokens))
+            text = self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens)
+            return str(text)
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template is a program
             raise ChatError(f"the chat template fails on it: {error}") from None
 
-    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    def answers(self, messages: Messages, tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
         """The text of the messages, and from where to where in it the assistant's answers are, each with what ends it.
 
         Where contents end is found by marks after them. An answer begins after what ends the message before it and, as far as the text has
         it, what the template asks the assistant with. Raises ChatError if there is no answer, or the template does not show the messages.
         """
-        text, ends = self.render(messages), self._content_ends(messages)
+        text, ends = self.render(messages, tools=tools), self._content_ends(messages, tools)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not isinstance(message["content"], str):
                 continue
             if number not in ends:
                 raise ChatError(f"the chat template does not show message {number}")
-            start = self._end(text, messages, number - 1, ends)
-            start += _agreement(self._asked(messages[:number]), text[start:])
-            spans.append((start, self._end(text, messages, number, ends)))
+            start = self._end(text, messages, number - 1, ends, tools)
+            start += _agreement(self._asked(messages[:number], tools), text[start:])
+            spans.append((start, self._end(text, messages, number, ends, tools)))
         if not spans:
             raise ChatError("no message is the assistant's")
         return text, spans
 
-    def _content_ends(self, messages: Messages) -> dict[int, int]:
+    def _content_ends(self, messages: Messages, tools: Tools) -> dict[int, int]:
         """Where in the text the content of each message ends that is shown. Raises ChatError if marks change the text."""
-        marked, ends = self.render(_marked(messages)), {}
+        marked, ends = self.render(_marked(messages), tools=tools), {}
         for number in range(len(messages)):
             place = marked.find(chr(FIRST_MARK + number))
             if place >= 0:
                 ends[number] = place
                 marked = marked[:place] + marked[place + 1 :]
-        if marked != self.render(messages):
+        if marked != self.render(messages, tools=tools):
             raise ChatError("the chat template shows contents otherwise than they are")
         return ends
 
-    def _end(self, text: str, messages: Messages, number: int, ends: dict[int, int]) -> int:
+    def _end(self, text: str, messages: Messages, number: int, ends: dict[int, int], tools: Tools) -> int:
         """Where a message ends, with what the template puts after it when it is the last one."""
         if number not in ends:
             return max((end for other, end in ends.items() if other < number), default=0)
-        closing = self.render(_marked(messages[: number + 1])).rpartition(chr(FIRST_MARK + number))[2]
+        closing = self.render(_marked(messages[: number + 1]), tools=tools).rpartition(chr(FIRST_MARK + number))[2]
         return ends[number] + _agreement(closing, text[ends[number] :])
 
-    def _asked(self, messages: Messages) -> str:
+    def _asked(self, messages: Messages, tools: Tools) -> str:
         """The text with which the template asks the assistant after these messages."""
         if not messages:
             return ""
-        before, asking = self.render(messages), self.render(messages, asking=True)
+        before, asking = self.render(messages, tools=tools), self.render(messages, asking=True, tools=tools)
         return asking.removeprefix(before) if asking.startswith(before) else ""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lather.data.chat import ChatError, ChatTemplate, messages_of
+from lather.data.chat import MOST_CHARACTERS, ChatError, ChatTemplate, messages_of, tools_of
 from lather.data.records import Record, Skip
 from lather.data.texts import cut
 from lather.errors import DataError
@@ -50,7 +50,7 @@ class DocumentMaker:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of tables that are read."""
-        return ("messages", "conversations", "prompt", "completion") if self.template else (self.field,)
+        return ("messages", "conversations", "prompt", "completion", "tools") if self.template else (self.field,)
 
     def make(self, record: Record) -> Document | Skip:
         """The record's document, or why there is none."""
@@ -69,9 +69,11 @@ class DocumentMaker:
             return Skip(record.line, "no conversation", "a text file") if self.template else Document(record.line, record.content)
         if self.template is not None:
             try:
-                text, spans = self.template.answers(messages_of(record.content))
+                text, spans = self.template.answers(messages_of(record.content), tools_of(record.content))
             except ChatError as error:
                 return Skip(record.line, "no conversation", str(error))
+            if len(text) > MOST_CHARACTERS:
+                return Skip(record.line, "too long", f"a conversation of {len(text):,} characters")
             return Document(record.line, text, tuple(spans))
         if self.field not in record.content:
             return Skip(record.line, f"no field {self.field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")

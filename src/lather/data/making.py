@@ -96,24 +96,33 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
         try:
             plan = make_plan(recipe)
             _adopt_plan(partial, plan, recipe)
-        except DataError:
+            _make(partial, folder, plan, recipe, display, workers)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or partial}: {error.strerror or error}: make room, or mend it; "
+                f"the same command goes on with what is done in {partial}"
+            ) from None
+        finally:
             if not (partial / "plan.json").exists():
                 shutil.rmtree(partial, ignore_errors=True)
-            raise
-        aside, units = partial / "dataset", partial / "units"
-        for one in (aside, units):
-            one.mkdir(exist_ok=True)
-        tokenizer = _tokenizer(recipe, plan, aside, display)
-        making = _making(recipe, tokenizer, aside, units)
-        missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
-        if len(missing) < len(plan.units):
-            display.note(f"going on: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
-        do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
-        _complete(aside, units, plan, recipe, making)
-        aside.rename(folder)
-        _sync(folder.parent)
-        shutil.rmtree(partial, ignore_errors=True)
     return DataSet(folder)
+
+
+def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, display: MakingDisplay, workers: int) -> None:
+    """Do the units that are missing, then put the data set in place."""
+    aside, units = partial / "dataset", partial / "units"
+    for one in (aside, units):
+        one.mkdir(exist_ok=True)
+    tokenizer = _tokenizer(recipe, plan, aside, display)
+    making = _making(recipe, tokenizer, aside, units)
+    missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
+    if len(missing) < len(plan.units):
+        display.note(f"going on: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
+    do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
+    _complete(aside, units, plan, recipe, making)
+    aside.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from lather.data.sources import Reading
 from lather.errors import DataError, require
 
 END_OF_TEXT = "<|endoftext|>"
-Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "tokens"]
+Format = Literal["auto", "text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 from lather.data.texts import MARKS, NoTextError, decode, has_plain_line_ends, mark_of
 from lather.errors import DataError
 
-Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
+Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
 """A text file above this length is cut at the ends of lines, and every piece is a document."""
 ROWS = 256
@@ -49,7 +49,7 @@ class Skip:
     """Something that was not taken."""
 
     line: int
-    """Line or row, counted from 1 at the start of the part; 0: the whole file."""
+    """Line, row or item, counted from 1 at the start of the part; 0: the whole file."""
     reason: str
     detail: str = ""
 
@@ -72,7 +72,13 @@ class RecordReader:
     lines: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Record | Skip]:
-        readers = {"text": self._texts, "jsonl": self._json_lines, "parquet": self._parquet, "huggingface": self._huggingface}
+        readers = {
+            "text": self._texts,
+            "jsonl": self._json_lines,
+            "json": self._json,
+            "parquet": self._parquet,
+            "huggingface": self._huggingface,
+        }
         try:
             yield from readers[self.part.kind]()
         except _DAMAGED as error:
@@ -134,6 +140,24 @@ class RecordReader:
                 yield Record(line, text, encoding)
             elif content or self.part.stop < 0:
                 yield Skip(line, "empty")
+
+    def _json(self) -> Iterator[Record | Skip]:
+        """A list of records, or one; lines of records under the wrong name are taken, too. The file is read as a whole."""
+        with _open(self.part.path) as file:
+            content = file.read()
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            if content.lstrip().startswith(b"["):
+                yield Skip(0, "broken JSON", str(error))
+            else:
+                yield from self._json_lines()
+            return
+        for self.lines, record in enumerate(found if isinstance(found, list) else [found], 1):
+            if isinstance(record, dict):
+                yield Record(self.lines, record)
+            else:
+                yield Skip(self.lines, "not a JSON object", type(record).__name__)
 
     def _json_lines(self) -> Iterator[Record | Skip]:
         for offset, line in self._lines():

@@ -27,6 +27,7 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".parquet": "parquet",
     ".npy": "tokens",
     ".bin": "tokens",
@@ -157,7 +158,7 @@ def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tupl
     if file.kind == "huggingface":
         return _huggingface_ranges(whole, unit_bytes)
     is_cut = file.size > (unit_bytes if file.kind == "jsonl" or reading.separator else PIECE_BYTES)
-    if file.kind == "tokens" or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, reading):
+    if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, reading):
         return iter([(whole, file.size)])
     return _ranges(whole, file.size, file.size, unit_bytes)
 
@@ -194,7 +195,7 @@ def start_of(path: str) -> bytes:
 
 def kind_instead(file: SourceFile) -> str | None:
     """What a file that would be read as text or JSONL is instead, by its first bytes."""
-    if file.kind not in ("text", "jsonl") or file.path.endswith((".gz", ".zst")):
+    if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
     return kind_of_bytes(start_of(file.path))
 

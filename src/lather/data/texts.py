@@ -1,7 +1,8 @@
 """Bytes of text files to text.
 
 The encoding is the one that the first bytes' mark announces, else UTF-8 if all bytes are, else Windows-1252, in which the text of any
-Western European language with one byte per character can be read. Which one it was is counted. Zero bytes without a mark are no text.
+Western European language with one byte per character can be read. If more letters beyond ASCII are right in UTF-8 than wrong, it is UTF-8
+that was damaged: what is wrong becomes U+FFFD. Which one it was is counted. Zero bytes without a mark are no text.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ MARKS = {
 """The encodings by their marks; a mark comes before those that it begins with."""
 OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"%PDF": "PDF"}
 """What is no text, by its first bytes."""
+
+
+DAMAGED = "utf-8 (damaged)"
+"""The name under which texts are counted of which most, but not all, is UTF-8."""
 
 
 class NoTextError(Exception):
@@ -53,6 +58,10 @@ def decode(content: bytes, encoding: str = "auto") -> tuple[str, str]:
     try:
         return content.decode("utf-8"), "utf-8"
     except UnicodeDecodeError:
+        text = content.decode("utf-8", errors="replace")
+        wrong = text.count("\ufffd")
+        if len(text) - len(text.encode("ascii", errors="ignore")) > 2 * wrong:
+            return text, DAMAGED
         return content.decode("cp1252", errors="replace"), "cp1252"
 
 

@@ -32,7 +32,7 @@ from lather.train.config import Config
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.optimizer import build_optimizer
-from lather.train.run_data import RunData, open_run_data
+from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.saver import Saver
 from lather.train.state import TrainingState
@@ -119,8 +119,10 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 data = open_run_data(config, display.note, begun_with, phases) if is_first else None
                 if data is not None and start is not None and data.tokenizer is not None:
                     _check_same_tokenizer(Path(config.init_from), data.tokenizer)
+            identities = of_first({} if data is None else data.identities, mesh.control_group)
             with together(mesh.control_group):
                 data = data or open_run_data(config, display.note, begun_with, phases)
+                check_same_data(data, identities)
             with together(mesh.control_group):
                 if run_dir is not None:
                     run_dir.check_data(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,15 @@ def open_run_data(config: Config, report: Callable[[str], None], begun_with: str
     if data.tokenizer is not None:
         load_tokenizer(data.tokenizer, f"delete {data.tokenizer.parent} to make the data set anew")
     return data
+
+
+def check_same_data(data: RunData, identities: dict[str, str]) -> None:
+    """Raise DataError unless this rank's data sets are those of the first rank."""
+    if list(data.identities.values()) != list(identities.values()):
+        raise DataError(
+            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of the first rank "
+            f"({', '.join(identities)}): give all ranks the same, copied or on a file system that they share"
+        )
 
 
 def _of_configuration(config: Config, report: Callable[[str], None], phases: Sequence[Phase]) -> RunData:
