@@ -350,6 +350,32 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_pat
     assert texts_of(make(source)) == texts(21)
 
 
+def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lather.data import making
+
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copyfile(tokenizer, model / "tokenizer.json")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), tokenizer=str(model), chat=True, holdout_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "do_units", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    for change in (
+        lambda: (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}"),
+        lambda: train_tokenizer(iter(["others"]), 290, END_OF_TEXT).save(str(model / "tokenizer.json")),
+    ):
+        change()
+        with pytest.raises(DataError, match="was begun with other options, or its sources have changed since"):
+            make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    shutil.rmtree(tmp_path / "ours.partial")
+    dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    assert dataset.manifest.made_from["chat_template"].startswith("{% for message")
+    [file] = [json.loads(line) for line in (dataset.folder / "files.jsonl").read_text().splitlines()]
+    assert file == {"name": "chats.jsonl", "kind": "jsonl", "bytes": (tmp_path / "chats.jsonl").stat().st_size}
+
+
 def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "precious").write_text("mine")

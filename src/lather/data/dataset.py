@@ -4,6 +4,7 @@
     tokenizer.json          with which the texts were encoded; absent if tokens were taken over from elsewhere without one
     train-00000-000.npy     shards of the split "train" (`lather.data.shards`), by unit of work and number within it
     skipped.jsonl           what was not taken, one line each: file, line, reason
+    files.jsonl             the files that it was made from: name, kind, bytes
 
 A data set is complete or absent, and opened by its manifest alone.
 """
@@ -25,6 +26,7 @@ FORMAT = 2
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 SKIPPED = "skipped.jsonl"
+FILES = "files.jsonl"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Manifest:
     tokenizer_sha256: str
     """The checksum of `tokenizer.json`; empty if there is none."""
     made_from: dict[str, Any]
-    """Sources and options."""
+    """Sources, options, chat template and libraries."""
     splits: dict[str, Split]
     skipped: dict[str, int] = field(default_factory=dict)
     """How many documents or files were not taken, by reason."""

@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+import tokenizers
 from tokenizers import Tokenizer
 
-from lather.data.chat import ChatTemplate
-from lather.data.dataset import MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
+import lather
+from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.processes import MakingDisplay, do_units
 from lather.data.recipe import DataRecipe
@@ -47,7 +48,7 @@ class MakingPlan:
     units: list[Unit]
 
     def to_json(self, recipe: DataRecipe) -> str:
-        return json.dumps({"recipe": asdict(recipe), **asdict(self)}, indent=1)
+        return json.dumps({"recipe": asdict(recipe), "digest": recipe.digest(self.listing), **asdict(self)}, indent=1)
 
 
 def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
@@ -178,7 +179,7 @@ def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: Maki
 
 def _texts_for_tokenizer(plan: MakingPlan, recipe: DataRecipe) -> Iterator[str]:
     """Texts to train on, the first of each unit."""
-    making = Making("", "", 0, None, recipe.field, *_chat_template(recipe), holdout_every=recipe.holdout_every)
+    making = Making("", "", 0, None, recipe.field, *recipe.chat_template(), holdout_every=recipe.holdout_every)
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
         characters = 0
@@ -188,13 +189,6 @@ def _texts_for_tokenizer(plan: MakingPlan, recipe: DataRecipe) -> Iterator[str]:
                 characters += len(document.text)
                 if characters * len(units) > TOKENIZER_CHARACTERS:
                     break
-
-
-def _chat_template(recipe: DataRecipe) -> tuple[str, dict[str, str]]:
-    if not recipe.chat:
-        return "", {}
-    template = ChatTemplate.beside(recipe.tokenizer_file or Path(TOKENIZER))
-    return template.source, template.special_tokens
 
 
 def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units: Path) -> Making:
@@ -210,7 +204,7 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
             raise DataError(
                 f"end_of_text = {recipe.end_of_text!r} is no token of {recipe.tokenizer}: give the one that ends a document there"
             )
-    template, special_tokens = _chat_template(recipe)
+    template, special_tokens = recipe.chat_template()
     return Making(
         str(folder),
         str(units),
@@ -229,7 +223,9 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
 
 
 def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, making: Making) -> None:
-    """Write the list of what was skipped, and the manifest, last. Raises DataError if there is nothing to train on."""
+    """Write the lists of files and of what was skipped, and the manifest, last. Raises DataError if there is nothing to train on."""
+    files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
+    (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     splits: dict[str, SplitReport] = {}
     skipped, encodings = Counter(reason for _, reason, _ in plan.skipped), Counter[str]()
     with (folder / SKIPPED).open("w", encoding="utf-8") as file:
@@ -263,6 +259,8 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
             "files": len(plan.files),
             "bytes": sum(max(0, one.size) for one in plan.files),
             "listing": plan.listing,
+            "chat_template": making.chat_template,
+            "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
         splits={name: Split(**vars(splits[name])) for name in SPLITS if name in splits},
         skipped=dict(sorted(skipped.items())),

@@ -78,9 +78,18 @@ class DataRecipe:
         path = Path(self.tokenizer)
         return path / "tokenizer.json" if path.is_dir() else path
 
+    def chat_template(self) -> tuple[str, dict[str, str]]:
+        """The source of the tokenizer's chat template, and the special tokens that it names; empty if records are texts."""
+        if not self.chat:
+            return "", {}
+        template = ChatTemplate.beside(self.tokenizer_file or Path("tokenizer.json"))
+        return template.source, template.special_tokens
+
     def digest(self, listing: str) -> str:
         """A short name of the recipe, wherever its sources and tokenizer lie, and of files as they are (`Plan.listing`)."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
+        if self.chat:
+            mapping["chat_template"] = self.chat_template()
         return hashlib.sha256(json.dumps([mapping, listing], sort_keys=True).encode()).hexdigest()[:12]

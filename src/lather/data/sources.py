@@ -78,7 +78,9 @@ class Reading:
 def list_files(source: str, reading: Reading) -> list[SourceFile]:
     """The files of a source, by name. Raises DataError if there is no such source, or no file in it."""
     if source.startswith("hf:") or reading.kind == "huggingface" or _is_saved_by_datasets(source):
-        return [SourceFile(source, "huggingface", -1, 0, source)]
+        found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none of a hub's
+        size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
+        return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
     if root.is_file():
         return [_file(root, root.parent, reading)]
