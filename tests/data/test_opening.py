@@ -1,6 +1,7 @@
 """From `[data]` to batches: a corpus is prepared once, sequences are what they should be, and damage is reported by file name."""
 
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -312,6 +313,32 @@ def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple
             shares = [batches.batch(step, rank, ranks) for rank in range(ranks)]
             assert torch.cat([share.labels_BS for share in shares]).equal(whole.labels_BS)
             assert {share.labels_of_all for share in shares} == {whole.num_labels}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_document_comes_once_in_an_epoch_after_20_kills_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
+    """Every start goes on from the newest checkpoint, with another number of ranks; what a kill has undone does not count."""
+    draw, documents = random.Random(seed), 240
+    reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)
+    source = Source("many", PackedDocuments.open(reader, "train", 16), documents)
+    steps = -(-len(source) // 12)
+    seen: dict[int, list[torch.Tensor]] = {}  # by step
+    step, kills = 0, 0
+    while step < steps:
+        batches = Batches([source], Order([len(source)], seed), 12, apart=True)  # as a fresh process has them
+        ranks = draw.choice([1, 2, 3, 4, 6, 12])
+        reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
+        for number in range(step + 1, reached + 1):
+            seen[number] = [batches.batch(number, rank, ranks).labels_BS for rank in range(ranks)]
+        if kills < 20:
+            kills += 1
+            step = draw.randint(step, reached - 1)  # where the newest checkpoint is
+        else:
+            step = reached
+    assert kills == 20
+    labels = torch.cat([labels_BS for number in sorted(seen) for labels_BS in seen[number]])[: len(source)]
+    counts = torch.bincount(labels[labels != IGNORE_INDEX], minlength=documents)
+    assert counts.tolist() == [2 + token % 9 for token in range(documents)]
 
 
 def test_a_rank_reads_only_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
