@@ -32,7 +32,7 @@ class Sampling:
     """Of these, choose among the fewest most likely ones whose probabilities add up to this (nucleus sampling, arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature:
+        if not self.temperature >= 0:  # nor not a number
             raise ValueError(f"temperature = {self.temperature} is not valid: give at least 0")
         if self.top_k < 0:
             raise ValueError(f"top_k = {self.top_k} is not valid: give at least 0")
@@ -86,7 +86,7 @@ class Continuations:
 
     @torch.no_grad()
     def step(self) -> dict[int, int]:
-        """Append a token to each row that goes on; returns it by the row's number. A row ends before a stop token, which is not appended."""
+        """Append a token to each row that goes on; returns it by the row's number. A row ends before a stop token, which is left out."""
         if not self.going:
             return {}
         logits_BV = self._next_logits().float().cpu()

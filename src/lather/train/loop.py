@@ -22,7 +22,6 @@ from lather.data.documents import load_tokenizer
 from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
-from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
@@ -33,6 +32,7 @@ from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, 
 from lather.train.optimizer import build_optimizer
 from lather.train.run_data import RunData, open_run_data
 from lather.train.run_dir import RunDirectory
+from lather.train.sampling import sample_text
 from lather.train.saver import Saver
 from lather.train.state import TrainingState
 from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
@@ -342,39 +342,3 @@ class _Run:
         log, model = self.config.log, build_model(self.config, self.mesh.device)
         load_checkpoint(checkpoint, TrainingState.of_model(model))
         return sample_text(model, self.config, self.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
-
-
-def sample_text(
-    model: Decoder,
-    config: Config,
-    run_dir: Path,
-    prompt: str,
-    num_tokens: int,
-    *,
-    seed: int,
-    temperature: float = 0.7,
-    top_k: int = 50,
-) -> str:
-    """`prompt` and what the model makes of it, reading the last `train.sequence_length` tokens.
-
-    Raises DataError if the prompt encodes to nothing.
-    """
-    tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
-    try:
-        tokens = tokenizer.encode(prompt).ids
-    except TypeError:
-        raise DataError(f"prompt {prompt!r} is not valid Unicode: give text in UTF-8") from None
-    if not tokens:
-        raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
-    generator = torch.Generator().manual_seed(seed)
-    more = generate(
-        model,
-        tokens,
-        num_tokens,
-        context=config.train.sequence_length,
-        temperature=temperature,
-        top_k=top_k,
-        generator=generator,
-        stop_token=tokenizer.token_to_id(config.data.end_of_text),
-    )
-    return str(tokenizer.decode([*tokens, *more]))
