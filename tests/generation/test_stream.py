@@ -5,21 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from generation.tokenizers_of_tests import SAMPLES, byte_level
+from generation.tokenizers_of_tests import SAMPLES, byte_level, word_pieces
 from lather.generation.stream import TextStream
-
-WORDS = {"▁the": 0, "▁cat": 1, "s": 2, "<0xE4>": 3, "<0xBD>": 4, "<0xA0>": 5, "<unk>": 6, "▁": 7}
-
-
-def word_pieces() -> Tokenizer:
-    """Like SentencePiece's: spaces are written as ▁, unknown characters as bytes."""
-    tokenizer = Tokenizer(models.BPE(vocab=WORDS, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    return tokenizer
 
 
 def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
