@@ -68,11 +68,10 @@ def eval_command(arguments: list[str]) -> int:
     for name in ("max_sequences", "limit"):
         require(getattr(parsed, name) >= 0, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 0")
     require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
-    tasks = [task for task in parsed.tasks.split(",") if task.strip()]
+    tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
     trained = TrainedModel.find(parsed.run, parsed.step)
     length = trained.context(parsed.sequence_length, "--sequence-length")
-    if tasks:
-        _find_tasks(tasks, parsed.task_folder)
+    manager = _find_tasks(tasks, parsed.task_folder) if tasks else None
     sets = [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
     decoder = trained.decoder()
     result = {
@@ -82,7 +81,7 @@ def eval_command(arguments: list[str]) -> int:
         "sequence_length": length,
         "max_sequences": parsed.max_sequences,
         "sets": _score_sets(trained, decoder, sets, parsed),
-        "tasks": _run_tasks(trained, decoder, tasks, length, parsed) if tasks else {},
+        "tasks": _run_tasks(trained, decoder, tasks, manager, parsed) if tasks else {},
     }
     if parsed.json:
         print(json.dumps(result))
@@ -112,20 +111,20 @@ def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
     status.update(f"{one.name}, {one.split}: {done:,} sequences")
 
 
-def _find_tasks(tasks: list[str], folder: Path | None) -> None:
-    """Raise UserError unless the harness is there and has these tasks."""
+def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
+    """The harness's manager of tasks. Raises UserError unless the harness is there and has these."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm_eval]'")
     from lather.evaluation.harness import find_tasks
 
-    find_tasks(tasks, folder)
+    return find_tasks(tasks, folder)
 
 
-def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], context: int, parsed: EvalArguments) -> dict[str, Any]:
+def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], manager: Any, parsed: EvalArguments) -> dict[str, Any]:
     from lather.evaluation.harness import HarnessModel, run_tasks
 
-    model = HarnessModel(trained, batch_size=parsed.batch_size, context=context, decoder=decoder)
-    return run_tasks(model, tasks, parsed.task_folder, limit=parsed.limit, shots=parsed.num_fewshot, chat=parsed.chat_template)
+    model = HarnessModel(trained, batch_size=parsed.batch_size, context=parsed.sequence_length, decoder=decoder)
+    return run_tasks(model, tasks, manager, limit=parsed.limit, shots=parsed.num_fewshot, chat=parsed.chat_template)
 
 
 def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:

@@ -227,14 +227,10 @@ def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
 
 
 def run_tasks(
-    model: HarnessModel, tasks: Sequence[str], folder: Path | None = None, *, limit: int = 0, shots: int = -1, chat: bool = False
+    model: HarnessModel, tasks: Sequence[str], manager: TaskManager, *, limit: int = 0, shots: int = -1, chat: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task. `folder`: with tasks of one's own; `limit`: documents of each task, 0 for all; `shots`: examples before each
-    document, negative for as many as the task says; `chat`: by the chat template.
-
-    Raises UserError for a task that there is not.
-    """
-    manager = find_tasks(tasks, folder)
+    """Metrics by task. `manager`: of `find_tasks`; `limit`: documents of each task, 0 for all; `shots`: examples before each document,
+    negative for as many as the task says; `chat`: by the chat template."""
     found = lm_eval.simple_evaluate(
         model=model,
         tasks=list(tasks),
