@@ -85,9 +85,9 @@ def test_prompts_of_a_file(trained: Path, tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "def f"}]
     file.write_text(json.dumps({"prompt": "def"}) + "\n" + json.dumps({"messages": messages}) + "\n")
-    found = rows(capsys, trained, "--prompts", file)
-    assert [row.get("prompt") for row in found] == ["def", None]
-    assert found[1]["messages"] == messages
+    found = rows(capsys, trained, "--prompts", file, "--num-samples", 2, "--batch-size", 3)
+    assert [(row.get("prompt"), row["sample"]) for row in found] == [("def", 0), ("def", 1), (None, 0), (None, 1)]
+    assert found[2]["messages"] == messages
 
 
 def test_a_message_is_put_into_the_template_and_only_the_answer_is_shown(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

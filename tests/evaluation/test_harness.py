@@ -152,7 +152,10 @@ def test_the_command_shows_tasks_and_records_them(run: Path, task_folder: Path, 
     options = ["--tasks", "small_questions", "--task-folder", str(task_folder), "--limit", "2", "--num-fewshot", "0"]
     assert main(["eval", str(run), *options]) == 0
     assert "small_questions" in capsys.readouterr().out
+    assert main(["eval", str(run), *options, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
     row = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert row == printed
     assert row["sets"] == {}
     assert 0 <= row["tasks"]["small_questions"]["acc,none"] <= 1
 

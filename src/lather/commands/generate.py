@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ class GenerateArguments:
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all."""
     top_p: float = 1.0
-    """Of these, choose among the fewest whose probabilities add up to this."""
+    """Choose among the fewest of these whose probabilities add up to this."""
     num_samples: int = 1
     """Texts for each prompt."""
     batch_size: int = 16
@@ -107,7 +108,7 @@ def _system(parsed: GenerateArguments) -> Messages:
 
 
 def _lines_of_user() -> Iterator[str]:
-    """What the user says, until the input ends; empty lines are passed over."""
+    """Yield the user's messages until the input ends; empty lines are passed over."""
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
@@ -133,13 +134,12 @@ class _Writer:
     def write_all(self, requests: list[Request]) -> None:
         """Write the texts of all requests, `num_samples` of each."""
         prompts = [self._encode(request) for request in requests]
-        jobs = [(number, sample) for number in range(len(requests)) for sample in range(self._parsed.num_samples)]
-        for first in range(0, len(jobs), self._parsed.batch_size):
-            batch = jobs[first : first + self._parsed.batch_size]
-            live = len(jobs) == 1 and not self._parsed.json
+        live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
+        for batch in self._batches(requests):
             if live:
                 self._show(self._shown_before(requests[0], prompts[0]))
-            continued = self._continue([prompts[number] for number, _ in batch], any(requests[n].messages for n, _ in batch), live=live)
+            answers = requests[batch[0][0]].messages is not None
+            continued = self._continue([prompts[number] for number, _ in batch], answers=answers, live=live)
             for (number, sample), one in zip(batch, continued, strict=True):
                 if self._parsed.json:
                     self._print_row(requests[number], sample, one)
@@ -148,6 +148,13 @@ class _Writer:
                 else:
                     print(f"--- prompt {number + 1}, sample {sample + 1} ".ljust(80, "-"))
                     print(self._shown_before(requests[number], prompts[number]) + one.text)
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[tuple[int, int]]]:
+        """Numbers of requests and samples in order; a batch has either texts or conversations, which end otherwise."""
+        jobs = ((number, sample) for number in range(len(requests)) for sample in range(self._parsed.num_samples))
+        for _, alike in itertools.groupby(jobs, key=lambda job: requests[job[0]].messages is None):
+            while batch := list(itertools.islice(alike, self._parsed.batch_size)):
+                yield batch
 
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with all that was said before."""
@@ -159,14 +166,14 @@ class _Writer:
             prompt = self._encode(Request(messages=messages))
             if len(prompt) > self._context:
                 print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
-            (answer,) = self._continue([prompt], True, live=not self._parsed.json)
+            (answer,) = self._continue([prompt], answers=True, live=not self._parsed.json)
             if self._parsed.json:
                 self._print_row(Request(messages=messages), 0, answer)
             else:
                 print(flush=True)
             messages.append({"role": "assistant", "content": answer.text})
 
-    def _continue(self, prompts: list[list[int]], answers: bool, *, live: bool) -> list[ContinuedText]:
+    def _continue(self, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
         """`answers`: the texts end as the chat template ends answers, too."""
         ending = Ending(self._parsed.tokens, self._ends)
         if answers and self._format is not None:

@@ -128,7 +128,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, each in windows of the context's length, in which every token is predicted once."""
+        """Log-likelihoods of whole texts, each in windows of the context's length, in which every token is predicted once."""
         windows: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -162,7 +162,7 @@ class HarnessModel(TemplateLM):
     # --- generation ---------------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, until one of the request's texts or a token that ends it all."""
+        """Continue each context until one of the request's texts or a token that ends it all."""
         groups: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(number)
@@ -193,7 +193,7 @@ class HarnessModel(TemplateLM):
 
 @dataclass(frozen=True)
 class _Wish:
-    """What a task wants of a generated text."""
+    """A task's wishes for a generated text."""
 
     until: tuple[str, ...]
     num_tokens: int

@@ -1,4 +1,4 @@
-"""How well a model predicts labels: nats of each, and whether it was the most likely token; over a held-out set, per token and per byte.
+"""Scores of labels: the nats of each, and whether it was the most likely token; over a held-out set, per token and per byte.
 
 The logits of a few labels at a time are made, in fp32 or wider whatever the rest is computed in.
 
@@ -51,7 +51,7 @@ def _score(x_ND: Tensor, head_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts a held-out set."""
+    """The measure of how well a model predicts a held-out set."""
 
     sequences: int
     tokens: int
@@ -61,7 +61,7 @@ class Score:
     hits: int
     """Labels that were the most likely token."""
     num_bytes: int | None
-    """Of the labels' text, in UTF-8; None: the set has no tokenizer."""
+    """UTF-8 bytes of the labels' text; None: the set has no tokenizer."""
 
     @property
     def loss(self) -> float:

@@ -1,4 +1,4 @@
-"""How many bytes of text, in UTF-8, each token of a vocabulary stands for.
+"""The bytes of text, in UTF-8, that each token of a vocabulary stands for.
 
 With byte-level BPE (GPT-2's, and Lather's own) this is exact: the bytes of a text's tokens add up to the text's. With other tokenizers a
 token counts as what it is written as, with a space for SentencePiece's mark of one; where the tokenizer changes the text (cases, accents,
@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from lather.shapes import Int
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space."""
+"""A space as SentencePiece writes it."""
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""How it writes a byte."""
+"""A byte as SentencePiece writes it."""
 CONTINUED = "##"
-"""How WordPiece begins a token that is not the first of its word."""
+"""The beginning of WordPiece's tokens that are not the first of their word."""
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[torch.Tensor, " v"]:

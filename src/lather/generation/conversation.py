@@ -39,7 +39,7 @@ class ConversationFormat:
             raise DataError(f"the conversation cannot be written: {error}") from None
 
     def _closing(self) -> str:
-        """What follows an answer, without white space around it."""
+        """The text that follows an answer, without white space around it."""
         text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], asking=False)
         _, found, closing = text.rpartition(PLACE)
         if not found:

@@ -1,4 +1,4 @@
-"""What is to be continued or answered, from command lines and files."""
+"""Requests: texts to continue and conversations to answer, from command lines and files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Those of a file: the lines of .jsonl are objects with "prompt", "messages" or "conversations"; the lines of any other file are texts.
+    """The requests of a file: lines of .jsonl are objects with "prompt", "messages" or "conversations", those of any other file are texts.
 
     Empty lines count for nothing. Raises DataError, with the line, for what is none of these, and if there is nothing.
     """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode a part of a character to."""
+"""The character that tokenizers decode a part of one to."""
 TOKENS_BEFORE = 8
 
 
@@ -24,10 +24,10 @@ class TextStream:
         self._tokenizer, self._stop_texts = tokenizer, [text for text in stop_texts if text]
         self._tokens = list(prompt[-TOKENS_BEFORE:])
         self._done = len(self._tokens)
-        """How many of these tokens are in the text."""
+        """The number of these tokens that are in the text."""
         self._held = ""
         self.stopped = False
-        """Whether a stop text came."""
+        """True once a stop text came."""
 
     def push(self, token: int) -> str:
         """The text that is certain now and was not before; nothing after a stop text."""
@@ -41,7 +41,7 @@ class TextStream:
         return self._without_stop_text(grown)
 
     def rest(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, when no token follows."""
         if self.stopped:
             return ""
         text = self._without_stop_text(self._grown())

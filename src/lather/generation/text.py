@@ -28,13 +28,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class ContinuedText:
-    """What follows a prompt."""
+    """The text that follows a prompt."""
 
     text: str
     num_tokens: int
-    """How many were added, those of a stop text included."""
+    """The number of tokens added, those of a stop text included."""
     stopped: bool
-    """Whether a stop token or text ended it, and not the number of tokens."""
+    """True if a stop token or text ended it, and not the number of tokens."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -59,8 +59,8 @@ def continue_texts(
     seeds: Sequence[int],
     show: Callable[[int, str], None] = lambda row, piece: None,
 ) -> list[ContinuedText]:
-    """What the model, side by side, makes of all prompts. `seeds`: one for each; `show` is given a row's number and a piece of its text as
-    soon as that is certain."""
+    """Continue all prompts side by side. `seeds`: one for each; `show` is given a row's number and a piece of its text as soon as that is
+    certain."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     stop_tokens = ending.stop_tokens
     rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=stop_tokens)

@@ -1,4 +1,4 @@
-"""What a decoder remembers of the tokens that it has read, so that the next ones are read alone.
+"""The memory of a decoder of the tokens that it has read, so that the next ones are read alone.
 
 A layer's keys and values go into a `KeyValueCache`, those of latent attention as the latent and the one rotary key (arXiv:2405.04434,
 section 2.1.3). Rows of a batch may be of different lengths: the shorter ones are padded on the left, so that all of them end in the same

@@ -211,7 +211,7 @@ class Decoder(RoutedModel):
         exchange: Exchange = LOCAL_EXCHANGE,
         cache: KeyValueCache | None = None,
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
-        """What the head makes logits of, and the routings of the MoE blocks; see `forward`."""
+        """The last norm's output, of which the head makes logits, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
         layout: SequenceLayout
         if cache is None:

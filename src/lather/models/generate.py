@@ -22,14 +22,14 @@ from lather.shapes import Float
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """The way in which the next token is chosen."""
 
     temperature: float = 0.7
     """Spread of the choice; 0 always takes the most likely token."""
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all."""
     top_p: float = 1.0
-    """Of these, choose among the fewest most likely ones whose probabilities add up to this (nucleus sampling, arXiv:1904.09751)."""
+    """Choose among the fewest, most likely of these whose probabilities add up to this (nucleus sampling, arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:  # nor not a number
@@ -74,9 +74,9 @@ class Continuations:
         if context < 1:
             raise ValueError(f"context = {context} is not valid: give at least 1 token")
         self.tokens = [list(prompt) for prompt in prompts]
-        """Of each row, its prompt included."""
+        """The tokens of each row, its prompt included."""
         self.going = list(range(len(prompts)))
-        """Numbers of the rows that have not ended."""
+        """The numbers of the rows that have not ended."""
         self._model, self._context, self._sampling = model, context, sampling
         self._generators = generators or [None] * len(prompts)
         self._stop_tokens = frozenset(stop_tokens)

@@ -32,7 +32,7 @@ class SequenceLayout:
     """
 
     takes_block_masks = True
-    """Whether flex attention's block masks are made of it, on CUDA."""
+    """True if attention on CUDA may ask for flex attention's block masks."""
 
     def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
         self.batch, self.length, self.device = batch, length, device

@@ -1,4 +1,4 @@
-"""What a run has made, to be read with: a checkpoint's model, the tokenizer, and how its texts and answers end."""
+"""A run's product, to be read with: a checkpoint's model, the tokenizer, the chat template, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TrainedModel:
             yield from (folder, folder / COMPANION_FOLDER)
 
     def _manifests(self) -> list[Any]:
-        """Of the data sets that the run names, as far as they are still there."""
+        """The manifests of the data sets that the run names, as far as they are still there."""
         folders = [Path(folder) for folder in (*self.config.data.path, *self.config.data.validation.values())]
         return [read_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
