@@ -81,6 +81,27 @@ def test_all_sequences_are_counted_to_the_last_token_and_byte(folder: Path, caps
     assert 0 <= row["accuracy"] < 1
 
 
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (["--train.precision", "bf16", "--data.packing", "documents"], 5e-3),
+        (["--train.precision", "fp64", "--data.packed-attention"], 1e-12),
+    ],
+    ids=["bf16", "fp64"],
+)
+def test_precision_and_packing_are_the_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], tolerance: float
+) -> None:
+    shutil.copytree(folder / "lines", tmp_path / "lines")
+    arguments = ["--run-dir", tmp_path / "run", "--train.steps", 2, "--data.path", tmp_path / "lines", "--log.sample-tokens", 0]
+    assert main(["train", *map(str, [folder / "tiny.toml", *arguments]), *options]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
+    row = evaluate(capsys, tmp_path / "run", "--max-sequences", 4)["sets"]["lines"]
+    assert row["loss"] == pytest.approx(expected, rel=tolerance)
+    assert row["data"] == str(tmp_path / "lines")
+
+
 def test_batches_make_no_difference_and_context_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other, longer = (
         evaluate(capsys, folder / "run", folder / "lines", *more)["sets"]["lines"]

@@ -14,10 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 def test_the_code_runs() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    block = block.replace(
-        ".config()",
-        ".config(hidden_size=16, num_hidden_layers=2, vocab_size=50, intermediate_size=16, num_experts=4, num_experts_per_tok=2)",
-    )
+    sizes = "hidden_size=16, num_hidden_layers=2, vocab_size=50, intermediate_size=16, num_experts=4, num_experts_per_tok=2"
+    block = block.replace(".config()", f".config({sizes})")
     names: dict[str, object] = {}
     exec(compile(block, PAGE.name, "exec"), names)
     assert [len(tokens) for tokens in names["rows"].tokens] == [23, 22]  # type: ignore[attr-defined]

@@ -103,7 +103,7 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
             score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
             if not score.tokens:
                 raise UserError(f"{one.source.name}: none of its tokens is learned, there is nothing to predict: give another set or split")
-            found[one.name] = {"data": one.source.name, "split": one.split, **score.as_row()}
+            found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
     return found
 
 
@@ -128,7 +128,7 @@ def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], manage
 
 
 def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
-    console = wide_console(100)
+    console = wide_console(120)
     console.print(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens", highlight=False, soft_wrap=True)
     if result["sets"]:
         table = Table(

@@ -24,6 +24,7 @@ class HeldOutSet:
     """A split of a data set, cut into sequences."""
 
     name: str
+    folder: Path
     split: str
     source: Source
     tokenizer: Tokenizer | None
@@ -45,7 +46,7 @@ def open_sets(trained: TrainedModel, named: Sequence[str], split: str, length: i
         dataset = DataSet(folder)
         taken = split or (VALIDATION if VALIDATION in dataset.manifest.splits else TRAIN)
         tokenizer = _checked_tokenizer(dataset, trained)
-        sets.append(HeldOutSet(name, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
+        sets.append(HeldOutSet(name, folder, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
     return sets
 
 
