@@ -160,6 +160,20 @@ def test_the_command_shows_tasks_and_records_them(run: Path, task_folder: Path, 
     assert 0 <= row["tasks"]["small_questions"]["acc,none"] <= 1
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no network"), FileNotFoundError("no such dataset")], ids=repr)
+def test_data_that_cannot_be_fetched_is_one_line(
+    run: Path, task_folder: Path, error: OSError, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", fail)
+    capsys.readouterr()
+    assert main(["eval", str(run), "--tasks", "small_questions", "--task-folder", str(task_folder)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lather")]
+    assert f"their data cannot be fetched ({error})" in line
+
+
 def test_the_harness_finds_the_model_by_name(run: Path) -> None:
     found = lm_eval.api.registry.get_model("lather")
     assert found is HarnessModel
@@ -174,5 +188,5 @@ def test_what_cannot_be_run_is_refused(run: Path, model: HarnessModel, tmp_path:
     assert "not a folder" in capsys.readouterr().err
     with pytest.raises(UserError, match="batch_size = 'auto'"):
         HarnessModel(str(run), batch_size="auto")
-    with pytest.raises(UserError, match="give a larger --context"):
+    with pytest.raises(UserError, match="but the model reads 16: give more"):
         model.loglikelihood(requests("loglikelihood", ("a", "b" * 40)), disable_tqdm=True)

@@ -71,6 +71,18 @@ def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(name: str, dtyp
             assert error(result[row, padding:], alone) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16 weights"])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_bf16_it_is_as_far_off_as_bf16_is(name: str, autocast: bool) -> None:
+    """Most logits: a choice of experts that turns on rounding changes a few."""
+    model, tokens_BS = model_of(name, torch.float32), random_tokens(4, LENGTH)
+    expected = whole(model, tokens_BS)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = read(model if autocast else model.bfloat16(), tokens_BS, [5, 1, 5], KeyValueCache())
+    difference = (found.float() - expected).abs().flatten()
+    assert difference.quantile(0.9) < 0.05 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_some_rows_go_on_alone_in_another_order(name: str) -> None:
     model, tokens_BS = model_of(name), random_tokens(3, LENGTH)

@@ -134,6 +134,7 @@ class _Writer:
     def write_all(self, requests: list[Request]) -> None:
         """Write the texts of all requests, `num_samples` of each."""
         prompts = [self._encode(request) for request in requests]
+        self._load()
         live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
         for batch in self._batches(requests):
             if live:

@@ -82,7 +82,7 @@ class HarnessModel(TemplateLM):
         own: int | None = self._text_tokenizer.token_to_id(self._trained.config.data.end_of_text)
         return min(self._ends) if own is None else own
 
-    @property
+    @cached_property
     def prefix_token_id(self) -> int:
         """The token that a text without a context begins with."""
         name = self._trained.chat_template().special_tokens.get("bos_token", "")
@@ -147,7 +147,9 @@ class HarnessModel(TemplateLM):
         """Log-likelihood of the second tokens after the first, and whether each was the most likely one; pairs of like length together."""
         for _, after in pairs:
             if len(after) > self._context:
-                raise UserError(f"a continuation has {len(after)} tokens, but the model reads {self._context}: give a larger --context")
+                raise UserError(
+                    f"a continuation has {len(after)} tokens, but the model reads {self._context}: give more (--sequence-length)"
+                )
         order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
         answers: dict[int, tuple[float, bool]] = {}
         for numbers in tqdm(list(_in_batches(order, self._batch_size)), desc="batches scored", disable=silent):
@@ -230,17 +232,25 @@ def run_tasks(
     model: HarnessModel, tasks: Sequence[str], manager: TaskManager, *, limit: int = 0, shots: int = -1, chat: bool = False
 ) -> dict[str, dict[str, float]]:
     """Metrics by task. `manager`: of `find_tasks`; `limit`: documents of each task, 0 for all; `shots`: examples before each document,
-    negative for as many as the task says; `chat`: by the chat template."""
-    found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        num_fewshot=None if shots < 0 else shots,
-        limit=limit or None,
-        apply_chat_template=chat,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    negative for as many as the task says; `chat`: by the chat template.
+
+    Raises UserError if the tasks' data is not there and cannot be fetched.
+    """
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=None if shots < 0 else shots,
+            limit=limit or None,
+            apply_chat_template=chat,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(f"--tasks {','.join(tasks)}: their data cannot be fetched ({error}): connect, or fetch it before") from None
     return {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found["results"].items()}
 
 
