@@ -23,7 +23,8 @@ usage: lather COMMAND ...
 
   train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows every field
   data make FOLDER SOURCE            make a data set of text, JSONL, Parquet, chats or token files; also show, check
-  generate RUN --prompt TEXT         continue a text with a trained model
+  generate RUN --prompt TEXT         continue texts with a trained model, answer messages, or talk with it (--chat)
+  eval RUN [DATA ...]                loss, perplexity and bits per byte on held-out sets; --tasks of lm-evaluation-harness
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
   export RUN FOLDER                  write a run's model as a Hugging Face folder
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
@@ -37,6 +38,7 @@ COMMANDS = {
     "train": "train",
     "data": "data",
     "generate": "generate",
+    "eval": "eval",
     "import": "exchange",
     "export": "exchange",
     "plot": "plot",

@@ -1,4 +1,4 @@
-"""Sampling: greedy and random choice, the window, the stop token."""
+"""Sampling: greedy and random choice, the window, the stop token, several prompts side by side, and what the cache saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from lather.models.decoder import Decoder
 from lather.models.families import FAMILIES
-from lather.models.generate import generate
+from lather.models.generate import Continuations, Sampling, generate
 from models.tiny import tiny_family_config, tiny_family_model, tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -89,6 +89,91 @@ def test_nothing_is_asked_for_and_the_prompt_is_left_alone(model: Decoder) -> No
 def test_an_empty_prompt_or_window_is_refused(model: Decoder, prompt: list[int], context: int, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         generate(model, prompt, 3, context=context)
+
+
+# --- the cache and batches ------------------------------------------------------------------------------------------------------------
+
+
+def plain_greedy(model: Decoder, prompt: list[int], num_tokens: int, context: int) -> list[int]:
+    """Reading the window anew for every token, without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(model(torch.tensor([tokens[-context:]])).logits_BSV[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    read: list[tuple[int, ...]] = []
+    original = Decoder.hidden
+    monkeypatch.setattr(Decoder, "hidden", lambda self, x, **options: read.append(tuple(x.shape)) or original(self, x, **options))
+    return read
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 2]]
+
+
+@pytest.mark.parametrize("context", [3, 8, 12, 100])
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_rows_side_by_side_are_each_row_alone_without_a_cache(model_type: str, context: int) -> None:
+    """Prompts shorter and longer than the context, and texts that grow beyond it."""
+    model = tiny_family_model(model_type, initializer_range=0.3).double()
+    rows = Continuations(model, PROMPTS, context=context, sampling=Sampling(0))
+    for _ in range(9):
+        assert list(rows.step()) == [0, 1, 2, 3]
+    expected = [plain_greedy(model, prompt, 9, context) for prompt in PROMPTS]
+    assert len({token for row in expected for token in row}) > 3
+    assert [tokens[len(prompt) :] for tokens, prompt in zip(rows.tokens, PROMPTS, strict=True)] == expected
+
+
+def test_every_token_is_read_once_until_the_context_is_full(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = lengths_read(monkeypatch)
+    generate(model, PROMPT, 6, context=8)
+    assert read == [(1, 5), (1, 1), (1, 1), (1, 1), (1, 8), (1, 8)]
+
+
+def test_rows_that_end_are_read_no_more_and_leave_the_others_alone(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [plain_greedy(model, prompt, 8, 100) for prompt in PROMPTS]
+    stop = next(token for token in alone[0] if token not in alone[1] and alone[0].index(token) > 0)
+    read = lengths_read(monkeypatch)
+    rows = Continuations(model, PROMPTS[:3], context=100, sampling=Sampling(0), stop_tokens=[stop])
+    rows.step()
+    rows.end(2)
+    while rows.going and len(rows.tokens[1]) < 1 + 8:
+        rows.step()
+    found = [tokens[len(prompt) :] for tokens, prompt in zip(rows.tokens, PROMPTS, strict=False)]
+    assert found == [alone[0][: alone[0].index(stop)], alone[1], alone[2][:1]]
+    assert [size[0] for size in read] == sorted((size[0] for size in read), reverse=True)
+    assert read[-1] == (1, 1)
+    assert rows.going == [1]
+
+
+def test_each_row_draws_from_its_own_generator(model: Decoder) -> None:
+    def texts(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        rows = Continuations(model, prompts, context=100, sampling=Sampling(2.0), generators=[seeded(seed) for seed in seeds])
+        for _ in range(8):
+            rows.step()
+        return rows.tokens
+
+    together = texts(PROMPTS, [5, 6, 7, 8])
+    assert together == [texts([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, [5, 6, 7, 8], strict=True)]
+    assert len({tuple(tokens) for tokens in texts([PROMPT] * 4, [1, 2, 3, 4])}) > 1
+
+
+def test_top_p_draws_from_the_fewest_tokens_that_have_that_probability() -> None:
+    probability = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])
+    draw = seeded()
+    expected = {0.3: {1}, 0.5: {1, 3}, 0.75: {1, 3, 4}, 1.0: {0, 1, 2, 3, 4}}
+    for top_p, tokens in expected.items():
+        assert {Sampling(1.0, 0, top_p).choose(probability.log(), draw) for _ in range(300)} == tokens
+    assert {Sampling(1.0, 2, 0.5).choose(probability.log(), draw) for _ in range(100)} == {1}, "of the two, 1 has 4/7"
+    shares = torch.tensor([Sampling(1.0, 0, 0.5).choose(probability.log(), draw) for _ in range(400)]).bincount(minlength=5) / 400
+    assert abs(shares[1] - 4 / 7) < 0.1
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_choices_that_cannot_be_made_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_type", list(FAMILIES))

@@ -108,9 +108,9 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
     (tmp_path / "corpus" / "1.txt").write_text("other text", "utf-8")
     before = sorted(tmp_path.rglob("*"))
     for config, message in [
-        (fork_config(3), r"there is no checkpoint '3', but of the steps 2, 4, 6, 8"),
+        (fork_config(3), r"@3: no such checkpoint in .*: use one of 2, 4, 6, 8, or best"),
         (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere is not a run"),
-        (fork_config(4, fork_from=f"{first.run_dir}@"), "there is no checkpoint ''"),
+        (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
         (fork_config(4, seed=3), "seed is 0 there and 3 here, which cannot change during a run"),
         (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: 4 steps"),
         (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give a --run-dir for the fork that does not exist"),

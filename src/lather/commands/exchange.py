@@ -29,13 +29,13 @@ from lather.models.huggingface import (
     save_hugging_face,
 )
 from lather.models.safetensors_folder import complete_folder
-from lather.train.checkpoint import list_checkpoints, open_checkpoint, write_first_checkpoint
+from lather.train.checkpoint import open_checkpoint, write_first_checkpoint
 from lather.train.config import Config, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
+from lather.train.find import find_checkpoint
 from lather.train.optim_config import optim_config
+from lather.train.trained import COMPANION_FOLDER
 
-COMPANION_FOLDER = "huggingface"
-"""Folder of an imported run with what a later export carries along."""
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config("soap", lr=1e-4)
 """Far below the default rate, which is for random weights and would undo what the model has learned."""
@@ -57,8 +57,8 @@ class ImportArguments:
 class ExportArguments:
     """Write a run's model as a Hugging Face folder, with its tokenizer."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory; RUN@STEP or RUN@best: one of its checkpoints."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to make."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -103,11 +103,9 @@ def export_command(arguments: list[str]) -> int:
     """Write the folder and print where it is."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
     max_shard_bytes = parse_size(parsed.max_shard_size)
-    if not (parsed.run / "config.toml").exists():
-        raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
-    config = load_config(parsed.run / "config.toml")
-    checkpoint = _choose(parsed.run / "checkpoints", parsed.step)
-    tokenizer = _tokenizer(parsed.run, config.data)
+    run, checkpoint = find_checkpoint(parsed.run, parsed.step)
+    config = load_config(run / "config.toml")
+    tokenizer = _tokenizer(run, config.data)
     save_hugging_face(
         open_checkpoint(checkpoint).weights(),
         config.model,
@@ -158,17 +156,6 @@ def _same_tokenizer(one: Path, other: Path) -> bool:
     """Not the same bytes: training writes the tokenizer that it was given anew."""
     read = [load_tokenizer(path, "put it back").to_str() for path in (one, other) if path.is_file()]
     return len(read) == 2 and read[0] == read[1]
-
-
-def _choose(folder: Path, step: int) -> Path:
-    checkpoints = {int(path.name[5:]): path for path in list_checkpoints(folder)}
-    if not checkpoints:
-        raise UserError(f"{folder}: no checkpoint yet: let the run train first")
-    if step < 0:
-        return checkpoints[max(checkpoints)]
-    if step not in checkpoints:
-        raise UserError(f"--step {step}: no such checkpoint in {folder}: use one of {', '.join(map(str, checkpoints))}")
-    return checkpoints[step]
 
 
 def parse_size(text: str) -> int:

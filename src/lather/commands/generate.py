@@ -1,73 +1,217 @@
-"""`lather generate RUN --prompt TEXT`."""
+"""`lather generate RUN` with a text, several, a file of them, a message to answer, or a conversation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tokenizers import Tokenizer
 
 from lather.commands.parsing import parse_arguments
+from lather.data.chat import Messages
 from lather.errors import UserError, require
-from lather.train.checkpoint import list_checkpoints, load_checkpoint
-from lather.train.config_file import load_config
-from lather.train.loop import build_model, sample_text
-from lather.train.state import TrainingState
-from lather.train.step import pick_device
+from lather.generation.conversation import ConversationFormat
+from lather.generation.requests import Request, read_requests
+from lather.generation.text import ContinuedText, Ending, continue_texts, encode_prompt
+from lather.models.decoder import Decoder
+from lather.models.generate import Sampling
+from lather.train.trained import TrainedModel
+
+WAYS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
+LARGEST_SEED = 2**64
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Continue a text with the newest checkpoint of a run."""
+    """Continue texts, or answer messages, with a checkpoint of a run."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run directory."""
-    prompt: str
-    """Text to continue."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory, with its newest checkpoint; RUN@STEP or RUN@best: with another one."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
+    """Text to continue; may be given several times."""
+    prompts: Path | None = None
+    """File of prompts: a text on each line, or a .jsonl with objects that have "prompt" or "messages"."""
+    message: str = ""
+    """Message to answer, by the tokenizer's chat template."""
+    chat: bool = False
+    """Talk: each line of the terminal, or of what is piped in, is a message to answer."""
+    system: str = ""
+    """System message before those of --message and --chat."""
     tokens: int = 200
     """Most tokens to add."""
     temperature: float = 0.7
     """Spread of the choice; 0 always takes the most likely token."""
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the fewest of these whose probabilities add up to this."""
+    num_samples: int = 1
+    """Texts for each prompt."""
+    batch_size: int = 16
+    """Texts that are made side by side."""
     context: int = 0
     """Tokens that the model reads, the last ones; 0: `train.sequence_length`, at most `model.max_position_embeddings`."""
     seed: int = 0
-    """Fixes the choice."""
+    """Fixes the choice; the second text has the next seed, and so on."""
+    step: int = -1
+    """Which checkpoint; negative: the newest."""
+    json: bool = False
+    """Print an object on a line for each text."""
 
 
 def generate_command(arguments: list[str]) -> int:
-    """Print the prompt and what the model makes of it."""
+    """Print what the model makes of the prompts, a single one's text as it comes."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
+    _check(parsed)
+    trained = TrainedModel.find(parsed.run, parsed.step)
+    writer = _Writer(parsed, trained)
+    if parsed.chat:
+        writer.talk(_lines_of_user())
+        return 0
+    if parsed.prompts is not None:
+        requests = read_requests(parsed.prompts)
+    elif parsed.message:
+        requests = [Request(messages=[*_system(parsed), {"role": "user", "content": parsed.message}])]
+    else:
+        requests = [Request(text) for text in parsed.prompt]
+    writer.write_all(requests)
+    return 0
+
+
+def _check(parsed: GenerateArguments) -> None:
     require(parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
     require(parsed.temperature == 0 or parsed.temperature >= 1e-3, "--temperature", parsed.temperature, "0 or at least 0.001")
-    require(0 <= parsed.seed < 2**64, "--seed", parsed.seed, "at least 0 and below 2**64")
+    require(0 <= parsed.seed < LARGEST_SEED, "--seed", parsed.seed, "at least 0 and below 2**64")
     require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
-    require(parsed.context >= 0, "--context", parsed.context, "at least 0 tokens")
-    config_file = parsed.run / "config.toml"
-    if not config_file.exists():
-        raise UserError(f"{parsed.run}: not a run (it has no config.toml): give the run_dir of a training run")
-    config = load_config(config_file)
-    longest = config.model.max_position_embeddings
-    require(parsed.context <= longest, "--context", parsed.context, f"at most model.max_position_embeddings ({longest})")
-    if parsed.context:
-        config = replace(config, train=replace(config.train, sequence_length=parsed.context))
+    require(0 < parsed.top_p <= 1, "--top-p", parsed.top_p, "above 0 and at most 1")
+    require(parsed.num_samples >= 1, "--num-samples", parsed.num_samples, "at least 1")
+    require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
+    require(not parsed.chat or parsed.num_samples == 1, "--num-samples", parsed.num_samples, "1 with --chat")
+    ways = {"--prompt": bool(parsed.prompt), "--prompts": bool(parsed.prompts), "--message": bool(parsed.message), "--chat": parsed.chat}
+    given = [way for way, is_given in ways.items() if is_given]
+    if not given:
+        raise UserError(f"nothing to continue: give {WAYS}")
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} were given: use one of {WAYS}")
+    if parsed.system and given[0] not in ("--message", "--chat"):
+        raise UserError(f"--system goes before a message, but {given[0]} was given: use --message or --chat")
 
-    checkpoints = list_checkpoints(parsed.run / "checkpoints")
-    if not checkpoints:
-        raise UserError(f"{parsed.run / 'checkpoints'}: no checkpoint yet: let the run train first")
-    model = build_model(config, pick_device("auto"))
-    load_checkpoint(checkpoints[-1], TrainingState.of_model(model))
-    text = sample_text(
-        model,
-        config,
-        parsed.run,
-        parsed.prompt,
-        parsed.tokens,
-        seed=parsed.seed,
-        temperature=parsed.temperature,
-        top_k=parsed.top_k,
-    )
-    print(text)
-    return 0
+
+def _system(parsed: GenerateArguments) -> Messages:
+    return [{"role": "system", "content": parsed.system}] if parsed.system else []
+
+
+def _lines_of_user() -> Iterator[str]:
+    """Yield the user's messages until the input ends; empty lines are passed over."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
+        except (EOFError, StopIteration):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class _Writer:
+    """Writes what a model makes of requests. The model is read when all prompts are known to be sound."""
+
+    def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
+        self._parsed, self._trained = parsed, trained
+        self._context = trained.context(parsed.context)
+        self._sampling = Sampling(parsed.temperature, parsed.top_k, parsed.top_p)
+        self._tokenizer: Tokenizer = trained.tokenizer()
+        self._ends = trained.stop_tokens(self._tokenizer)
+        self._format: ConversationFormat | None = None
+        self._model: Decoder | None = None
+        self._texts_made = 0
+
+    def write_all(self, requests: list[Request]) -> None:
+        """Write the texts of all requests, `num_samples` of each."""
+        prompts = [self._encode(request) for request in requests]
+        self._load()
+        live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
+        for batch in self._batches(requests):
+            if live:
+                self._show(self._shown_before(requests[0], prompts[0]))
+            answers = requests[batch[0][0]].messages is not None
+            continued = self._continue([prompts[number] for number, _ in batch], answers=answers, live=live)
+            for (number, sample), one in zip(batch, continued, strict=True):
+                if self._parsed.json:
+                    self._print_row(requests[number], sample, one)
+                elif live:
+                    print()
+                else:
+                    print(f"--- prompt {number + 1}, sample {sample + 1} ".ljust(80, "-"))
+                    print(self._shown_before(requests[number], prompts[number]) + one.text)
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[tuple[int, int]]]:
+        """Numbers of requests and samples in order; a batch has either texts or conversations, which end otherwise."""
+        jobs = ((number, sample) for number in range(len(requests)) for sample in range(self._parsed.num_samples))
+        for _, alike in itertools.groupby(jobs, key=lambda job: requests[job[0]].messages is None):
+            while batch := list(itertools.islice(alike, self._parsed.batch_size)):
+                yield batch
+
+    def talk(self, lines: Iterator[str]) -> None:
+        """Answer one message after the other, each with all that was said before."""
+        self._format = self._conversation_format()
+        self._load()
+        messages = _system(self._parsed)
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            prompt = self._encode(Request(messages=messages))
+            if len(prompt) > self._context:
+                print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
+            (answer,) = self._continue([prompt], answers=True, live=not self._parsed.json)
+            if self._parsed.json:
+                self._print_row(Request(messages=messages), 0, answer)
+            else:
+                print(flush=True)
+            messages.append({"role": "assistant", "content": answer.text})
+
+    def _continue(self, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
+        """`answers`: the texts end as the chat template ends answers, too."""
+        ending = Ending(self._parsed.tokens, self._ends)
+        if answers and self._format is not None:
+            ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
+        seeds = [(self._parsed.seed + self._texts_made + number) % LARGEST_SEED for number in range(len(prompts))]
+        self._texts_made += len(prompts)
+        return continue_texts(
+            self._load(),
+            self._tokenizer,
+            prompts,
+            ending,
+            context=self._context,
+            sampling=self._sampling,
+            seeds=seeds,
+            show=(lambda row, piece: self._show(piece)) if live else lambda row, piece: None,
+        )
+
+    def _encode(self, request: Request) -> list[int]:
+        if request.messages is None:
+            return encode_prompt(self._tokenizer, request.text)
+        self._format = self._format or self._conversation_format()
+        return self._format.prompt(request.messages)
+
+    def _conversation_format(self) -> ConversationFormat:
+        return ConversationFormat(self._tokenizer, self._trained.chat_template())
+
+    def _load(self) -> Decoder:
+        self._model = self._model or self._trained.decoder()
+        return self._model
+
+    def _shown_before(self, request: Request, prompt: list[int]) -> str:
+        """The prompt as the tokenizer has it; of a conversation nothing, but its answer."""
+        return "" if request.messages else str(self._tokenizer.decode(prompt))
+
+    def _show(self, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    def _print_row(self, request: Request, sample: int, one: ContinuedText) -> None:
+        row = {**request.describe(), "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}
+        print(json.dumps(row, ensure_ascii=False), flush=True)

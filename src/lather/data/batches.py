@@ -110,13 +110,14 @@ class HeldOut:
         last = source.sequences.num_labels(len(source) - 1)
         size = max(1, len(source) - (last is not None and last < source.sequences.length))
         wanted = min(most, size)
-        self._indices = [index * size // wanted for index in range(wanted)]
+        self.indices = [index * size // wanted for index in range(wanted)]
+        """Which of the source's sequences they are."""
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
         """The sequences of a data rank, as many as of every other; where they do not go round, some have no labels."""
-        each = -(-len(self._indices) // ranks)
-        own = self._indices[rank * each : (rank + 1) * each]
+        each = -(-len(self.indices) // ranks)
+        own = self.indices[rank * each : (rank + 1) * each]
         return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))

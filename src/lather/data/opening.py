@@ -73,7 +73,7 @@ def training_batches(
     datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[Phase] = ()
 ) -> Batches:
     """The batches of `batch_size` sequences of `length` tokens. `phases`: of weights that changed during the run; none: as configured."""
-    sources = [_source(dataset, "train", config, length) for dataset in datasets]
+    sources = [open_source(dataset, "train", config, length) for dataset in datasets]
     order = Order([len(source) for source in sources], seed, phases or [Phase(0, config.weights)])
     return Batches(sources, order, batch_size, apart=config.apart)
 
@@ -91,10 +91,11 @@ def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, 
         dataset = DataSet(Path(folder))
         _check(dataset, datasets[0], vocab_size)
         sets[name] = (dataset, "validation" if "validation" in dataset.manifest.splits else "train")
-    return {name: HeldOut(_source(dataset, split, config, length), most, apart=config.apart) for name, (dataset, split) in sets.items()}
+    return {name: HeldOut(open_source(dataset, split, config, length), most, apart=config.apart) for name, (dataset, split) in sets.items()}
 
 
-def _source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
+def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
+    """The sequences of `length` tokens of a split, packed as configured. Raises DataError if there is no such split, or no sequence."""
     reader = dataset.split(split)
     sequences: Sequences
     if config.packing == "documents":

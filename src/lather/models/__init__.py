@@ -3,22 +3,26 @@
 What a script of one's own needs is here; the rest is in the modules.
 """
 
+from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.experts import Experts
 from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
-from lather.models.generate import generate
+from lather.models.generate import Continuations, Sampling, generate
 from lather.models.huggingface import load_hugging_face, model_from_hugging_face, save_hugging_face
 from lather.models.moe import MoE
 from lather.models.routing import Router
 
 __all__ = [
     "FAMILIES",
+    "Continuations",
     "Decoder",
     "DecoderOutput",
     "Experts",
+    "KeyValueCache",
     "MoE",
     "ModelConfig",
     "Router",
+    "Sampling",
     "build_model",
     "config_from_hugging_face",
     "config_to_hugging_face",

@@ -6,9 +6,11 @@ queries and keys (Henry et al., arXiv:2010.04245, as Qwen3 has it); sinks (GPT-O
 logit per head that has no value.
 
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's query and key (MLA: non-rotary width),
-R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs.
+R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: those of the S positions, or
+with a cache those of all that was read.
 
-What is seen from where is a `lather.models.layout.SequenceLayout`'s to say: plain causal attention needs no mask, windows and documents
+What is seen from where is a `lather.models.layout.SequenceLayout`'s to say, or for tokens that follow what was read before, a
+`lather.models.cache.CachedLayout`'s: plain causal attention needs no mask, windows and documents
 take a boolean mask on CPU and flex attention's block mask on CUDA.
 """
 
@@ -22,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from lather.models.cache import CachedLayout
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.layout import SequenceLayout, for_device
 from lather.models.remade import NEVER, Make, Remaking
@@ -36,8 +39,8 @@ FLEX_MIN_WIDTH = 16
 
 def attend(
     q_BSHN: Float[Tensor, "b s h n"],
-    k_BSGN: Float[Tensor, "b s g n"],
-    v_BSGU: Float[Tensor, "b s g u"],
+    k_BTGN: Float[Tensor, "b t g n"],
+    v_BTGU: Float[Tensor, "b t g u"],
     layout: SequenceLayout,
     *,
     scale: float | None = None,
@@ -52,10 +55,10 @@ def attend(
     What `recipe` can make of queries, keys and values is not kept for backward.
     """
     scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (_by_head(x, v_BSGU.dtype) for x in (q_BSHN, k_BSGN, v_BSGU))
+    q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
     if sinks_H is None and layout.is_plain(window):
         y_BHSU = _fused(q, k, v, None, scale, recipe)
-    elif v.is_cuda and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
+    elif v.is_cuda and layout.takes_block_masks and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
         y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
@@ -188,6 +191,10 @@ class MultiHeadLatentAttention(nn.Module):
         if self.q_lora_rank is not None:
             query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
+        if isinstance(layout, CachedLayout):
+            cached_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout)
+            from_cache_BSD: Tensor = self.o_proj(cached_BSHU.flatten(2))
+            return from_cache_BSD
         kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
 
         def keys_and_values(latent_BSL: Tensor, k_BSR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,6 +217,26 @@ class MultiHeadLatentAttention(nn.Module):
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
         query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
         return query, *self.keys_and_values(kv_BSx, k_BSR, cos_BSP, sin_BSP)
+
+    def _attend_to_latents(
+        self,
+        query_BSx: Float[Tensor, "b s x"],
+        latent_BSL: Float[Tensor, "b s l"],
+        k_BSR: Float[Tensor, "b s r"],
+        layout: CachedLayout,
+    ) -> Float[Tensor, "b s h u"]:
+        """The same attention over latents, all that is cached: what expands them to keys is applied to the queries, and what expands them
+        to values to the weighted sums. A token costs L + R numbers of memory, and L + R instead of N + R products per key."""
+        cos_BSP, sin_BSP = layout.rotary_tables(self.rotary, latent_BSL.dtype)
+        kv_HxL = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
+        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
+        query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
+        key = torch.cat((latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP)), dim=-1)
+        (key_BT1x,) = layout.cache.extend(self, key)
+        sums_BSHL = attend(query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale)
+        return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
 
     def keys_and_values(
         self,
@@ -264,8 +291,10 @@ class GroupedQueryAttention(nn.Module):
                 return self.heads(q_BSx, k_BSx, v_BSx, *tables)[:2]
 
             recipe = Recipe(remaking, (0, 1), queries_and_keys, (q_BSx, k_BSx, v_BSx, *tables))
-        heads = self.heads(q_BSx, k_BSx, v_BSx, *tables)
-        attended_BSHN = attend(*heads, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
+        q_BSHN, k_BTGN, v_BTGN = self.heads(q_BSx, k_BSx, v_BSx, *tables)
+        if isinstance(layout, CachedLayout):
+            k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
+        attended_BSHN = attend(q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
         y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHN, remaking))
         return y_BSD
 

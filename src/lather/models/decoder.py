@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.cache import CachedLayout, KeyValueCache
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
 from lather.models.layout import SequenceLayout
@@ -189,24 +190,43 @@ class Decoder(RoutedModel):
         cu_seqlens: Int[Tensor, " n"] | None = None,
         normalizer: float | Tensor = 1.0,
         exchange: Exchange = LOCAL_EXCHANGE,
+        cache: KeyValueCache | None = None,
     ) -> DecoderOutput:
         """Logits, or with labels the cross entropy summed over labels that are not -100 and divided by `normalizer`.
 
         The loss never holds the logits of all tokens at a time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`. `cu_seqlens`:
         boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: how tokens get to experts on other ranks.
+        `cache`: of the tokens before these, which grows by these; inside `torch.no_grad()`, and without `cu_seqlens`.
         """
+        x_BSD, routings = self.hidden(tokens_BS, cu_seqlens=cu_seqlens, exchange=exchange, cache=cache)
+        if labels_BS is None:
+            return DecoderOutput(self.lm_head(x_BSD), None, routings)
+        return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
+
+    def hidden(
+        self,
+        tokens_BS: Int[Tensor, "b s"],
+        *,
+        cu_seqlens: Int[Tensor, " n"] | None = None,
+        exchange: Exchange = LOCAL_EXCHANGE,
+        cache: KeyValueCache | None = None,
+    ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
+        """The last norm's output, of which the head makes logits, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
-        layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens)
+        layout: SequenceLayout
+        if cache is None:
+            layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens)
+        elif cu_seqlens is None:
+            layout = CachedLayout(cache, batch, length, tokens_BS.device)
+        else:
+            raise ValueError("cu_seqlens and a cache were given: documents that are packed have no past, give one of the two")
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:
             x_BSD, routing = block(x_BSD, layout, exchange)
             if routing is not None:
                 routings.append(routing)
-        x_BSD = self.norm(x_BSD)
-        if labels_BS is None:
-            return DecoderOutput(self.lm_head(x_BSD), None, routings)
-        return DecoderOutput(None, linear_cross_entropy(x_BSD, self.lm_head.weight, labels_BS, normalizer=normalizer), routings)
+        return self.norm(x_BSD), routings
 
     @contextlib.contextmanager
     def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:

@@ -1,14 +1,129 @@
-"""Sampling text from a decoder, one token at a time."""
+"""Sampling from a decoder: prompts are continued side by side, one token of each at a time.
+
+Each token is read once, behind the key-value cache of those before, until a row is longer than the context. From then on the model reads
+the last `context` tokens of each row anew for every token, as if the text had begun there. That is exact, and costs a whole pass per token.
+A row's text does not depend on the rows beside it, but for rounding: each draws from a generator of its own.
+
+Letters: B rows that go on, S tokens read now, V vocabulary, K tokens to choose among.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder
+from lather.shapes import Float
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """The way in which the next token is chosen."""
+
+    temperature: float = 0.7
+    """Spread of the choice; 0 always takes the most likely token."""
+    top_k: int = 50
+    """Choose among this many most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the fewest, most likely of these whose probabilities add up to this (nucleus sampling, arXiv:1904.09751)."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:  # nor not a number
+            raise ValueError(f"temperature = {self.temperature} is not valid: give at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k} is not valid: give at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} is not valid: give more than 0 and at most 1")
+
+    def choose(self, logits_V: Float[Tensor, " v"], generator: torch.Generator | None = None) -> int:
+        """Draw a token; both the logits and the generator are on CPU."""
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        num_tokens = len(logits_V)
+        logits_K, tokens_K = (logits_V / self.temperature).topk(min(self.top_k or num_tokens, num_tokens))
+        weights_K = logits_K.softmax(-1)
+        if self.top_p < 1:
+            before_K = weights_K.cumsum(-1) - weights_K  # 0 for the most likely one, which stays
+            weights_K = weights_K.masked_fill(before_K >= self.top_p, 0)
+        return int(tokens_K[torch.multinomial(weights_K, 1, generator=generator)])
+
+
+class Continuations:
+    """Prompts, of any lengths, that a model continues side by side."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Sequence[Sequence[int]],
+        *,
+        context: int,
+        sampling: Sampling = Sampling(),
+        generators: Sequence[torch.Generator | None] | None = None,
+        stop_tokens: Iterable[int] = (),
+    ) -> None:
+        """`context`: the most tokens that the model reads of a row, the last ones; `generators`: one for each row, on CPU; None: torch's.
+
+        Raises ValueError for an empty prompt or a context below 1.
+        """
+        if not all(prompts):
+            raise ValueError("prompt is empty: give at least one token")
+        if context < 1:
+            raise ValueError(f"context = {context} is not valid: give at least 1 token")
+        self.tokens = [list(prompt) for prompt in prompts]
+        """The tokens of each row, its prompt included."""
+        self.going = list(range(len(prompts)))
+        """The numbers of the rows that have not ended."""
+        self._model, self._context, self._sampling = model, context, sampling
+        self._generators = generators or [None] * len(prompts)
+        self._stop_tokens = frozenset(stop_tokens)
+        self._device = next(model.parameters()).device
+        self._cache: KeyValueCache | None = None
+        self._cached: list[int] = []
+
+    @torch.no_grad()
+    def step(self) -> dict[int, int]:
+        """Append a token to each row that goes on; returns it by the row's number. A row ends before a stop token, which is left out."""
+        if not self.going:
+            return {}
+        logits_BV = self._next_logits().float().cpu()
+        rows = zip(self.going, logits_BV, strict=True)
+        chosen = {row: self._sampling.choose(logits_V, self._generators[row]) for row, logits_V in rows}
+        chosen = {row: token for row, token in chosen.items() if token not in self._stop_tokens}
+        for row, token in chosen.items():
+            self.tokens[row].append(token)
+        self.going = list(chosen)
+        return chosen
+
+    def end(self, row: int) -> None:
+        """Let a row end here."""
+        self.going.remove(row)
+
+    def _next_logits(self) -> Float[Tensor, "b v"]:
+        rows = [self.tokens[row] for row in self.going]
+        if self._cache is None or max(map(len, rows)) > self._context:
+            tokens_BS = self._start_again([tokens[-self._context :] for tokens in rows])
+        else:
+            if self._cached != self.going:
+                self._cache.keep_rows([self._cached.index(row) for row in self.going])
+            tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
+        self._cached = list(self.going)
+        x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
+        logits_BV: Tensor = self._model.lm_head(x_BSD[:, -1])
+        return logits_BV
+
+    def _start_again(self, windows: list[list[int]]) -> Tensor:
+        """With an empty cache; shorter windows are padded on the left."""
+        width = max(map(len, windows))
+        padding = [width - len(window) for window in windows]
+        self._cache = KeyValueCache(torch.tensor(padding, device=self._device) if any(padding) else None)
+        padded = [[0] * more + window for more, window in zip(padding, windows, strict=True)]
+        return torch.tensor(padded, device=self._device)
+
+
 def generate(
     model: Decoder,
     prompt: list[int],
@@ -22,27 +137,19 @@ def generate(
 ) -> list[int]:
     """Up to `num_tokens` tokens that continue `prompt` (at least one token), ending before `stop_token`.
 
-    The model reads the last `context` tokens anew for every token; there is no key-value cache, so this is for looking at a model, not
-    for serving it. `temperature` 0 takes the most likely token; `top_k` 0 samples from the whole vocabulary. `generator` is on CPU.
+    The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same for several prompts, and token by token.
 
-    Raises ValueError for an empty prompt or a context below 1.
+    Raises ValueError for an empty prompt, a context below 1, or what `Sampling` refuses.
     """
-    if not prompt:
-        raise ValueError("prompt is empty: give at least one token")
-    if context < 1:
-        raise ValueError(f"context = {context} is not valid: give at least 1 token")
-    device = next(model.parameters()).device
-    tokens = list(prompt)
+    rows = Continuations(
+        model,
+        [prompt],
+        context=context,
+        sampling=Sampling(temperature, top_k),
+        generators=[generator],
+        stop_tokens=() if stop_token is None else (stop_token,),
+    )
     for _ in range(num_tokens):
-        window = torch.tensor([tokens[-context:]], device=device)
-        logits_V = model(window).logits_BSV[0, -1].float().cpu()
-        token = int(logits_V.argmax()) if temperature == 0 else _sample(logits_V / temperature, top_k, generator)
-        if token == stop_token:
+        if not rows.step():
             break
-        tokens.append(token)
-    return tokens[len(prompt) :]
-
-
-def _sample(logits_V: Tensor, top_k: int, generator: torch.Generator | None) -> int:
-    logits_K, tokens_K = logits_V.topk(top_k if 0 < top_k < len(logits_V) else len(logits_V))
-    return int(tokens_K[torch.multinomial(logits_K.softmax(-1), 1, generator=generator)])
+    return rows.tokens[0][len(prompt) :]

@@ -31,6 +31,9 @@ class SequenceLayout:
     Raises TypeError if `cu_seqlens` is not of integers and ValueError if it is not such boundaries.
     """
 
+    takes_block_masks = True
+    """True if attention on CUDA may ask for flex attention's block masks."""
+
     def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
         self.batch, self.length, self.device = batch, length, device
         self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)

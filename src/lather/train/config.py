@@ -188,7 +188,7 @@ class Config:
     init_from: str = ""
     """Run directory, such as `lather import` makes, whose newest weights a fresh run starts from; empty: random weights."""
     fork_from: str = ""
-    """RUN@STEP, or a run for its newest checkpoint, from which a fresh run goes on: weights, optimizer state and place in the data."""
+    """RUN, RUN@STEP or RUN@best: the checkpoint from which a fresh run goes on, with weights, optimizer state and place in the data."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)

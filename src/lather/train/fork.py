@@ -13,35 +13,23 @@ import os
 import shutil
 from pathlib import Path
 
-from lather.errors import RunError
+from lather.errors import RunError, UserError
 from lather.train.changes import CHANGES, History, Row
-from lather.train.checkpoint import checkpoint_path, list_checkpoints, step_of
+from lather.train.checkpoint import checkpoint_path, step_of
+from lather.train.find import find_checkpoint
 from lather.train.metrics import read_rows
 
 
 def find_fork(name: str) -> tuple[Path, Path]:
-    """Return run directory and checkpoint of "RUN@STEP", or of the newest checkpoint of "RUN".
-
-    Raises RunError if there is no such run or checkpoint.
-    """
-    run, at, step = name.rpartition("@")
-    if not at or Path(name).is_dir():
-        run, at = name, ""
-    path = Path(run)
-    if not (path / "config.toml").exists():
-        raise RunError(f"fork_from = {name!r}: {run} is not a run (it has no config.toml): give RUN@STEP, the folder of a run and a step")
-    checkpoints = {step_of(checkpoint): checkpoint for checkpoint in list_checkpoints(path / "checkpoints")}
-    if not checkpoints:
-        raise RunError(f"fork_from = {name!r}: {run} has no checkpoint yet: let it train first")
-    if not at:
-        return path, checkpoints[max(checkpoints)]
-    if not step.isdigit() or int(step) not in checkpoints:
-        raise RunError(f"fork_from = {name!r}: there is no checkpoint {step!r}, but of the steps {', '.join(map(str, checkpoints))}")
-    return path, checkpoints[int(step)]
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best means. Raises RunError if there is no such one."""
+    try:
+        return find_checkpoint(name)
+    except UserError as error:
+        raise RunError(f"fork_from = {name!r}: {error}") from None
 
 
 def is_of_fork(forked_from: str, name: str) -> bool:
-    """Whether a run that was forked from "RUN@STEP" is what `name` asks for; a name without a step takes any."""
+    """Whether a run that was forked from "RUN@STEP" is what `name` asks for; without a step, or as the best one, any of RUN's is."""
     if Path(name).is_dir():
         return forked_from.rpartition("@")[0] == str(Path(name))
     run, _, step = name.rpartition("@")

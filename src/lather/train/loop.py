@@ -23,17 +23,18 @@ from lather.data.documents import load_tokenizer
 from lather.errors import CheckpointError, DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
-from lather.models.generate import generate
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, load_parameters, step_of
 from lather.train.config import Config
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
+from lather.train.find import best_checkpoint
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.optimizer import build_optimizer
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
+from lather.train.sampling import sample_text
 from lather.train.saver import Saver
 from lather.train.state import TrainingState
 from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
@@ -172,13 +173,6 @@ def _check_same_tokenizer(source: Path, ours: Path) -> None:
             raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
-def best_checkpoint(checkpoints: list[Path], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Return the lowest validation loss that has a checkpoint, and its step; None: there is none."""
-    steps = {step_of(checkpoint) for checkpoint in checkpoints}
-    losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
-    return min(losses, default=None)
-
-
 class _Run:
     """One rank's side of a run."""
 
@@ -221,7 +215,7 @@ class _Run:
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
         self.lowest_loss = math.inf
         if checkpoint.keep_best:
-            best = None if self.metrics is None else best_checkpoint(existing, read_rows(self.metrics.path))
+            best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
             self._keep_best(of_first(best, mesh.control_group))
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
@@ -378,39 +372,3 @@ class _Run:
         log, model = self.config.log, build_model(self.config, self.mesh.device)
         load_checkpoint(checkpoint, TrainingState.of_model(model))
         return sample_text(model, self.config, self.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
-
-
-def sample_text(
-    model: Decoder,
-    config: Config,
-    run_dir: Path,
-    prompt: str,
-    num_tokens: int,
-    *,
-    seed: int,
-    temperature: float = 0.7,
-    top_k: int = 50,
-) -> str:
-    """`prompt` and what the model makes of it, reading the last `train.sequence_length` tokens.
-
-    Raises DataError if the prompt encodes to nothing.
-    """
-    tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
-    try:
-        tokens = tokenizer.encode(prompt).ids
-    except TypeError:
-        raise DataError(f"prompt {prompt!r} is not valid Unicode: give text in UTF-8") from None
-    if not tokens:
-        raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
-    generator = torch.Generator().manual_seed(seed)
-    more = generate(
-        model,
-        tokens,
-        num_tokens,
-        context=config.train.sequence_length,
-        temperature=temperature,
-        top_k=top_k,
-        generator=generator,
-        stop_token=tokenizer.token_to_id(config.data.end_of_text),
-    )
-    return str(tokenizer.decode([*tokens, *more]))

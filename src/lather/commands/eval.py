@@ -1,0 +1,166 @@
+"""`lather eval RUN [DATA ...]`: held-out sets, per token and per byte; with `--tasks NAME,...` tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.status import Status
+from rich.table import Column, Table
+
+from lather.commands.parsing import parse_arguments
+from lather.console import wide_console
+from lather.errors import UserError, require
+from lather.evaluation.scoring import score_set
+from lather.evaluation.sets import HeldOutSet, open_sets
+from lather.evaluation.token_bytes import bytes_per_token
+from lather.models.decoder import Decoder
+from lather.train.trained import TrainedModel
+
+RECORD = "evaluations.jsonl"
+"""File in a run directory with a row for each evaluation."""
+
+
+@dataclass(frozen=True)
+class EvalArguments:
+    """Evaluate a checkpoint of a run, in one process. Without DATA and tasks: on the run's own held-out sets."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory, with its newest checkpoint; RUN@STEP or RUN@best: with another one."""
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA ...]")] = ()
+    """Data sets of `lather data make`: FOLDER or NAME=FOLDER."""
+    split: str = ""
+    """Split that is taken; empty: "validation", or "train" of a data set without one."""
+    max_sequences: int = 0
+    """Most sequences of a set, spread evenly over it; 0: all."""
+    sequence_length: int = 0
+    """Tokens of a sequence; 0: `train.sequence_length`."""
+    batch_size: int = 8
+    """Sequences, or requests of tasks, at a time."""
+    step: int = -1
+    """Which checkpoint; negative: the newest."""
+    json: bool = False
+    """Print the results as one JSON object."""
+    tasks: str = ""
+    """Tasks of lm-evaluation-harness, by comma: hellaswag,arc_easy (extra `lm_eval`)."""
+    task_folder: Path | None = None
+    """Folder with tasks of your own (YAML files)."""
+    limit: int = 0
+    """Documents of each task; 0: all."""
+    num_fewshot: int = -1
+    """Examples before each document of a task; negative: as many as the task says."""
+    chat_template: bool = False
+    """Write the tasks' documents as conversations, by the tokenizer's chat template."""
+
+
+def eval_command(arguments: list[str]) -> int:
+    """Print a table, or with --json an object, and append it to the run's record."""
+    parsed = parse_arguments(EvalArguments, "lather eval", arguments)
+    for name in ("max_sequences", "limit"):
+        require(getattr(parsed, name) >= 0, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 0")
+    require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
+    tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
+    trained = TrainedModel.find(parsed.run, parsed.step)
+    length = trained.context(parsed.sequence_length, "--sequence-length")
+    manager = _find_tasks(tasks, parsed.task_folder) if tasks else None
+    sets = [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
+    decoder = trained.decoder()
+    result = {
+        "run": str(trained.run),
+        "step": trained.step,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "sequence_length": length,
+        "max_sequences": parsed.max_sequences,
+        "sets": _score_sets(trained, decoder, sets, parsed),
+        "tasks": _run_tasks(trained, decoder, tasks, manager, parsed) if tasks else {},
+    }
+    if parsed.json:
+        print(json.dumps(result))
+    else:
+        _show(result, trained)
+    _record(trained.run / RECORD, result)
+    return 0
+
+
+def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments) -> dict[str, dict[str, Any]]:
+    device, vocab_size = next(decoder.parameters()).device, trained.config.model.vocab_size
+    found = {}
+    with Console(stderr=True).status("") as status, trained.precision(device):
+        for one in sets:
+            status.update(f"{one.name}, {one.split}")
+            bytes_V = None if one.tokenizer is None else bytes_per_token(one.tokenizer, vocab_size)
+            indices, apart = one.indices(parsed.max_sequences), trained.config.data.apart
+            show = partial(_show_progress, status, one)
+            score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
+            if not score.tokens:
+                raise UserError(f"{one.source.name}: none of its tokens is learned, there is nothing to predict: give another set or split")
+            found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
+    return found
+
+
+def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
+    status.update(f"{one.name}, {one.split}: {done:,} sequences")
+
+
+def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
+    """The harness's manager of tasks. Raises UserError unless the harness is there and has these."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm_eval]'")
+    from lather.evaluation.harness import find_tasks
+
+    return find_tasks(tasks, folder)
+
+
+def _run_tasks(trained: TrainedModel, decoder: Decoder, tasks: list[str], manager: Any, parsed: EvalArguments) -> dict[str, Any]:
+    from lather.evaluation.harness import HarnessModel, run_tasks
+
+    model = HarnessModel(trained, batch_size=parsed.batch_size, context=parsed.sequence_length, decoder=decoder)
+    return run_tasks(model, tasks, manager, limit=parsed.limit, shots=parsed.num_fewshot, chat=parsed.chat_template)
+
+
+def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
+    console = wide_console(120)
+    console.print(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens", highlight=False, soft_wrap=True)
+    if result["sets"]:
+        table = Table(
+            "set", "split", *(_right(name) for name in ("sequences", "tokens", "loss", "perplexity", "bits per byte", "accuracy"))
+        )
+        for name, row in result["sets"].items():
+            counts = (f"{row[key]:,}" for key in ("sequences", "tokens"))
+            forms = {"loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f", "accuracy": ".1%"}
+            table.add_row(name, row["split"], *counts, *(_number(row[key], form) for key, form in forms.items()))
+        console.print(table)
+    if result["tasks"]:
+        table = Table("task", "metric", _right("value"), _right("± standard error"))
+        for task, metrics in result["tasks"].items():
+            for metric, value in metrics.items():
+                name, _, form = metric.partition(",")
+                if not name.endswith("_stderr"):
+                    table.add_row(task, name, f"{value:.4f}", _number(metrics.get(f"{name}_stderr,{form}"), ".4f"))
+        console.print(table)
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _record(path: Path, result: Mapping[str, Any]) -> None:
+    """Results are worth more than their record: where it cannot be written, that is said."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    except OSError as error:
+        print(f"not recorded: {path} cannot be written ({error.strerror})", file=sys.stderr)

@@ -1,0 +1,265 @@
+"""Lather's models for lm-evaluation-harness (extra `lm_eval`), which has the tasks: `lm_eval`'s model "lather", and running tasks with it.
+
+A continuation's log-likelihood is that of its tokens after the context's, of which the last `context` are read. Rows of a batch are padded
+on the right, where attention, which looks back, does not see it; texts are generated behind a key-value cache. In one process.
+
+Letters: B requests of a batch, S positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
+from lather.errors import UserError
+from lather.evaluation.scoring import score_labels
+from lather.generation.conversation import ConversationFormat
+from lather.generation.text import Ending, continue_texts
+from lather.models.decoder import Decoder
+from lather.models.generate import Sampling
+from lather.train.trained import TrainedModel
+
+ANY = 1.0, 50
+"""Temperature and top-k of tasks that want a sample and say no more, as transformers has them."""
+
+
+@register_model("lather")
+class HarnessModel(TemplateLM):
+    """A checkpoint of a run as lm-evaluation-harness calls models."""
+
+    def __init__(
+        self,
+        run: str | TrainedModel,
+        *,
+        batch_size: int | str = 8,
+        device: str | None = None,
+        context: int = 0,
+        max_gen_toks: int = 256,
+        max_batch_size: int | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        """`run`: RUN, RUN@STEP or RUN@best; `context`: tokens that the model reads, 0 for those of a training sequence; `max_gen_toks`: for
+        tasks that do not say how many; `max_batch_size`: the harness gives it, for automatic sizes, which there are not here.
+
+        Raises UserError if there is no such checkpoint, or no token that ends its texts.
+        """
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UserError(f"batch_size = {batch_size!r} is not valid: give a number, at least 1")
+        self._trained = run if isinstance(run, TrainedModel) else TrainedModel.find(run)
+        self._context, self._batch_size, self._max_gen_toks = self._trained.context(context), int(batch_size), max_gen_toks
+        self._text_tokenizer: Tokenizer = self._trained.tokenizer()
+        self._text_tokenizer.encode_special_tokens = False  # names of special tokens are those tokens, as chat templates mean it
+        self._ends = self._trained.stop_tokens(self._text_tokenizer)
+        if not self._ends:
+            raise UserError(f"{self._trained.run}: no token of its tokenizer ends a text, which tasks begin with: set data.end_of_text")
+        self._decoder = decoder or self._trained.decoder(device or "auto")
+        self._device = next(self._decoder.parameters()).device
+        self._in_conversation = False
+
+    # --- tokens -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token after each document."""
+        own: int | None = self._text_tokenizer.token_to_id(self._trained.config.data.end_of_text)
+        return min(self._ends) if own is None else own
+
+    @cached_property
+    def prefix_token_id(self) -> int:
+        """The token that a text without a context begins with."""
+        name = self._trained.chat_template().special_tokens.get("bos_token", "")
+        token: int | None = self._text_tokenizer.token_to_id(name) if name else None
+        return self.eot_token_id if token is None else token
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """The tokens of a text; a text that begins with the first token's name does not get it twice."""
+        tokens: list[int] = self._text_tokenizer.encode(string, add_special_tokens=add_special_tokens is not False).ids
+        twice = add_special_tokens is None and tokens[:2] == [self.prefix_token_id] * 2
+        return tokens[1:] if twice else tokens
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for what the harness keeps of encoded requests."""
+        texts = self._text_tokenizer.to_str() + self._conversation.template.source
+        return f"lather-{hashlib.sha256(texts.encode()).hexdigest()[:16]}"
+
+    # --- conversations ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _conversation(self) -> ConversationFormat:
+        return ConversationFormat(self._text_tokenizer, self._trained.chat_template())
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source, for the harness's records."""
+        return self._conversation.template.source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the tokenizer's template writes it; from now on answers end as in it."""
+        self._in_conversation = True
+        return self._conversation.text(list(chat_history), asking=add_generation_prompt)
+
+    # --- log-likelihoods ----------------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(before, after) for _, before, after in requests]
+        answers = self._score(pairs, disable_tqdm)
+        for (texts, _before, _after), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, each in windows of the context's length, in which every token is predicted once."""
+        windows: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            own = map(make_disjoint_window, get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1))
+            windows += [(list(before), list(after)) for before, after in own]
+            owners += [owner] * (len(windows) - len(owners))
+        sums = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._score(windows, disable_tqdm), strict=True):
+            sums[owner] += value
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]], silent: bool) -> list[tuple[float, bool]]:
+        """Log-likelihood of the second tokens after the first, and whether each was the most likely one; pairs of like length together."""
+        for _, after in pairs:
+            if len(after) > self._context:
+                raise UserError(
+                    f"a continuation has {len(after)} tokens, but the model reads {self._context}: give more (--sequence-length)"
+                )
+        order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
+        answers: dict[int, tuple[float, bool]] = {}
+        for numbers in tqdm(list(_in_batches(order, self._batch_size)), desc="batches scored", disable=silent):
+            batch = _batch([pairs[number] for number in numbers], self._context)
+            with self._trained.precision(self._device):
+                nats_N, hits_N = score_labels(self._decoder, batch)
+            counts = [len(pairs[number][1]) for number in numbers]
+            for number, nats, hits in zip(numbers, nats_N.double().cpu().split(counts), hits_N.cpu().split(counts), strict=True):
+                answers[number] = -nats.sum().item(), bool(hits.all())
+        return [answers[number] for number in range(len(pairs))]
+
+    # --- generation ---------------------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context until one of the request's texts or a token that ends it all."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(number)
+        texts: dict[int, str] = {}
+        with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
+            for numbers in groups.values():
+                wish = _Wish.of(requests[numbers[0]].args[1], self._max_gen_toks)
+                for some in _in_batches(sorted(numbers, key=lambda number: -len(requests[number].args[0])), self._batch_size):
+                    texts |= zip(some, self._generate([requests[number].args[0] for number in some], wish, some), strict=True)
+                    bar.update(len(some))
+        for number, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, texts[number])
+        return [texts[number] for number in range(len(requests))]
+
+    def _generate(self, contexts: Sequence[str], wish: _Wish, seeds: Sequence[int]) -> list[str]:
+        room = max(1, self._context - wish.num_tokens)
+        prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
+        stop_tokens, stop_texts = self._ends, wish.until
+        if self._in_conversation:
+            stop_tokens, stop_texts = stop_tokens | self._conversation.stop_tokens, (*stop_texts, *self._conversation.stop_texts)
+        ending = Ending(wish.num_tokens, stop_tokens, stop_texts)
+        with self._trained.precision(self._device):
+            continued = continue_texts(
+                self._decoder, self._text_tokenizer, prompts, ending, context=self._context, sampling=wish.sampling, seeds=seeds
+            )
+        return [one.text for one in continued]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A task's wishes for a generated text."""
+
+    until: tuple[str, ...]
+    num_tokens: int
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, wishes: dict[str, Any], num_tokens: int) -> _Wish:
+        """From the harness's arguments. Without `do_sample` or a temperature the most likely tokens are taken."""
+        until = wishes.get("until") or ()
+        lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
+        temperature, top_k = ANY if wishes.get("do_sample") else (0.0, ANY[1])
+        if wishes.get("do_sample") is not False:
+            temperature = float(wishes.get("temperature") or temperature)
+        sampling = Sampling(temperature, int(wishes.get("top_k") or top_k), float(wishes.get("top_p") or 1.0))
+        return cls((until,) if isinstance(until, str) else tuple(until), int(lengths[0]) if lengths else num_tokens, sampling)
+
+
+def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
+    """Rows of the last `context` inputs of each pair; labels are the second tokens."""
+    inputs = [[*before, *after][:-1][-context:] for before, after in pairs]
+    inputs_BS = torch.zeros(len(pairs), max(map(len, inputs)), dtype=torch.int64)
+    labels_BS = torch.full_like(inputs_BS, IGNORE_INDEX)
+    for row, (tokens, (_, after)) in enumerate(zip(inputs, pairs, strict=True)):
+        inputs_BS[row, : len(tokens)] = torch.tensor(tokens)
+        labels_BS[row, len(tokens) - len(after) : len(tokens)] = torch.tensor(after)
+    return Batch(inputs_BS, labels_BS)
+
+
+def run_tasks(
+    model: HarnessModel, tasks: Sequence[str], manager: TaskManager, *, limit: int = 0, shots: int = -1, chat: bool = False
+) -> dict[str, dict[str, float]]:
+    """Metrics by task. `manager`: of `find_tasks`; `limit`: documents of each task, 0 for all; `shots`: examples before each document,
+    negative for as many as the task says; `chat`: by the chat template.
+
+    Raises UserError if the tasks' data is not there and cannot be fetched.
+    """
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=None if shots < 0 else shots,
+            limit=limit or None,
+            apply_chat_template=chat,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(f"--tasks {','.join(tasks)}: their data cannot be fetched ({error}): connect, or fetch it before") from None
+    return {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found["results"].items()}
+
+
+def find_tasks(tasks: Iterable[str], folder: Path | None = None) -> TaskManager:
+    """The harness's tasks and those of `folder`. Raises UserError if one of `tasks` is not among them."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--task-folder {folder}: not a folder: give one with YAML files of tasks")
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise UserError(f"--tasks {task}: no such task: `python -m lm_eval ls tasks` lists them, and --task-folder adds your own")
+    return manager

@@ -1,0 +1,105 @@
+"""The held-out sets that a model is evaluated on: those that its run was validated on, or data sets that are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lather.data.batches import HeldOut, Source
+from lather.data.dataset import DataSet
+from lather.data.documents import load_tokenizer
+from lather.data.opening import open_source
+from lather.errors import DataError, UserError
+from lather.train.trained import TrainedModel
+
+VALIDATION, TRAIN = "validation", "train"
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A split of a data set, cut into sequences."""
+
+    name: str
+    folder: Path
+    split: str
+    source: Source
+    tokenizer: Tokenizer | None
+
+    def indices(self, most: int) -> Sequence[int]:
+        """Up to `most` sequences, spread evenly, those of the run's own validation if there are as many; 0: all of them."""
+        return range(len(self.source)) if most == 0 or most >= len(self.source) else HeldOut(self.source, most).indices
+
+
+def open_sets(trained: TrainedModel, named: Sequence[str], split: str, length: int) -> list[HeldOutSet]:
+    """The sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if there are none; sequences of `length` tokens.
+
+    Taken is `split`; if that is empty, "validation", or "train" of a data set without one. Raises DataError if a data set is missing or
+    damaged, or has another tokenizer than the run or tokens outside the model's vocabulary; UserError if two have one name.
+    """
+    folders = _named(named) if named else _of_run(trained)
+    sets = []
+    for name, folder in folders.items():
+        dataset = DataSet(folder)
+        taken = split or (VALIDATION if VALIDATION in dataset.manifest.splits else TRAIN)
+        tokenizer = _checked_tokenizer(dataset, trained)
+        sets.append(HeldOutSet(name, folder, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
+    return sets
+
+
+def _named(named: Sequence[str]) -> dict[str, Path]:
+    folders: dict[str, Path] = {}
+    for given in named:
+        name, equals, folder = given.partition("=")
+        if not equals or Path(given).is_dir():
+            name, folder = Path(given).resolve().name, given
+        if not name or not folder:
+            raise UserError(f"{given!r} names no data set: give FOLDER or NAME=FOLDER")
+        if name in folders:
+            raise UserError(f"two data sets are called {name!r}: {folders[name]} and {folder}: give one of them as NAME=FOLDER")
+        folders[name] = Path(folder)
+    return folders
+
+
+def _of_run(trained: TrainedModel) -> dict[str, Path]:
+    """The data sets that the run was validated on: of those that it learned the ones that have a held-out split, and `data.validation`."""
+    data = trained.config.data
+    folders: dict[str, Path] = {}
+    for folder in map(Path, data.path or _recorded(trained)):
+        if VALIDATION in DataSet(folder).manifest.splits:
+            folders[folder.name if folder.name not in folders else str(folder)] = folder
+    folders |= {name: Path(folder) for name, folder in data.validation.items()}
+    if not folders:
+        raise UserError(f"{trained.run} has no held-out set: name data sets, as in lather eval {trained.run} FOLDER")
+    return folders
+
+
+def _recorded(trained: TrainedModel) -> list[str]:
+    """The data sets that were made of `data.source` when the run began."""
+    try:
+        record = json.loads((trained.run / "provenance.json").read_text("utf-8"))
+        return list(record["data"])
+    except (OSError, ValueError, KeyError, TypeError):
+        reason = "it does not say which data sets it has learned (it was imported, or begun with an older Lather)"
+        raise UserError(f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER") from None
+
+
+def _checked_tokenizer(dataset: DataSet, trained: TrainedModel) -> Tokenizer | None:
+    """The data set's, if it has one. Raises DataError if the model was trained with another one, or with fewer tokens."""
+    vocab_size = trained.config.model.vocab_size
+    if dataset.manifest.vocab_size > vocab_size:
+        raise DataError(
+            f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but the model's is {vocab_size}: "
+            f"make it anew with {trained.run / 'tokenizer.json'}"
+        )
+    if dataset.tokenizer is None:
+        return None
+    theirs = load_tokenizer(dataset.tokenizer, "restore it")
+    if (trained.run / "tokenizer.json").exists() and theirs.to_str() != trained.tokenizer().to_str():
+        raise DataError(
+            f"{dataset.folder} was made with another tokenizer than the run's: make it anew with {trained.run / 'tokenizer.json'}"
+        )
+    return theirs

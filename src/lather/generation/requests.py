@@ -1,0 +1,55 @@
+"""Requests: texts to continue and conversations to answer, from command lines and files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lather.data.chat import ChatError, Messages, messages_of
+from lather.errors import DataError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue, or a conversation to answer."""
+
+    text: str = ""
+    messages: Messages | None = None
+    """None: it is the text."""
+
+    def describe(self) -> dict[str, Any]:
+        """As fields of a row of results."""
+        return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+
+
+def read_requests(path: Path) -> list[Request]:
+    """The requests of a file: lines of .jsonl are objects with "prompt", "messages" or "conversations", those of any other file are texts.
+
+    Empty lines count for nothing. Raises DataError, with the line, for what is none of these, and if there is nothing.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError(f"--prompts {path}: there is no prompt in it: give one on each line")
+    if path.suffix != ".jsonl":
+        return [Request(line) for _, line in numbered]
+    return [_of_line(line, f"--prompts {path}, line {number}") for number, line in numbered]
+
+
+def _of_line(line: str, place: str) -> Request:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON ({error}): give an object with prompt or messages") from None
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str) and "completion" not in record:
+        return Request(record["prompt"])
+    try:
+        return Request(messages=messages_of(record if isinstance(record, dict) else {}))
+    except ChatError as error:
+        raise DataError(f"{place}: {error}: give an object with prompt or messages") from None

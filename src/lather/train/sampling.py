@@ -1,0 +1,31 @@
+"""The sample that a run ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lather.data.documents import load_tokenizer
+from lather.generation.text import encode_prompt
+from lather.models.decoder import Decoder
+from lather.models.generate import generate
+from lather.train.config import Config
+
+
+def sample_text(model: Decoder, config: Config, run_dir: Path, prompt: str, num_tokens: int, *, seed: int) -> str:
+    """`prompt` and what the model makes of it, reading the last `train.sequence_length` tokens.
+
+    Raises DataError if the prompt encodes to nothing.
+    """
+    tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
+    tokens = encode_prompt(tokenizer, prompt)
+    more = generate(
+        model,
+        tokens,
+        num_tokens,
+        context=config.train.sequence_length,
+        generator=torch.Generator().manual_seed(seed),
+        stop_token=tokenizer.token_to_id(config.data.end_of_text),
+    )
+    return str(tokenizer.decode([*tokens, *more]))

@@ -1,0 +1,41 @@
+"""Files of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lather.errors import DataError
+from lather.generation.requests import Request, read_requests
+
+
+def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
+    texts, objects = tmp_path / "some.txt", tmp_path / "some.jsonl"
+    texts.write_text("one\n\ntwo {\n")
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": "one", "id": 3}, {"messages": messages}, {"conversations": [{"from": "human", "value": "hi"}]}]
+    objects.write_text("\n".join(map(json.dumps, rows)))
+    assert read_requests(texts) == [Request("one"), Request("two {")]
+    assert read_requests(objects) == [Request("one"), Request(messages=messages), Request(messages=messages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", "\n \n", "there is no prompt in it"),
+        ("a.jsonl", '{"prompt": "x"}\n{', "line 2: not JSON"),
+        ("a.jsonl", '\n{"text": "x"}', "line 2: neither messages nor prompt"),
+        ("a.jsonl", '"x"', "line 1: neither"),
+        ("a.jsonl", '{"messages": []}', "line 1: messages is not a list of messages"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("absent", None, "cannot be read"),
+    ],
+)
+def test_files_without_prompts_are_refused_with_the_line(tmp_path: Path, name: str, content: str | bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=words) as raised:
+        read_requests(tmp_path / name)
+    assert str(tmp_path / name) in str(raised.value)
