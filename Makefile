@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); else \
 	    $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip -q --python $(BIN)/python install pip; fi
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,lm_eval]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,lm-eval]'
 	@touch $@
 
 train: $(READY)  ## train configs/quickstart.toml (CONFIG=... ARGS='--optim.lr 1e-3' change that)

@@ -213,4 +213,4 @@ def test_a_run_that_says_nothing_of_its_data_asks_for_some(folder: Path, tmp_pat
 def test_without_the_harness_the_extra_is_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["eval", str(folder / "run"), "--tasks", "hellaswag"]) == 2
-    assert "pip install 'lather[lm_eval]'" in capsys.readouterr().err
+    assert "pip install 'lather[lm-eval]'" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
     before = sorted(tmp_path.rglob("*"))
     for config, message in [
         (fork_config(3), r"@3: no such checkpoint in .*: use one of 2, 4, 6, 8, or best"),
-        (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere is not a run"),
+        (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere: not a run"),
         (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
         (fork_config(4, seed=3), "seed is 0 there and 3 here, which cannot change during a run"),
         (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: 4 steps"),

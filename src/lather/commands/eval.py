@@ -51,7 +51,7 @@ class EvalArguments:
     json: bool = False
     """Print the results as one JSON object."""
     tasks: str = ""
-    """Tasks of lm-evaluation-harness, by comma: hellaswag,arc_easy (extra `lm_eval`)."""
+    """Tasks of lm-evaluation-harness, by comma: hellaswag,arc_easy (extra `lm-eval`)."""
     task_folder: Path | None = None
     """Folder with tasks of your own (YAML files)."""
     limit: int = 0
@@ -114,7 +114,7 @@ def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
 def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
     """The harness's manager of tasks. Raises UserError unless the harness is there and has these."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm_eval]'")
+        raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm-eval]'")
     from lather.evaluation.harness import find_tasks
 
     return find_tasks(tasks, folder)

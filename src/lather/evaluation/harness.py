@@ -1,4 +1,4 @@
-"""Lather's models for lm-evaluation-harness (extra `lm_eval`), which has the tasks: `lm_eval`'s model "lather", and running tasks with it.
+"""Lather's models for lm-evaluation-harness (extra `lm-eval`), which has the tasks: `lm_eval`'s model "lather", and running tasks with it.
 
 A continuation's log-likelihood is that of its tokens after the context's, of which the last `context` are read. Rows of a batch are padded
 on the right, where attention, which looks back, does not see it; texts are generated behind a key-value cache. In one process.
