@@ -20,7 +20,7 @@ from lather.parallel.mesh import Mesh
 from lather.parallel.world import World
 from lather.train.config import Config, check_parallel
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.finetune import trained_parameters
+from lather.train.finetune import check_finetuning
 from lather.train.loop import DivergedError, Outcome, StopSignal, train
 from lather.train.metrics import StepRow
 from lather.train.step import pick_device
@@ -39,7 +39,7 @@ def train_command(arguments: list[str]) -> int:
         if world is not None and nproc is not None:
             raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
         check_parallel(config, world.size if world else nproc or 1)
-        trained_parameters(config)  # patterns that match nothing
+        check_finetuning(config)
         options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
     except UserError:
         if world is None or world.local_rank == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lather.errors import ConfigError
+from lather.errors import ConfigError, require
 from lather.models.adapted import add_adapters, is_adapters, matching
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
@@ -48,6 +48,24 @@ def trained_parameters(config: Config) -> Trained:
         raise ConfigError(f"train.frozen = {train.frozen!r} is not valid: it leaves nothing to train; give fewer patterns")
     sizes = {name: p.numel() for name, p in parameters.items()}
     return Trained(frozenset(trained), sum(sizes[name] for name in trained), sum(sizes.values()))
+
+
+def check_finetuning(config: Config) -> None:
+    """Raise ConfigError for a pattern that matches nothing, for nothing to train, and for adapters of weights that nobody has trained."""
+    trained_parameters(config)
+    fits = not config.lora.rank or bool(config.init_from)
+    require(fits, "lora.rank", config.lora.rank, "0 without init_from, the trained weights that adapters stand beside")
+
+
+def check_adapters_are_all(config: Config) -> None:
+    """Raise ConfigError unless the run has adapters and trains nothing else."""
+    if not config.lora.rank:
+        raise ConfigError("--adapter is for runs with adapters, and this one has lora.rank = 0: export the model, without --adapter")
+    if others := sorted(name for name in trained_parameters(config).names if not is_adapters(name)):
+        raise ConfigError(
+            f"--adapter leaves out what train.trainable has trained besides the adapters, {others[0]!r} for one: "
+            "export the merged model, without --adapter"
+        )
 
 
 def trained_names(config: Config) -> frozenset[str]:
