@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
+from lather.commands.asking import ask, chat_template_of
 from lather.commands.parsing import parse_arguments
+from lather.data.documents import load_tokenizer
 from lather.errors import UserError, require
+from lather.models.decoder import Decoder
+from lather.models.generate import generate
 from lather.train.checkpoint import list_checkpoints, load_checkpoint
+from lather.train.config import Config
 from lather.train.config_file import load_config
 from lather.train.loop import build_model, sample_text
 from lather.train.state import TrainingState
@@ -25,6 +31,8 @@ class GenerateArguments:
     """Run directory."""
     prompt: str
     """Text to continue."""
+    chat: bool = False
+    """The prompt is a question to a model of conversations: its chat template is put around it, and the answer alone is printed."""
     tokens: int = 200
     """Most tokens to add."""
     temperature: float = 0.7
@@ -59,6 +67,9 @@ def generate_command(arguments: list[str]) -> int:
         raise UserError(f"{parsed.run / 'checkpoints'}: no checkpoint yet: let the run train first")
     model = build_model(config, pick_device("auto"))
     load_checkpoint(checkpoints[-1], TrainingState.of_model(model))
+    if parsed.chat:
+        print(_answer(model, config, parsed))
+        return 0
     text = sample_text(
         model,
         config,
@@ -71,3 +82,19 @@ def generate_command(arguments: list[str]) -> int:
     )
     print(text)
     return 0
+
+
+def _answer(model: Decoder, config: Config, parsed: GenerateArguments) -> str:
+    tokens, stop_token = ask(chat_template_of(config, parsed.run), parsed.run, parsed.prompt)
+    tokenizer = load_tokenizer(parsed.run / "tokenizer.json", "`lather train` with the run's configuration puts it back")
+    more = generate(
+        model,
+        tokens,
+        parsed.tokens,
+        context=config.train.sequence_length,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        generator=torch.Generator().manual_seed(parsed.seed),
+        stop_token=tokenizer.token_to_id(config.data.end_of_text) if stop_token is None else stop_token,
+    )
+    return str(tokenizer.decode(more)).strip()

@@ -1,8 +1,8 @@
 """The adapters of a model as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT (tested with 0.21) adapts linear modules, by `target_modules`, and parameters, by `target_parameters`. Transformers 5 has the experts of
-a block in two parameters of three dims, gate_up_proj and down_proj. Feed-forward layers that are not experts are named as parameters, too:
-as modules PEFT takes their names for those of experts of transformers 4.
+PEFT (tested with 0.21) adapts linear modules, by `target_modules`, and parameters, by `target_parameters`. Transformers 5 has the experts
+of a block in two parameters of three dims, gate_up_proj and down_proj. Other feed-forward layers are named as parameters, too: as modules
+PEFT takes their names for those that experts had in transformers 4.
 
     attention              q_proj.lora_A.weight (r, I)           q_proj.lora_B.weight (O, r)
     dense, shared          gate_proj.lora_A.weight (r, I)        gate_proj.lora_B.weight (O, r)

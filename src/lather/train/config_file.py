@@ -68,7 +68,7 @@ def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any
     init_from = init_from or mapping.get("init_from", "")
     if "model" in mapping or not init_from or not isinstance(init_from, str):
         return dict(mapping)
-    return {**mapping, "model": _without_none(dataclasses.asdict(model_of(init_from)))}
+    return {**mapping, "model": tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model_of(init_from)))))}
 
 
 def model_of(init_from: str) -> ModelConfig:

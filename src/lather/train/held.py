@@ -1,8 +1,8 @@
 """A checkpoint that stays while it is read, of a run that may be training and deleting older ones meanwhile.
 
 Its files get a second name (a hard link) in a folder `.held-*` of the run directory, which goes when the reading is done: what the run
-deletes is then gone for the run alone. A folder that a killed reader has left is known by its lock, which nobody holds any more, and cleared
-by the next one. Where nothing can be linked (a read-only disk, a file system without links) the checkpoint is read where it is.
+deletes is then gone for the run alone. A folder that a killed reader has left is known by its lock, which nobody holds any more; the next
+reader clears it. Where nothing can be linked (a read-only disk, a file system without links) the checkpoint is read where it is.
 """
 
 from __future__ import annotations
