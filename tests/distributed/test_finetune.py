@@ -108,10 +108,9 @@ def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finetuning")
     (folder / "corpus").mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over"]
     for number in range(8):
-        lines = [
-            " ".join("the quick brown fox jumps over".split()[(number + line + place) % 6] for place in range(9)) for line in range(15)
-        ]
+        lines = [" ".join(words[(number + line + place) % 6] for place in range(9)) for line in range(15)]
         (folder / "corpus" / f"{number}.py").write_text("\n".join(lines))
     config = DeepseekV2Config(**TINY)
     save_hugging_face(build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published")
@@ -145,7 +144,7 @@ def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) ->
 
 
 def test_only_what_is_trained_changes_and_has_state(folder: Path) -> None:
-    base = {name: p for name, p in build_deepseek_v2(DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)).named_parameters()}
+    base = dict(build_deepseek_v2(DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)).named_parameters())
     for run, is_trained in {
         "adapters": lambda name: ("lora" in name or "input_layernorm" in name) and not name.startswith("layers.3."),
         "soap": lambda name: "lora" in name,
