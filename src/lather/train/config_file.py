@@ -22,7 +22,7 @@ import tomli_w
 from lather.errors import ConfigError, require
 from lather.models.families import ModelConfig
 from lather.models.huggingface import CONFIG_FILE, read_config
-from lather.train.config import Config
+from lather.train.config import Config, LoopConfig
 from lather.train.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.train.optim_config import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.train.rule_fields import owners
@@ -64,11 +64,17 @@ def load_run(run_dir: Path) -> Config:
 
 
 def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any]:
-    """A configuration that says which model it is: if it does not, it is the one that the run starts from, if there is one."""
+    """A configuration that says which model it is: if it does not, it is the one that the run starts from, if there is one; sequences are
+    then no longer than that one takes."""
     init_from = init_from or mapping.get("init_from", "")
     if "model" in mapping or not init_from or not isinstance(init_from, str):
         return dict(mapping)
-    return {**mapping, "model": tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model_of(init_from)))))}
+    model = model_of(init_from)
+    fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
+    train = mapping.get("train", {})
+    if isinstance(train, dict):
+        train = {"sequence_length": min(LoopConfig().sequence_length, model.max_position_embeddings), **train}
+    return {**mapping, "model": fields, "train": train}
 
 
 def model_of(init_from: str) -> ModelConfig:
