@@ -25,7 +25,7 @@ usage: lather COMMAND ...
   data make FOLDER SOURCE            make a data set of text, JSONL, Parquet, chats or token files; also show, check
   generate RUN --prompt TEXT         continue a text with a trained model
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
-  export RUN FOLDER                  write a run's model as a Hugging Face folder
+  export RUN FOLDER                  write a run's model as a Hugging Face folder, or its adapters for PEFT
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
   profile CONFIG                     what each layer keeps between forward and backward
   bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
