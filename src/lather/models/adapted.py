@@ -29,7 +29,7 @@ from lather.models.moe import MoE
 from lather.models.safetensors_folder import DescribedTensor, Index, TensorSource
 
 GROUPS = ("attention", "experts", "shared_experts", "dense")
-FACTOR = re.compile(r"(?P<owner>.*[._])lora\.(?P<factor>[AB])")
+FACTOR = re.compile(r".*[._]lora\.[AB]")
 """The name of a parameter of an adapter."""
 
 

@@ -87,8 +87,9 @@ def train_only(model: nn.Module, names: frozenset[str]) -> None:
 
 @torch.no_grad()
 def with_adapters(model: Decoder, config: LoraConfig, generator: torch.Generator) -> Decoder:
-    """The model, which gets fresh adapters."""
+    """The model, which gets fresh adapters; on the meta device nothing is drawn."""
     add_adapters(model, config)
-    for name, value in fresh_adapters(model, generator):
-        model.get_parameter(name).copy_(value)
+    if not model.embed_tokens.weight.is_meta:
+        for name, value in fresh_adapters(model, generator):
+            model.get_parameter(name).copy_(value)
     return model
