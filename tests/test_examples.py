@@ -72,3 +72,13 @@ def test_soap_tensor_parallel() -> None:
     losses = [re.search(r"loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
     assert len({found.groups() for found in losses if found}) == 1
     assert float(difference.split()[-1]) < 1e-4
+
+
+def test_finetune_chat() -> None:
+    """Answers that were held out are learned, a question is answered, and both exports are made."""
+    lines = run_example("finetune_chat.py").splitlines()
+    before, after = map(float, lines[-1].removeprefix("loss on answers ").split(" -> "))
+    assert after < 0.2 * before
+    asked = next(number for number, line in enumerate(lines) if line.startswith("$ lather generate"))
+    assert re.fullmatch(r"The colour is (red|green|blue|white|black|yellow)\.", lines[asked + 1])
+    assert sum(line.startswith("folder") for line in lines) == 3

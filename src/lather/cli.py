@@ -26,7 +26,7 @@ usage: lather COMMAND ...
   generate RUN --prompt TEXT         continue texts with a trained model, answer messages, or talk with it (--chat)
   eval RUN [DATA ...]                loss, perplexity and bits per byte on held-out sets; --tasks of lm-evaluation-harness
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
-  export RUN FOLDER                  write a run's model as a Hugging Face folder
+  export RUN FOLDER                  write a run's model as a Hugging Face folder, or its adapters for PEFT
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
   profile CONFIG                     what each layer keeps between forward and backward
   bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory

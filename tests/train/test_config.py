@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lather.data import config as data_config
 from lather.errors import ConfigError
-from lather.models import deepseek_v2, gpt_oss, qwen3_moe, rotary
+from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.train import config as config_module
 from lather.train import optim_config as optim_config_module
@@ -99,7 +99,12 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "train.batch_size": AT_LEAST_1,
     "train.micro_batch_size": [-1],
     "train.sequence_length": [*AT_LEAST_1, 2049],
+    "lora.rank": [-1],
+    "lora.alpha": [0.0, -1.0],
+    "lora.targets": [[], ["attention", ""]],
     "train.max_grad_norm": [-1.0],
+    "train.trainable": [["layers.0.*", ""]],
+    "train.frozen": [[""]],
     "train.max_skipped_steps": AT_LEAST_1,
     "train.validation_every": [-1],
     "train.validation_sequences": AT_LEAST_1,
@@ -328,7 +333,7 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section's own is its class's."""
     documented = set()
-    for module in (config_module, data_config, optim_config_module, deepseek_v2, qwen3_moe, gpt_oss, rotary):
+    for module in (config_module, data_config, optim_config_module, lora, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
                 is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)

@@ -18,6 +18,7 @@ from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError, ExchangeError, UserError, require
+from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.huggingface import (
@@ -28,11 +29,14 @@ from lather.models.huggingface import (
     open_hugging_face,
     save_hugging_face,
 )
-from lather.models.safetensors_folder import complete_folder
+from lather.models.peft_folder import save_peft
+from lather.models.safetensors_folder import TensorSource, complete_folder
 from lather.train.checkpoint import open_checkpoint, write_first_checkpoint
 from lather.train.config import Config, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.find import find_checkpoint
+from lather.train.finetune import check_adapters_are_all
+from lather.train.held import held_checkpoint
 from lather.train.optim_config import optim_config
 from lather.train.trained import COMPANION_FOLDER
 
@@ -55,7 +59,7 @@ class ImportArguments:
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a run's model as a Hugging Face folder, with its tokenizer."""
+    """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training meanwhile."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory; RUN@STEP or RUN@best: one of its checkpoints."""
@@ -67,6 +71,10 @@ class ExportArguments:
     """Largest file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
     step: int = -1
     """Which checkpoint; negative: the newest."""
+    adapter: bool = False
+    """Write the adapters of [lora] alone, in the format of PEFT, instead of the model that they are merged into."""
+    base: str = ""
+    """With --adapter: name or folder of the model that they adapt, for PEFT; left out: the folder of init_from."""
 
 
 def import_command(arguments: list[str]) -> int:
@@ -102,23 +110,45 @@ def import_command(arguments: list[str]) -> int:
 def export_command(arguments: list[str]) -> int:
     """Write the folder and print where it is."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
-    max_shard_bytes = parse_size(parsed.max_shard_size)
-    run, checkpoint = find_checkpoint(parsed.run, parsed.step)
+    parse_size(parsed.max_shard_size)
+    run, _ = find_checkpoint(parsed.run, parsed.step)
     config = load_config(run / "config.toml")
-    tokenizer = _tokenizer(run, config.data)
-    save_hugging_face(
-        open_checkpoint(checkpoint).weights(),
-        config.model,
-        parsed.folder,
-        max_shard_bytes=max_shard_bytes,
-        dtype=EXPORT_DTYPES[parsed.dtype],
-        tokenizer=tokenizer,
-    )
-    print(f"{checkpoint.name} in {parsed.dtype}{'' if tokenizer else ', without a tokenizer'}")
-    if isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
+    if parsed.adapter:
+        check_adapters_are_all(config)
+    elif parsed.base:
+        raise UserError(f"--base {parsed.base} is of adapters: give --adapter, or leave it out")
+    with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
+        weights = open_checkpoint(checkpoint).weights()
+        if parsed.adapter:
+            _export_adapters(parsed, config, weights)
+            print(f"adapters of {checkpoint.name} in {parsed.dtype}")
+        else:
+            tokenizer = _export_model(parsed, run, config, weights)
+            print(f"{checkpoint.name} in {parsed.dtype}{'' if tokenizer else ', without a tokenizer'}")
+    if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
         print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
     print(f"folder            {parsed.folder}")
     return 0
+
+
+def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource) -> Path | None:
+    """Write the whole model, adapters merged; returns the tokenizer that is with it."""
+    tokenizer = _tokenizer(run, config.data)
+    save_hugging_face(
+        MergedTensors(weights, config.lora.scale),
+        config.model,
+        parsed.folder,
+        max_shard_bytes=parse_size(parsed.max_shard_size),
+        dtype=EXPORT_DTYPES[parsed.dtype],
+        tokenizer=tokenizer,
+    )
+    return tokenizer
+
+
+def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSource) -> None:
+    is_published = config.init_from and (Path(config.init_from) / CONFIG_FILE).is_file()
+    base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
+    save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[parsed.dtype])
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lather.errors import ConfigError
 from lather.train.config import Config
-from lather.train.config_file import config_from_mapping, load_config
+from lather.train.config_file import config_from_mapping, load_config, with_model
 from lather.train.optim_config import KINDS, RuleOptimConfig, as_help_shows_it
 from lather.train.rule_fields import owners, rule_named
 
@@ -18,7 +18,7 @@ RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule
 
 
 def read_config(file: Path | None, arguments: list[str]) -> Config:
-    """The file's configuration, or the default one, with the rules that `arguments` choose.
+    """The file's configuration, or the default one, with the rules that `arguments` choose, and the model that they start from.
 
     Raises ConfigError for a rule that there is not, and for an argument that is an option of another rule.
     """
@@ -27,7 +27,11 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
     for option, name in RULE_OPTIONS.items():
         if name in rules:
             rule_named(rules[name], option)
-    config = load_config(file, rules, given.get("--run-dir", "")) if file else config_from_mapping({"optim": _sections(rules)})
+    init_from = given.get("--init-from", "")
+    if file:
+        config = load_config(file, rules, given.get("--run-dir", ""), init_from)
+    else:
+        config = config_from_mapping(with_model({"optim": _sections(rules)}, init_from))
     assert isinstance(config.optim, RuleOptimConfig)
     for option in given:
         _refuse_option_of_another_rule(option, config.optim)

@@ -20,6 +20,7 @@ from lather.parallel.mesh import Mesh
 from lather.parallel.world import World
 from lather.train.config import Config, check_parallel
 from lather.train.display import LiveDisplay, PlainDisplay
+from lather.train.finetune import check_finetuning
 from lather.train.loop import DivergedError, Outcome, StopSignal, train
 from lather.train.metrics import StepRow
 from lather.train.step import pick_device
@@ -38,6 +39,7 @@ def train_command(arguments: list[str]) -> int:
         if world is not None and nproc is not None:
             raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
         check_parallel(config, world.size if world else nproc or 1)
+        check_finetuning(config)
         options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
     except UserError:
         if world is None or world.local_rank == 0:
@@ -54,8 +56,11 @@ def _read(arguments: list[str]) -> tuple[Config, int | None]:
     arguments, nproc = take_nproc(arguments)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     asks_for_help = bool({"-h", "--help"} & set(arguments))
-    if file is None and not asks_for_help:
-        raise ConfigError("lather train needs a configuration first: lather train configs/quickstart.toml")
+    if file is None and not asks_for_help and not any(one.startswith(("--init-from", "--init_from")) for one in arguments):
+        raise ConfigError(
+            "lather train needs a configuration first, or weights to start from: lather train configs/quickstart.toml, "
+            "lather train --init-from FOLDER_OR_RUN"
+        )
     if asks_for_help:
         print(NPROC_HELP)
     default = read_config(Path(file) if file else None, arguments)

@@ -228,7 +228,7 @@ class MultiHeadLatentAttention(nn.Module):
         """The same attention over latents, all that is cached: what expands them to keys is applied to the queries, and what expands them
         to values to the weighted sums. A token costs L + R numbers of memory, and L + R instead of N + R products per key."""
         cos_BSP, sin_BSP = layout.rotary_tables(self.rotary, latent_BSL.dtype)
-        kv_HxL = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)

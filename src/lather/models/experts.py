@@ -8,13 +8,14 @@ One autograd function goes from tokens to tokens: gather the rows of each expert
                                           <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is computed anyway
 
 With memory="recompute" gate/up goes, too: one more gather and product in backward. memory="reference" is the plain formula in plain
-autograd, which everything is tested against.
+autograd, which everything is tested against. Adapters (`lather.models.lora`) keep nothing: their products are made again.
 
 Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F intermediate size, G rows grouped by expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,15 +29,9 @@ from lather.kernels.combine import combine_forward, combine_rows_sum
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
-from lather.models.grouped import (
-    expert_of_row,
-    grouped_linear,
-    grouped_linear_transposed,
-    grouped_sum,
-    grouped_weight_gradient,
-    run_alignment,
-)
+from lather.models.grouped import expert_of_row, grouped_sum, grouped_weight_gradient, run_alignment
 from lather.models.layers import compute_dtype, no_autocast, without_autocast
+from lather.models.lora import AdaptedStack, Adapter
 from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
@@ -44,8 +39,12 @@ from lather.shapes import Float, Int
 class Experts(Deferrable, nn.Module):
     """E gated MLPs as stacked weights, gate and up in one: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), biases if asked for.
 
-    `gate` says how gate and up make the hidden product and how their columns lie.
+    `gate` says how gate and up make the hidden product and how their columns lie. `gate_up_lora` and `down_lora` are adapters of the two
+    stacks, if they have any.
     """
+
+    gate_up_lora: Adapter | None
+    down_lora: Adapter | None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, *, gate: Gate = SWIGLU, bias: bool = False) -> None:
         super().__init__()
@@ -53,6 +52,8 @@ class Experts(Deferrable, nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
+        self.register_module("gate_up_lora", None)
+        self.register_module("down_lora", None)
         self.gate = gate
         self.memory = "saved"
         self.reset_parameters()
@@ -81,11 +82,13 @@ class Experts(Deferrable, nn.Module):
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = compute_dtype(x_RD)
         plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
-        call = _Call(plan, self.gate, dtype, self.weight_gradients, keep_gate_up=self.memory == "saved")
+        adapters = (self.gate_up_lora, self.down_lora)
+        scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
+        call = _Call(plan, self.gate, dtype, self.weight_gradients, scales, keep_gate_up=self.memory == "saved")
+        weights = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else (adapter.A, adapter.B))]
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-                x_RD, weights_RK, self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias, call
-            )
+            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, *weights, *factors)  # type: ignore[no-untyped-call]
         return y_RD
 
     def reference_forward(
@@ -94,7 +97,9 @@ class Experts(Deferrable, nn.Module):
         """The same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
         biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
-        weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), *biases, strict=True)
+        gate_up_EHD = self.gate_up_proj if self.gate_up_lora is None else self.gate_up_lora.added_to(self.gate_up_proj)
+        down_EDF = self.down_proj if self.down_lora is None else self.down_lora.added_to(self.down_proj)
+        weights = zip(gate_up_EHD.unbind(), down_EDF.unbind(), *biases, strict=True)
         for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
             token, slot = (experts_RK == expert).nonzero(as_tuple=True)
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
@@ -124,30 +129,35 @@ class _Call:
     gate: Gate
     dtype: torch.dtype
     queue: WeightGradients | None
+    scales: tuple[float, ...]
+    """Of the adapters of gate/up and down."""
     keep_gate_up: bool = False
+
+    def stacks(self, gate_up_EHD: Tensor, down_EDF: Tensor, factors: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
+        """Both with their adapters, of which `factors` are A and B."""
+        gate_up_a, gate_up_b, down_a, down_b = factors
+        end_E, (scale, down_scale) = self.route.end_E, self.scales
+        return AdaptedStack(gate_up_EHD, gate_up_a, gate_up_b, scale, end_E), AdaptedStack(down_EDF, down_a, down_b, down_scale, end_E)
 
 
 class _RoutedExperts(torch.autograd.Function):
+    """`parameters`: gate/up and down as (E, 2F, D) and (E, D, F), their biases or None, then A and B of their adapters or None."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        weights_RK: Tensor,
-        gate_up_EHD: Tensor,
-        down_EDF: Tensor,
-        gate_up_bias_EH: Tensor | None,
-        down_bias_ED: Tensor | None,
-        call: _Call,
-    ) -> Tensor:
-        gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
+    def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
+        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = parameters
+        assert gate_up_EHD is not None
+        assert down_EDF is not None
+        gate_up, down = call.stacks(gate_up_EHD, down_EDF, factors)
+        gate_up_GH = _gate_up(x_RD, gate_up, gate_up_bias_EH, call)
         h_GF = gate_forward(gate_up_GH, call.gate)
-        y_GD = _add_bias(grouped_linear(h_GF, down_EDF.to(call.dtype), call.route.end_E), down_bias_ED, call.route)
+        y_GD = _add_bias(down.linear(h_GF), down_bias_ED, call.route)
         del h_GF
         y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
         kept_GH = gate_up_GH if call.keep_gate_up else None
-        route, ctx.options = call.route, (call.gate, call.dtype, call.queue)
-        ctx.parameters = parameters = (gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED)
-        ctx.save_for_backward(x_RD, weights_RK, kept_GH, *parameters, route.token_G, route.row_TK, route.count_E, route.end_E)
+        route, ctx.options = call.route, (call.gate, call.dtype, call.queue, call.scales)
+        ctx.parameters = parameters
+        ctx.save_for_backward(x_RD, weights_RK, kept_GH, route.token_G, route.row_TK, route.count_E, route.end_E, *parameters)
         return y_RD.to(x_RD.dtype)
 
     @staticmethod
@@ -155,19 +165,23 @@ class _RoutedExperts(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
-        x_RD, weights_RK, gate_up_GH, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *route_tensors = ctx.saved_tensors
-        call = _Call(Route(*route_tensors), *ctx.options)
+        x_RD, weights_RK, gate_up_GH, *saved = ctx.saved_tensors
+        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = saved[4:]
+        call = _Call(Route(*saved[:4]), *ctx.options)
         route, dtype, queue, end_E = call.route, call.dtype, call.queue, call.route.end_E
+        gate_up_stack, down_stack = call.stacks(gate_up_EHD, down_EDF, factors)
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(dtype)
         if gate_up_GH is None:
-            gate_up_GH = _gate_up(x_RD, gate_up_EHD, gate_up_bias_EH, call)
-        gate_up, down, gate_up_bias, down_bias = ctx.parameters
-        needs_x, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, _ = ctx.needs_input_grad
+            gate_up_GH = _gate_up(x_RD, gate_up_stack, gate_up_bias_EH, call)
+        gate_up, down, gate_up_bias, down_bias, *_ = ctx.parameters
+        needs_x, _, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *needs_factors = ctx.needs_input_grad
         grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = grad_x = None
+        of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        of_down_factors: tuple[Tensor | None, Tensor | None] = (None, None)
 
         grad_GD = gather_rows(grad_RD, route.token_G)
         weight_G = _weight_of_row(weights_RK, route)
-        grad_h_GF = grouped_linear_transposed(grad_GD, down_EDF.to(dtype), end_E)
+        grad_h_GF = down_stack.transposed(grad_GD)
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
@@ -175,6 +189,8 @@ class _RoutedExperts(torch.autograd.Function):
             later = partial(_down_gradient, grad_RD, h_GF, route.token_G, end_E)
             grad_down = weight_gradient(queue, down, later, partial(grouped_weight_gradient, grad_GD, h_GF, end_E))
             del later
+        if any(needs_factors[2:]):
+            of_down_factors = down_stack.factor_gradients(grad_GD, h_GF)
         del h_GF
         if down_bias_ED is not None:
             dot_G = dot_G + (grad_GD * _row_bias(down_bias_ED, route, dtype)).sum(-1, dtype=dot_G.dtype)
@@ -185,12 +201,14 @@ class _RoutedExperts(torch.autograd.Function):
 
         if needs_gate_up:
             grad_gate_up = weight_gradient(queue, gate_up, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, route.token_G, end_E))
+        if any(needs_factors[:2]):
+            of_gate_up_factors = gate_up_stack.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(dtype), route.token_G))
         if needs_gate_up_bias:
             grad_gate_up_bias = weight_gradient(queue, gate_up_bias, partial(grouped_sum, grad_gate_up_GH, end_E))
         if needs_x:
-            grad_rows_GD = grouped_linear_transposed(grad_gate_up_GH, gate_up_EHD.to(dtype), end_E)
-            grad_x = combine_rows_sum(grad_rows_GD, route.row_TK).to(x_RD.dtype)
-        return grad_x, grad_weights_RK, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias, None
+            grad_x = combine_rows_sum(gate_up_stack.transposed(grad_gate_up_GH), route.row_TK).to(x_RD.dtype)
+        of_weights = (grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias)
+        return grad_x, grad_weights_RK, None, *of_weights, *of_gate_up_factors, *of_down_factors
 
 
 def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
@@ -205,9 +223,9 @@ def _gate_up_gradient(grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, en
     return grouped_weight_gradient(grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E)
 
 
-def _gate_up(x_RD: Tensor, gate_up_EHD: Tensor, gate_up_bias_EH: Tensor | None, call: _Call) -> Tensor:
+def _gate_up(x_RD: Tensor, gate_up: AdaptedStack, gate_up_bias_EH: Tensor | None, call: _Call) -> Tensor:
     rows_GD = gather_rows(x_RD.to(call.dtype), call.route.token_G)
-    return _add_bias(grouped_linear(rows_GD, gate_up_EHD.to(call.dtype), call.route.end_E), gate_up_bias_EH, call.route)
+    return _add_bias(gate_up.linear(rows_GD), gate_up_bias_EH, call.route)
 
 
 def _add_bias(rows_GO: Tensor, bias_EO: Tensor | None, route: Route) -> Tensor:

@@ -101,9 +101,10 @@ class PublishedWeights:
             if len(entry.part_shape(self.shapes[parameter])) < 3:
                 yield entry.index, self.stored.read(entry.published)
             else:
-                yield from (((e,), self._expert(entry, e)) for e in range(self.shapes[parameter][0]))
+                yield from (((e,), self.expert(entry, e)) for e in range(self.shapes[parameter][0]))
 
-    def _expert(self, entry: Entry, e: int) -> Tensor:
+    def expert(self, entry: Entry, e: int) -> Tensor:
+        """What a tensor of stacked experts has of one of them."""
         if entry.is_packed:
             return dequantize_mxfp4(*(self.stored.read(f"{entry.published}_{part}", (e,)) for part in ("blocks", "scales")))
         tensor = self.stored.read(entry.published, (e,))

@@ -1,7 +1,8 @@
 """Layers shared by the model families: RMSNorm, linear layers and the gated MLP, each keeping little between forward and backward.
 
     RMSNorm      keeps its input and one number per row, where plain autograd keeps two more copies, in fp32
-    Linear       keeps its input once for all layers that `project` it, where autocast keeps a copy for each, and one of each weight
+    Linear       keeps its input once for all layers that `project` it, where autocast keeps a copy for each, and one of each weight;
+                 with an adapter (`lather.models.lora`), also (T, r)
     GatedMLP     keeps its input and gate/up, where plain autograd keeps two more of F; the product is recomputed in backward
 
 Weight gradients of the latter two can be put off: see `lather.models.weight_gradients`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -23,7 +25,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward
+from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
+from lather.models.lora import Adapter
+from lather.models.remade import Remaking
 from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
 
@@ -99,12 +103,26 @@ class RMSNorm(nn.Module):
 
 
 class Linear(Deferrable, nn.Linear):
-    """x W^T + b: `nn.Linear` with the same names and initial values. With memory="reference" it is plain autograd."""
+    """x W^T + b: `nn.Linear` with the same names and initial values. With memory="reference" it is plain autograd.
+
+    `lora` is the adapter of its weight, if it has one.
+    """
 
     memory = "saved"
+    lora: Adapter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.register_module("lora", None)
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
-        return F.linear(x, self.weight, self.bias) if self.memory == "reference" else _project(x, [self])[0]
+        if self.memory == "reference":
+            return F.linear(x, self.adapted_weight(), self.bias)
+        return project(x, self)[0]
+
+    def adapted_weight(self) -> Float[Tensor, "o i"]:
+        """The weight with what the adapter adds to it."""
+        return self.weight if self.lora is None else self.lora.added_to(self.weight)
 
 
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
@@ -114,12 +132,29 @@ def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Ten
     put an adapter there) are called as they are; hooks on the others are passed by.
     """
     ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
-    return _project(x, ours) if len(ours) == len(layers) else tuple(layer(x) for layer in layers)
+    if len(ours) != len(layers):
+        return tuple(layer(x) for layer in layers)
+    products = [_Product(layer.weight, layer.bias, layer.weight_gradients) for layer in ours]
+    adapters = [(index, layer.lora, layer.weight_gradients) for index, layer in enumerate(ours) if layer.lora is not None]
+    outputs = list(_project(x, [*products, *(_Product(adapter.A, None, queue) for _, adapter, queue in adapters)]))
+    for (index, adapter, queue), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
+        (added,) = _project(x_Tr, [_Product(adapter.B, None, queue)])
+        outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
+    return tuple(outputs[: len(ours)])
 
 
-def _project(x: Tensor, layers: list[Linear]) -> tuple[Tensor, ...]:
-    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    queues = [layer.weight_gradients for layer in layers]
+@dataclass(frozen=True)
+class _Product:
+    """A weight, its bias, and what their gradients are given to."""
+
+    weight: Tensor
+    bias: Tensor | None
+    queue: WeightGradients | None
+
+
+def _project(x: Tensor, products: list[_Product]) -> tuple[Tensor, ...]:
+    parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
+    queues = [product.queue for product in products]
     dtype = compute_dtype(x)
     with no_autocast(x):
         outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, queues, *parameters)  # type: ignore[no-untyped-call]
@@ -227,15 +262,17 @@ class GatedMLP(Deferrable, nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.memory = "saved"
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         if self.memory == "reference":
             plain: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
             return plain
+        if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
+            return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         dtype = compute_dtype(x)
         with no_autocast(x):
@@ -243,3 +280,20 @@ class GatedMLP(Deferrable, nn.Module):
                 x.flatten(0, -2), *weights, dtype, self.memory == "saved", self.weight_gradients
             )
         return y.view(x.shape)
+
+    def _with_adapters(self, x: Tensor) -> Tensor:
+        """The same, made of layers: what the function above does not keep is made again here, too."""
+
+        def hidden(x: Tensor) -> tuple[Tensor, Tensor]:
+            gate_up = torch.cat(project(x, self.gate_proj, self.up_proj), dim=-1)
+            return swiglu(gate_up), gate_up
+
+        remaking = Remaking()
+        with remaking.watch():
+            h, gate_up = hidden(x)
+            if self.memory == "saved":
+                remaking.add((h,), lambda gate_up: (swiglu(gate_up),), gate_up)
+            else:
+                remaking.add((h, gate_up), hidden, x)
+            y: Tensor = self.down_proj(h)
+        return y

@@ -68,6 +68,10 @@ class LocalParameters:
         """DTensors where they are sharded, for an optimizer that puts matrices together."""
         return [(entry.info.name, entry.source) for entry in self.entries]
 
+    def trained(self) -> LocalParameters:
+        """Without those that are frozen."""
+        return LocalParameters(tuple(entry for entry in self.entries if entry.source.requires_grad))
+
     def infos(self) -> list[ShardInfo]:
         return [entry.info for entry in self.entries]
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lather.models.adapted import add_adapters
 from lather.models.decoder import Block, Decoder, RoutedModel
 from lather.models.experts import Experts
 from lather.models.families import ModelConfig, build_model
+from lather.models.lora import LoraConfig, fresh_adapters
 from lather.models.moe import MoE
 
 
@@ -110,10 +112,11 @@ def empty_part(whole: Decoder, share: Share, device: torch.device, dtype: torch.
     """The part with memory on `device`, not yet filled. `whole` is on the meta device; the part takes its modules."""
     part = Part(whole, share)
     if share.expert_ranks > 1:
-        for module in [module for module in part.modules() if isinstance(module, Experts)]:
-            own = share.experts(len(module.down_proj))
-            for name, p in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(p.detach()[own].clone()))
+        for experts in [module for module in part.modules() if isinstance(module, Experts)]:
+            own = share.experts(len(experts.down_proj))
+            for module in experts.modules():
+                for name, p in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(p.detach()[own].clone()))
     embedding, head = part.embed_tokens, part.lm_head
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     if tied and head is not None:
@@ -140,11 +143,20 @@ def fill(part: Part, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def fresh_part(
-    config: ModelConfig, share: Share, generator: torch.Generator, device: torch.device, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    share: Share,
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
 ) -> Part:
     """The part with the weights that one process would draw from this generator, which every rank gives the same seed; the same in every
-    wider dtype."""
-    meta = torch.device("meta")
-    part = empty_part(build_model(config, None, meta), share, device, dtype)
-    fill(part, build_model(config, None, meta).fresh_weights(config.initializer_range, generator))
+    wider dtype. Adapters are drawn last, so that the weights are those of a model without."""
+    whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
+    lora = lora or LoraConfig()
+    add_adapters(empty, lora)
+    part = empty_part(empty, share, device, dtype)
+    fill(part, whole.fresh_weights(config.initializer_range, generator))
+    add_adapters(whole, lora)
+    fill(part, fresh_adapters(whole, generator))
     return part

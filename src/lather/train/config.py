@@ -13,6 +13,7 @@ from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
+from lather.models.lora import LoraConfig
 from lather.train.optim_config import OptimConfig, RuleOptimConfig, optim_config
 from lather.train.rule_fields import name_of
 
@@ -52,6 +53,10 @@ class LoopConfig:
     """Tokens per sequence."""
     max_grad_norm: float = 1.0
     """Clip the norm of the gradient to this; 0: do not clip."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are trained, such as layers.0.* or *.experts.*; none: all. With [lora]: besides adapters."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, whatever else says that they are."""
     max_skipped_steps: int = 10
     """Stop after this many steps in a row whose loss or gradient was not finite."""
     validation_every: int = 100
@@ -72,6 +77,8 @@ class LoopConfig:
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
         require(self.validation_every >= 0, "train.validation_every", self.validation_every, "at least 0 steps")
+        for name in ("trainable", "frozen"):
+            require(all(getattr(self, name)), f"train.{name}", getattr(self, name), "patterns of names, none of them empty")
         require(self.micro_batch_size >= 0, "train.micro_batch_size", self.micro_batch_size, "at least 0 sequences")
         if self.micro_batch_size:
             fits = self.batch_size % self.micro_batch_size == 0
@@ -186,13 +193,14 @@ class Config:
     run_dir: str = "runs/default"
     """Folder for everything the run writes; a run found there is resumed."""
     init_from: str = ""
-    """Run directory, such as `lather import` makes, whose newest weights a fresh run starts from; empty: random weights."""
+    """Run directory, whose newest weights a fresh run starts from, or Hugging Face folder; empty: random weights."""
     fork_from: str = ""
     """RUN, RUN@STEP or RUN@best: the checkpoint from which a fresh run goes on, with weights, optimizer state and place in the data."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=optim_config)
     train: LoopConfig = field(default_factory=LoopConfig)

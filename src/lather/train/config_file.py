@@ -20,7 +20,9 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from lather.errors import ConfigError, require
-from lather.train.config import Config
+from lather.models.families import ModelConfig
+from lather.models.huggingface import CONFIG_FILE, read_config
+from lather.train.config import Config, LoopConfig
 from lather.train.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.train.optim_config import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.train.rule_fields import owners
@@ -28,14 +30,15 @@ from lather.train.rule_fields import owners
 C = TypeVar("C")
 
 
-def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "") -> Config:
+def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "") -> Config:
     """Read a TOML file; every error names the file and the key.
 
     `rules`: names of rules in place of the file's, by "name" or "<kind>.rule"; options of the file's rules that these do not have are then
-    left out. `run_dir`: that of the run, if it is not the file's.
+    left out. `run_dir`, `init_from`: those of the run, if they are not the file's. Without [model] the model is that of `init_from`.
     """
     mapping = _read(path)
     try:
+        mapping = with_model(mapping, init_from)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
             own_dir = run_dir or mapping.get("run_dir")
@@ -58,6 +61,32 @@ def load_run(run_dir: Path) -> Config:
         return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any]:
+    """A configuration that says which model it is: if it does not, it is the one that the run starts from, if there is one; sequences are
+    then no longer than that one takes."""
+    init_from = init_from or mapping.get("init_from", "")
+    if "model" in mapping or not init_from or not isinstance(init_from, str):
+        return dict(mapping)
+    model = model_of(init_from)
+    fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
+    train = mapping.get("train", {})
+    if isinstance(train, dict):
+        train = {"sequence_length": min(LoopConfig().sequence_length, model.max_position_embeddings), **train}
+    return {**mapping, "model": fields, "train": train}
+
+
+def model_of(init_from: str) -> ModelConfig:
+    """The model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError of the folder's config.json."""
+    source = Path(init_from)
+    if (source / CONFIG_FILE).is_file():
+        return read_config(source)
+    if not (source / "config.toml").is_file():
+        raise ConfigError(
+            f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with config.json and safetensors"
+        )
+    return load_run(source).model
 
 
 def _read(path: Path) -> dict[str, Any]:

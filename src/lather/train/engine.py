@@ -33,6 +33,7 @@ from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
 from lather.shapes import Bool, Int
 from lather.train.config import Config, LoopConfig, MoEConfig
+from lather.train.finetune import train_only, trained_names
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,9 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) 
     schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
     layers = divide_layers(config, schedule.num_stages).stages
     share = Share(layers, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
-    part = fresh_part(config.model, share, torch.Generator().manual_seed(config.seed), mesh.device, weights_dtype(config))
+    generator = torch.Generator().manual_seed(config.seed)
+    part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
+    train_only(part, trained_names(config))
     if config.train.compile:
         compile_parts(part)
     frees = Frees(poison=config.parallel.poison)

@@ -20,22 +20,24 @@ import torch
 import torch.distributed as dist
 
 from lather.data.documents import load_tokenizer
-from lather.errors import CheckpointError, DataError, UserError
+from lather.errors import DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
-from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, load_parameters, step_of
+from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, step_of
 from lather.train.config import Config
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.find import best_checkpoint
+from lather.train.finetune import trained_parameters, with_adapters
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.optimizer import build_optimizer
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.sampling import sample_text
 from lather.train.saver import Saver
+from lather.train.start import find_start, load_start
 from lather.train.state import TrainingState
 from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
 
@@ -147,21 +149,17 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
 
 def build_model(config: Config, device: torch.device) -> Decoder:
     """The model with the fresh weights that the seed gives, and what the configuration says of its experts."""
-    model = build_family(config.model, torch.Generator().manual_seed(config.seed), device).to(weights_dtype(config))
+    generator = torch.Generator().manual_seed(config.seed)
+    model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(weights_dtype(config))
     prepare_experts(model, config.moe)
     return model
 
 
 def _start(config: Config) -> Path | None:
-    """The checkpoint of another run that a fresh one starts from."""
+    """The checkpoint of another run, or the Hugging Face folder, that a fresh one starts from."""
     if not config.init_from or list_checkpoints(Path(config.run_dir) / "checkpoints"):
         return None
-    checkpoints = list_checkpoints(Path(config.init_from) / "checkpoints")
-    if not checkpoints:
-        raise CheckpointError(f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has one")
-    if not config.data.tokenizer and not (Path(config.init_from) / "tokenizer.json").exists():
-        raise DataError(f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer as data.tokenizer")
-    return checkpoints[-1]
+    return find_start(config)
 
 
 def _check_same_tokenizer(source: Path, ours: Path) -> None:
@@ -191,17 +189,19 @@ class _Run:
         existing = of_first(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
         self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
         if start is not None:
-            load_parameters(start, self.state)
+            load_start(start, self.state)
         if existing:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
             display.note(f"starting from the weights of {start}")
         ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
-        parameters = sum(p.numel() for p in build_family(config.model, None, torch.device("meta")).parameters())
+        trained = trained_parameters(config)
         display.note(
-            f"{parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
+            f"{trained.num_parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
             f"{sum(self.batches.order.sizes):,} training sequences"
         )
+        if trained.num_trained < trained.num_parameters:
+            display.note(trained.describe())
         tokens = train.batch_size * train.sequence_length
         display.note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
         if mesh.pp > 1:

@@ -24,11 +24,12 @@ ROUTERS = ("gate",)
 def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """The optimizer of the rule of `[optim]`, whose groups have the rules of their kinds.
 
-    `parameters`: a rank's, or all of a model in one process with their names. Of parameters in fp64 the state of elementwise rules is kept
-    in fp64.
+    `parameters`: a rank's, or all of a model in one process with their names; frozen ones are left out. Of parameters in fp64 the state of
+    elementwise rules is kept in fp64.
     """
+    parameters = parameters.trained() if isinstance(parameters, LocalParameters) else [(n, p) for n, p in parameters if p.requires_grad]
     if isinstance(config, OldOptimConfig):
-        return build_old_optimizer(config, parameters if isinstance(parameters, LocalParameters) else list(parameters))
+        return build_old_optimizer(config, parameters)
     assert isinstance(config, RuleOptimConfig)
     groups = []
     named_ones = parameters.spread() if isinstance(parameters, LocalParameters) else parameters
@@ -41,7 +42,7 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
             options["state_dtype"] = torch.float64
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
-    return _optimizer(config.rule, groups)
+    return _optimizer(config.rule, groups or [{"params": []}])  # a rank whose layers are all frozen takes part in steps all the same
 
 
 def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:

@@ -21,6 +21,7 @@ from lather.train.checkpoint import load_checkpoint, step_of
 from lather.train.config import Config
 from lather.train.config_file import load_config
 from lather.train.find import find_checkpoint
+from lather.train.held import held_checkpoint
 from lather.train.loop import build_model
 from lather.train.state import TrainingState
 from lather.train.step import pick_device
@@ -78,7 +79,8 @@ class TrainedModel:
     def decoder(self, device: str = "auto") -> Decoder:
         """The model with the checkpoint's weights. Raises CheckpointError if it is damaged."""
         model = build_model(self.config, pick_device(device))
-        load_checkpoint(self.checkpoint, TrainingState.of_model(model))
+        with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
+            load_checkpoint(checkpoint, TrainingState.of_model(model))
         return model.requires_grad_(False)
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -87,6 +89,8 @@ class TrainedModel:
 
     def _tokenizer_folders(self) -> Iterator[Path]:
         folders = [self.run, Path(self.config.data.tokenizer).parent] if self.config.data.tokenizer else [self.run]
+        if self.config.init_from:
+            folders.append(Path(self.config.init_from))
         for manifest in self._manifests():
             path = Path(manifest.made_from.get("recipe", {}).get("tokenizer") or "")
             folders.append(path if path.is_dir() else path.parent)

@@ -1,0 +1,111 @@
+"""Low-rank adapters (LoRA): two small matrices beside a frozen weight, which are trained in its place.
+
+    y = x W^T + (alpha / rank) (x A^T) B^T        that is, the weight is W + (alpha / rank) B A
+
+Source: LoRA (Hu et al., arXiv:2106.09685). As in PEFT, B starts at zero, so that a fresh adapter changes nothing, and A uniform within
+1 / sqrt(I) (Kaiming's with a = sqrt 5).
+
+The products with A and B stand beside that with the frozen W. The other way, W + B A made anew and given to the layer, is what
+memory="reference" does: it is simpler, but keeps a copy of every adapted weight from forward to backward, and makes a gradient as large as
+the weight only to make those of A and B from it.
+
+Letters: I input and O output size of a weight, E experts, G rows grouped by expert, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lather.errors import require
+from lather.models.grouped import grouped_linear, grouped_linear_transposed, grouped_weight_gradient
+from lather.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA), which are trained in place of the weights that they adapt."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, the weights themselves are trained."""
+    alpha: float = 16.0
+    """What adapters add counts alpha / rank times."""
+    targets: tuple[str, ...] = ("attention", "experts")
+    """Weights with an adapter: attention, experts, shared_experts, dense, or patterns of names such as layers.0.* or *.q_proj."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, "lora.rank", self.rank, "at least 0")
+        require(0 < self.alpha < math.inf, "lora.alpha", self.alpha, "above 0 and finite")
+        given = bool(self.targets) and all(self.targets)
+        require(given, "lora.targets", self.targets, "one or more of attention, experts, shared_experts, dense and patterns of names")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+class Adapter(nn.Module):
+    """A and B of one weight (O, I), or of a stack of them (E, O, I): `A` (..., r, I) and `B` (..., O, r)."""
+
+    def __init__(self, weight: Float[Tensor, "*e o i"], rank: int, scale: float) -> None:
+        """On the device and in the dtype of `weight`; B is zero, and so is A until `fresh_adapters` has filled it."""
+        super().__init__()
+        *experts, size_out, size_in = weight.shape
+        self.A = nn.Parameter(weight.new_zeros(*experts, rank, size_in))
+        self.B = nn.Parameter(weight.new_zeros(*experts, size_out, rank))
+        self.scale = scale
+
+    def added_to(self, weight: Float[Tensor, "*e o i"]) -> Float[Tensor, "*e o i"]:
+        """The weight that the layer has with the adapter, in plain autograd."""
+        return weight + self.scale * (self.B @ self.A)
+
+
+@dataclass(frozen=True)
+class AdaptedStack:
+    """The weights of a stack of experts with A and B of its adapter, if it has one, for products of rows grouped by expert."""
+
+    weight_EOI: Tensor
+    a_ErI: Tensor | None
+    b_EOr: Tensor | None
+    scale: float
+    end_E: Int[Tensor, " e"]
+    """Where each expert's rows end."""
+
+    def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
+        """x (W_e + s B_e A_e)^T, in the dtype of x."""
+        y_GO = grouped_linear(x_GI, self.weight_EOI.to(x_GI.dtype), self.end_E)
+        if self.a_ErI is not None and self.b_EOr is not None:
+            x_Gr = grouped_linear(x_GI, self.a_ErI.to(x_GI.dtype), self.end_E)
+            y_GO.add_(grouped_linear(x_Gr, self.b_EOr.to(x_GI.dtype), self.end_E), alpha=self.scale)
+        return y_GO
+
+    def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
+        """grad (W_e + s B_e A_e), what `linear` sends back to its rows."""
+        grad_GI = grouped_linear_transposed(grad_GO, self.weight_EOI.to(grad_GO.dtype), self.end_E)
+        if self.a_ErI is not None and self.b_EOr is not None:
+            grad_Gr = grouped_linear_transposed(grad_GO, self.b_EOr.to(grad_GO.dtype), self.end_E)
+            grad_GI.add_(grouped_linear_transposed(grad_Gr, self.a_ErI.to(grad_GO.dtype), self.end_E), alpha=self.scale)
+        return grad_GI
+
+    def factor_gradients(self, grad_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"]) -> tuple[Tensor, Tensor]:
+        """What it sends back to A and B; a weight of each row may be in either argument."""
+        assert self.a_ErI is not None
+        assert self.b_EOr is not None
+        x_Gr = grouped_linear(x_GI, self.a_ErI.to(x_GI.dtype), self.end_E)
+        grad_Gr = grouped_linear_transposed(grad_GO, self.b_EOr.to(grad_GO.dtype), self.end_E)
+        grad_a_ErI = grouped_weight_gradient(grad_Gr, x_GI, self.end_E)
+        grad_b_EOr = grouped_weight_gradient(grad_GO, x_Gr, self.end_E)
+        return grad_a_ErI.mul_(self.scale).to(self.a_ErI.dtype), grad_b_EOr.mul_(self.scale).to(self.b_EOr.dtype)
+
+
+def fresh_adapters(model: nn.Module, generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Name and fresh value, on CPU, of every A and B in the model, in the order of its modules. The model may be on the meta device."""
+    for path, module in model.named_modules():
+        if isinstance(module, Adapter):
+            bound = max(module.A.shape[-1], 1) ** -0.5
+            yield f"{path}.A", torch.empty(module.A.shape, dtype=module.A.dtype, device="cpu").uniform_(-bound, bound, generator=generator)
+            yield f"{path}.B", torch.zeros(module.B.shape, dtype=module.B.dtype, device="cpu")

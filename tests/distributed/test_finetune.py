@@ -1,0 +1,162 @@
+"""Fine-tuning on meshes: adapters and frozen parameters give the rows and the weights of one process, from the same Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from stored import stored_tensors
+
+from lather.data.documents import train_tokenizer
+from lather.data.recipe import END_OF_TEXT
+from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.huggingface import save_hugging_face
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config
+from lather.train.config_file import config_from_mapping
+from lather.train.loop import Outcome, train
+from lather.train.metrics import TIME_FIELDS, StepRow, read_rows
+from tiny_model import TINY
+
+pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["attention", "experts", "shared_experts", "dense"]}}
+RUNS: dict[str, dict[str, Any]] = {
+    "adapters": {**LORA, "train": {"trainable": ["*.input_layernorm.weight"], "frozen": ["layers.3.*"]}},
+    "soap": {**LORA, "optim": {"name": "soap", "precondition_frequency": 2}},
+    "one layer": {"train": {"trainable": ["layers.0.*"]}},
+}
+"""Each is done by one process and by meshes. On two pipeline ranks the second one has layers 1 and 2: of "one layer" it trains nothing."""
+MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "pp2 adapters": ("adapters", {"pp": 2, "poison": True}),
+        "ep2 adapters": ("adapters", {"ep": 2, "poison": True}),
+        "pp2 one layer": ("one layer", {"pp": 2}),
+        "dp2 soap": ("soap", {}),
+    },
+    4: {
+        "pp2 ep2 adapters": ("adapters", {"pp": 2, "ep": 2, "poison": True}),
+        "pp2 dp2 one layer": ("one layer", {"pp": 2}),
+        "ep2 dp2 adapters": ("adapters", {"ep": 2}),
+    },
+}
+
+
+class Silent:
+    def note(self, text: str) -> None: ...
+
+    def step(self, row: StepRow, num_steps: int) -> None: ...
+
+
+def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
+    mapping: dict[str, Any] = {
+        "run_dir": str(folder / run_dir),
+        "init_from": str(folder / "published"),
+        "model": TINY,
+        "data": {
+            "source": str(folder / "corpus"),
+            "cache_dir": str(folder / "cache"),
+            "tokenizer": str(folder / "published/tokenizer.json"),
+            "holdout_every": 4,
+        },
+        "optim": {"name": "adamw", "lr": 3e-3, "warmup_steps": 1, "rest": {"lr_factor": 1.0}},
+        "train": {
+            "steps": 3,
+            "batch_size": 8,
+            "micro_batch_size": 1,
+            "sequence_length": 16,
+            "validation_sequences": 5,
+            "precision": "fp64",
+            "device": "cpu",
+        },
+        "checkpoint": {"every": 100},
+        "log": {"sample_tokens": 0, "picture": False},
+    }
+    for change in changes:
+        for key, value in change.items():
+            mapping[key] = {**mapping.get(key, {}), **value}
+    return config_from_mapping(mapping)
+
+
+def start(config: Config, stop_after: int = 99) -> Outcome:
+    """On a mesh of all ranks; ends after so many steps."""
+    left = stop_after
+
+    def stop() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    return train(config, Silent(), stop, Mesh.build(config.parallel, torch.device("cpu")))
+
+
+def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
+    """All runs of this number of ranks; the steps that they ended at."""
+    steps = []
+    for name, (run, parallel) in MESHES[world_size].items():
+        steps.append(start(make_config(folder, name, RUNS[run], {"parallel": parallel})).step)
+    if world_size == 2:
+        steps.append(start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"pp": 2}}), stop_after=1).step)
+        steps.append(start(make_config(folder, "moved", RUNS["adapters"], {"parallel": {"ep": 2}})).step)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuning")
+    (folder / "corpus").mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over"]
+    for number in range(8):
+        lines = [" ".join(words[(number + line + place) % 6] for place in range(9)) for line in range(15)]
+        (folder / "corpus" / f"{number}.py").write_text("\n".join(lines))
+    config = DeepseekV2Config(**TINY)
+    save_hugging_face(build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published")
+    train_tokenizer(iter(["the quick brown fox\n"] * 9), TINY["vocab_size"], END_OF_TEXT).save(str(folder / "published/tokenizer.json"))
+    for name, changes in RUNS.items():
+        assert train(make_config(folder, name, changes), Silent()).finished
+    return folder
+
+
+def assert_same_run(run_dir: Path, expected: Path, rtol: float) -> None:
+    rows, wanted = (read_rows(path / "metrics.jsonl") for path in (run_dir, expected))
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
+    for row, other in zip(rows, wanted, strict=True):
+        for key in row.keys() - TIME_FIELDS:
+            assert row[key] == pytest.approx(other[key], rel=rtol), (run_dir.name, row["step"], key)
+    found, tensors = (stored_tensors(path / "checkpoints/step-00000003") for path in (run_dir, expected))
+    assert found.keys() == tensors.keys()
+    for name, x in tensors.items():
+        torch.testing.assert_close(found[name], x, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{run_dir.name} {name}: {text}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) -> None:
+    """SOAP's state is in fp32."""
+    for steps in run_ranks(trainings, world_size, folder, timeout=500):
+        assert steps == [3] * len(MESHES[world_size]) + [1, 3] * (world_size == 2)
+    for name, (run, _) in MESHES[world_size].items():
+        assert_same_run(folder / name, folder / run, 1e-5 if run == "soap" else 1e-9)
+    if world_size == 2:
+        assert_same_run(folder / "moved", folder / "adapters", 1e-9)
+
+
+def test_only_what_is_trained_changes_and_has_state(folder: Path) -> None:
+    base = dict(build_deepseek_v2(DeepseekV2Config(**TINY), torch.Generator().manual_seed(7)).named_parameters())
+    for run, is_trained in {
+        "adapters": lambda name: ("lora" in name or "input_layernorm" in name) and not name.startswith("layers.3."),
+        "soap": lambda name: "lora" in name,
+        "one layer": lambda name: name.startswith("layers.0."),
+    }.items():
+        stored = stored_tensors(folder / run / "checkpoints/step-00000003")
+        names = {name for name in stored if "/" not in name}
+        assert {name.rpartition("/")[0] for name in stored if "/" in name} == {name for name in names if is_trained(name)} | {
+            name.rpartition(".")[0] for name in names if is_trained(name) and name.rpartition(".")[2].isdecimal()
+        }
+        for name in names:
+            stack, _, number = name.rpartition(".")
+            before = base.get(name, base[stack][int(number)] if stack in base else None)
+            if before is not None:
+                assert torch.equal(stored[name], before.double()) != is_trained(name), (run, name)
