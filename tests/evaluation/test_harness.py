@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra lm_eval is not installed")
+lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
