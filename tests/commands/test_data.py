@@ -86,4 +86,4 @@ def test_a_run_on_two_data_sets_with_weights_and_further_held_out_sets(tmp_path:
     assert rows[-1]["validation_loss"] == rows[-1]["validation_losses"]["code"] < rows[0]["validation_loss"]
     assert "(code " in out
     record = json.loads((tmp_path / "run" / "provenance.json").read_text())
-    assert list(record["data"].values()) == [DataSet(tmp_path / name).manifest.identity for name in ("code", "lines")]
+    assert [identity for _, identity in record["data"]] == [DataSet(tmp_path / name).manifest.identity for name in ("code", "lines")]

@@ -176,3 +176,20 @@ def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
     recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
     [document] = documents_of(make_dataset(tmp_path / "ours", recipe, Notes(), 1), "train")
     assert document.count(tokenizer.token_to_id("<|im_start|>")) == len(TALK)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"chat_template": [3]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("chat_template.jinja", " \n"),
+    ],
+)
+def test_a_damaged_description_of_a_tokenizer_is_an_error(tmp_path: Path, name: str, contents: str) -> None:
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(DataError, match=r"not readable|the chat template is empty"):
+        DataRecipe(("x",), tokenizer=str(tmp_path), chat=True).chat_template()

@@ -71,6 +71,7 @@ JSON: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
     ),
     "a list that ends early": (b'[{"text": "good"}, {"te', [(0, "broken JSON")]),
     "a number": (b"7", [(1, "not a JSON object")]),
+    "a broken list with a byte order mark": (b"\xef\xbb\xbf[{]", [(0, "broken JSON")]),
     "nested too deeply": (b"[" * 200_000, [(0, "broken JSON")]),
     "Latin-1": ('[{"text": "naïve"}]'.encode("latin-1"), [(0, "broken JSON")]),
     "no JSON": (b"hello\n", [(1, "broken JSON")]),
@@ -96,6 +97,7 @@ CHAT: dict[str, tuple[bytes, list[tuple[int, str]]]] = {
         "completion null": {"prompt": "hello", "completion": None},
         "tools a number": {"prompt": "hello", "completion": "x", "tools": 3},
         "tools no JSON": {"prompt": "hello", "completion": "x", "tools": "[{"},
+        "tools nested too deeply": {"prompt": "hello", "completion": "x", "tools": "[" * 200_000},
     }.items()
 } | {"broken line": (b'{"messages": [\n', [(1, "broken JSON")])}
 TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
@@ -165,8 +167,9 @@ def test_files_of_json(tmp_path: Path, tokenizer: Path, case: str) -> None:
 def test_a_conversation_that_is_too_long_is_skipped(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MOST_CHARACTERS", 1000)
     file = tmp_path / "bad.jsonl"
-    file.write_bytes(line(prompt="?", completion="x" * 1000) + line(prompt="?", completion="x" * 500))
-    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [(1, "too long")]
+    many = [{"role": "assistant", "content": "x"}] * 70_000
+    file.write_bytes(line(prompt="?", completion="x" * 1000) + line(prompt="?", completion="x" * 500) + line(messages=many))
+    assert skips(made(tmp_path, tokenizer, file, chat=True), file) == [(1, "too long"), (3, "too long")]
 
 
 @pytest.mark.parametrize("case", CHAT)

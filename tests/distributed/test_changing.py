@@ -31,7 +31,7 @@ def test_a_fork_with_a_change_goes_on_on_another_mesh(first: tuple[Path, Path], 
         status, out, err = run("train", config, "--run-dir", fork, *change, *ranks)
         assert status == 0, out + err
         assert "from step 5 on: optim.lr 0.004 -> 0.001, train.steps 8 -> 10" in out.replace("\n", " ")
-        assert (fork / "changes.jsonl").read_text().count("\n") == 1
+        assert (fork / "changes.jsonl").read_text().count("\n") == 2
     assert losses(forks[1]) == pytest.approx(losses(forks[0]), rel=1e-4)
     assert losses(forks[0])[:4] == losses(run_dir)[:4]
 

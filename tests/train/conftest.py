@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from making_helpers import Notes
 
+from lather.data.making import make_dataset
+from lather.data.recipe import DataRecipe
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.train.config import Config
@@ -63,6 +66,21 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Config:
     return make_config()
+
+
+@pytest.fixture
+def sets(corpus: Path, tmp_path: Path) -> list[str]:
+    """Three data sets of one tokenizer."""
+    folders = [tmp_path / f"set-{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        texts = tmp_path / f"texts-{number}"
+        texts.mkdir()
+        for name, file in enumerate(sorted(corpus.glob("*.txt"))):
+            (texts / f"{name}.txt").write_text(f"set {number} " * 10 + file.read_text("utf-8"), "utf-8")
+        tokenizer = "" if number == 0 else str(folders[0] / "tokenizer.json")
+        recipe = DataRecipe((str(texts),), pattern="*.txt", vocab_size=264, holdout_every=4, tokenizer=tokenizer)
+        make_dataset(folder, recipe, Notes())
+    return [str(folder) for folder in folders]
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,10 @@
 """Forks: a run that goes on in another directory from any checkpoint of the first, as the first one did or with changes."""
 
+import contextlib
 import json
 import os
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,15 @@ from stored import stored_tensors
 
 from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
 from lather.errors import RunError
+from lather.train import run_dir as run_dir_module
 from lather.train.changes import History
 from lather.train.checkpoint import list_checkpoints, step_of
 from lather.train.config import Config
 from lather.train.fork import find_fork, is_of_fork
 from lather.train.loop import train
 from lather.train.metrics import TIME_FIELDS, read_rows
+from lather.train.optim_config import optim_config
+from lather.train.run_dir import RunDirectory
 
 STEPS = 8
 
@@ -58,7 +64,7 @@ def test_a_fork_without_changes_has_the_bits_of_the_first_run(first: Config, for
     assert all(ends[0][name].equal(ends[1][name]) for name in ends[0] if not name.startswith("random/"))
     assert files_of(first.run_dir) == before
     assert step_of(list_checkpoints(Path(forked.run_dir) / "checkpoints")[0]) == step or STEPS
-    assert History.read(Path(forked.run_dir)).forked_from == f"{first.run_dir}@{step or STEPS}"
+    assert History.read(Path(forked.run_dir), {}).forked_from == f"{first.run_dir}@{step or STEPS}"
 
 
 def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: MakeConfig) -> None:
@@ -74,10 +80,10 @@ def test_a_fork_of_before_a_change_does_not_have_it(first: Config, fork_config: 
     plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12})
     run(plain)
     assert losses(plain.run_dir) == losses(first.run_dir)[:STEPS]
-    assert [row.changes for row in History.read(Path(plain.run_dir)).rows] == [{}]
+    assert [row.changes for row in History.read(Path(plain.run_dir), {}).rows] == [{}]
     run(later)
     assert losses(later.run_dir) == losses(first.run_dir)
-    assert [(row.step, bool(row.changes)) for row in History.read(Path(later.run_dir)).rows] == [(8, True), (10, False)]
+    assert [(row.step, bool(row.changes)) for row in History.read(Path(later.run_dir), {}).rows] == [(8, True), (10, False)]
 
 
 def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
@@ -99,7 +105,7 @@ def test_a_fork_of_a_fork(first: Config, fork_config: MakeConfig, make_config: M
     run(second)
     assert timeless(second.run_dir) == timeless(forked.run_dir)
     run(second)
-    assert [row.forked_from for row in History.read(Path(second.run_dir)).rows] == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
+    assert [row.forked_from for row in History.read(Path(second.run_dir), {}).rows] == [f"{first.run_dir}@4", f"{forked.run_dir}@6"]
 
 
 def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -111,9 +117,12 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
         (fork_config(3), r"@3: no such checkpoint in .*: use one of 2, 4, 6, 8, or best"),
         (fork_config(4, fork_from=str(tmp_path / "nowhere@4")), "nowhere: not a run"),
         (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
-        (fork_config(4, seed=3), "seed is 0 there and 3 here, which cannot change during a run"),
-        (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: 4 steps"),
-        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give a --run-dir for the fork that does not exist"),
+        (
+            fork_config(4, seed=3),
+            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; a fork has it as it is there",
+        ),
+        (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps"),
+        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give a --run-dir for the fork that is empty, or not there"),
         (fork_config(4, run_dir=first.run_dir), "holds a run that is no fork"),
     ]:
         with pytest.raises(RunError, match=message):
@@ -150,7 +159,130 @@ def test_names_of_forks(first: Config) -> None:
 def test_a_history_says_whose_fork_it_is(first: Config, fork_config: MakeConfig) -> None:
     forked = fork_config(4, optim={"lr": 1e-3})
     run(forked)
-    [line] = (Path(forked.run_dir) / "changes.jsonl").read_text().splitlines()
+    line, _ = (Path(forked.run_dir) / "changes.jsonl").read_text().splitlines()
     row = json.loads(line)
     assert row["forked_from"] == f"{first.run_dir}@4"
     assert row["changes"] == {"optim.lr": [0.01, 0.001]}
+
+
+# --- what a fork takes along, and how it may be named -----------------------------------------------------------------------------------
+
+
+def test_a_fork_of_before_a_change_has_the_rate_of_that_time_if_none_is_given(first: Config, fork_config: MakeConfig) -> None:
+    given = replace(first, train=replace(first.train, steps=12), optim=replace(first.optim, lr=1e-3))
+    run(given)
+    silent = fork_config(4)
+    optim = {key: value for key, value in asdict(silent.optim).items() if key != "lr"}
+    run(replace(silent, optim=optim_config(**optim)))
+    assert timeless(silent.run_dir) == timeless(first.run_dir)[: len(timeless(silent.run_dir))]
+    assert losses(silent.run_dir) == losses(first.run_dir)[:STEPS]
+
+
+def test_a_fork_of_before_a_mixture_does_without_its_data_sets(sets: list[str], make_config: MakeConfig, tmp_path: Path) -> None:
+    common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
+    plain = make_config(data={"path": sets[:2]}, train={"steps": 8}, **common)
+    run(make_config(data={"path": sets[:2]}, **common))
+    run(make_config(data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common))
+    fork = replace(plain, run_dir=str(tmp_path / "fork"), fork_from=f"{plain.run_dir}@4")
+    run(fork)
+    whole = replace(plain, run_dir=str(tmp_path / "whole"), train=replace(plain.train, steps=4))
+    run(whole)
+    run(replace(whole, train=plain.train))
+    assert losses(fork.run_dir) == losses(whole.run_dir)
+    later = make_config(data={"path": sets, "weights": [1.0, 1.0, 8.0]}, train={"steps": 8}, **common)
+    run(replace(later, run_dir=str(tmp_path / "later"), fork_from=f"{plain.run_dir}@6"))
+    assert losses(tmp_path / "later") == losses(plain.run_dir)
+
+
+@pytest.mark.parametrize("before", ["changes.jsonl", "config.toml"])
+def test_a_start_that_is_killed_while_it_records_changes_nothing(
+    sets: list[str], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A fork of a run with two mixtures and rates, which takes those of before back; killed before each of the files is written."""
+    common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
+    early = make_config(data={"path": sets[:2], "weights": [1.0, 1.0]}, **common)
+    run(early)
+    changed = make_config(data={"path": sets[:2], "weights": [9.0, 1.0]}, train={"steps": 8}, optim={"lr": 1e-3}, **common)
+    run(changed)
+    fork = replace(early, run_dir=str(tmp_path / "fork"), fork_from=f"{early.run_dir}@2")
+    plain = replace(fork, run_dir=str(tmp_path / "plain"))
+    run(plain)
+    write = run_dir_module.write_aside
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == before:
+            raise KeyboardInterrupt
+        write(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir_module, "write_aside", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            run(replace(fork, optim=replace(fork.optim, lr=0.5)))
+    run(fork)
+    assert losses(fork.run_dir) == losses(plain.run_dir) == losses(early.run_dir)[:4]
+
+
+def test_the_same_fork_may_be_spelled_otherwise(
+    first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forked = fork_config(4)
+    run(forked)
+    monkeypatch.chdir(tmp_path)
+    name = Path(first.run_dir).name
+    for spelled in (f"{name}@4", f"./{name}/@0004", f"corpus/../{name}@4", name):
+        run(replace(forked, fork_from=spelled))
+    with pytest.raises(RunError, match="holds a run that was forked from"):
+        run(replace(forked, fork_from=f"{name}@2"))
+
+
+def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(first: Config, fork_config: MakeConfig) -> None:
+    named = fork_config(2, run_dir=f"{first.run_dir}@2")
+    run(named)
+    run(named)
+    with pytest.raises(RunError, match=r"may mean checkpoint 2 of .*, or the run .*@2: rename that folder"):
+        run(fork_config(2))
+    run(fork_config(2, fork_from=f"{first.run_dir}@2@6"))
+
+
+def test_a_fork_of_the_first_weights(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
+    """A run that was stopped before its first step has a checkpoint of step 0; the same command goes on, and lost checkpoints are told."""
+    begun = make_config(run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9})
+    train(begun, Shown(), lambda: True)
+    forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})
+    train(forked, Shown(), lambda: True)
+    run(forked)
+    assert losses(forked.run_dir) == uninterrupted(forked, forked)
+    for checkpoint in list_checkpoints(Path(forked.run_dir) / "checkpoints"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(RunError, match=r"is a fork of .*@0, but its checkpoints are gone"):
+        run(forked)
+
+
+def test_an_empty_folder_is_taken_and_left_as_it_was(first: Config, fork_config: MakeConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o750)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(RunError, match="cannot change during a run"):
+        run(fork_config(4, run_dir=str(tmp_path / "link"), seed=4))
+    assert not list(folder.iterdir())
+    run(fork_config(4, run_dir=str(tmp_path / "link")))
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert losses(folder) == losses(first.run_dir)
+
+
+def test_a_copy_that_was_killed_is_made_anew(first: Config, fork_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = fork_config(4)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "provenance.json":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory.open(forked)
+    assert (Path(forked.run_dir) / "checkpoints").exists()
+    run(forked)
+    assert timeless(forked.run_dir) == timeless(first.run_dir)

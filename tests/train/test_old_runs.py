@@ -85,6 +85,8 @@ def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: 
     ("name", "arguments", "words"),
     [
         ("soap", ["--optim.name", "muon"], "optim.name is 'soap' there and 'muon' here"),
+        ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
+        ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
         ("soap", ["--optim.sides", "smaller"], "was begun before there was optim.sides (= 'smaller')"),
         ("adamw", ["--optim.rest.lr-factor", "4"], "was begun before there was optim.rest.lr_factor (= 4.0)"),
     ],
@@ -105,8 +107,6 @@ def test_what_an_old_run_was_not_begun_with_is_refused(
     [
         ("soap", ["--optim.lr", "1e-3"], "optim.lr 0.006 -> 0.001"),
         ("adamw", ["--optim.lr", "2.5e-3"], "optim.lr 0.006 -> 0.0025"),
-        ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas [0.9, 0.95] -> [0.8, 0.9]"),
-        ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas [0.9, 0.95] -> [0.8, 0.9]"),
     ],
 )
 def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

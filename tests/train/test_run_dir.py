@@ -225,9 +225,12 @@ def make_data(tmp_path: Path) -> MakeData:
 
 @pytest.fixture
 def opened(config: Config, make_data: MakeData) -> Iterator[RunDirectory]:
-    """A run that trains on `books-1`."""
+    """A run that has trained on `books-1`."""
     run = RunDirectory.open(config)
     run.record(make_data("books-1"))
+    run.close()
+    (run.path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    run = RunDirectory.open(config)
     yield run
     run.close()
 
@@ -260,9 +263,15 @@ def test_a_run_may_move(make_config: MakeConfig, opened: RunDirectory, make_data
 def test_the_data_set_is_recorded_with_its_tokenizer(opened: RunDirectory) -> None:
     assert (opened.path / "tokenizer.json").read_text() == "tokenizer of books-1"
     record = json.loads((opened.path / "provenance.json").read_text())
-    assert list(record["data"].values()) == ["identity of books-1"]
+    assert [identity for _, identity in record["data"]] == ["identity of books-1"]
     assert {"lather", "commit", "python", "torch", "machine", "threads", "cuda"} <= set(record)
-    assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.toml", "provenance.json", "tokenizer.json"]
+    assert sorted(path.name for path in opened.path.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "provenance.json",
+        "tokenizer.json",
+    ]
 
 
 def test_the_same_data_set_is_taken_again(opened: RunDirectory, make_data: MakeData) -> None:

@@ -29,7 +29,7 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
             rule_named(rules[name], option)
     init_from = given.get("--init-from", "")
     if file:
-        config = load_config(file, rules, given.get("--run-dir", ""), init_from)
+        config = load_config(file, rules, given.get("--run-dir", ""), init_from, given.get("--fork-from", ""))
     else:
         config = config_from_mapping(with_model({"optim": _sections(rules)}, init_from))
     assert isinstance(config.optim, RuleOptimConfig)

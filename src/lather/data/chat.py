@@ -20,15 +20,15 @@ from lather.errors import DataError
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
-MOST_CHARACTERS = 1 << 24
-"""A longer conversation is not taken: it is encoded as a whole."""
+MOST_CHARACTERS, MOST_MESSAGES = 1 << 24, 2000
+"""A longer conversation is not taken: it is encoded as a whole, and rendered once for each answer."""
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """The ChatML template, for tokenizers that bring none."""
 FIRST_MARK = 0xF0000
-"""The mark of the first message: a character for private use, of which there are 65,534 here."""
+"""The mark of the first message: a character for private use, of which there are more here than messages that are taken."""
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 """Names that collections of conversations give to roles."""
 
@@ -59,7 +59,7 @@ def tools_of(record: dict[str, Any]) -> Tools:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ChatError(f"tools is no JSON: {error}") from None
     if tools and not isinstance(tools, list):
         raise ChatError(f"tools is {type(tools).__name__}, not a list")
@@ -109,10 +109,12 @@ class ChatTemplate:
         try:
             settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
             source = file.read_text("utf-8") if file.exists() else settings.get("chat_template") or CHATML
-        except (OSError, ValueError, AttributeError) as error:
+            if isinstance(source, list):  # several by name
+                source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
+            if not isinstance(source, str) or not isinstance(settings, dict):
+                raise ValueError("no object with a chat template")
+        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise DataError(f"{config}: not readable ({error}): restore it") from None
-        if isinstance(source, list):  # several by name
-            source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
         tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token") and value}
         return cls(source, {name: token for name, token in tokens.items() if token})
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lather.data.chat import MOST_CHARACTERS, ChatError, ChatTemplate, messages_of, tools_of
+from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate, messages_of, tools_of
 from lather.data.records import Record, Skip
 from lather.data.texts import cut
 from lather.errors import DataError
@@ -69,11 +69,13 @@ class DocumentMaker:
             return Skip(record.line, "no conversation", "a text file") if self.template else Document(record.line, record.content)
         if self.template is not None:
             try:
-                text, spans = self.template.answers(messages_of(record.content), tools_of(record.content))
+                messages, tools = messages_of(record.content), tools_of(record.content)
+                length = sum(len(message["content"] or "") for message in messages)
+                if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
+                    return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
+                text, spans = self.template.answers(messages, tools)
             except ChatError as error:
                 return Skip(record.line, "no conversation", str(error))
-            if len(text) > MOST_CHARACTERS:
-                return Skip(record.line, "too long", f"a conversation of {len(text):,} characters")
             return Document(record.line, text, tuple(spans))
         if self.field not in record.content:
             return Skip(record.line, f"no field {self.field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")

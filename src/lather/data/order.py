@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Phase:
-    """From sample `start` on, sources have these weights; none: all sequences once in an epoch."""
+    """From sample `start` on, sources have these weights; none: all sequences once in an epoch, or later every source as it is long."""
 
     start: int
     weights: tuple[float, ...] = ()
@@ -44,7 +44,8 @@ class Order:
 
     def __init__(self, sizes: Sequence[int], seed: int, phases: Sequence[Phase] = (Phase(0),)) -> None:
         """`sizes`: sequences of each source; `phases`: in their order, the first from sample 0 on."""
-        self.sizes, self.seed, self.phases = list(sizes), seed, list(phases)
+        self.sizes, self.seed = list(sizes), seed
+        self.phases = [phases[0], *(self._weighted(phase) for phase in phases[1:])]
         self._firsts = list(accumulate(sizes, initial=0))
         self._used = [[0] * len(sizes)]  # of each source, before each phase
         for phase, following in zip(self.phases, self.phases[1:], strict=False):
@@ -90,6 +91,10 @@ class Order:
         else:
             counts = [round(samples * size / self._firsts[present]) for size in self.sizes[:present]]
         return counts + [0] * (len(self.sizes) - present)
+
+    def _weighted(self, phase: Phase) -> Phase:
+        """A later phase, with sizes as weights if it has none: then, too, each source goes on where it was."""
+        return replace(phase, weights=phase.weights or tuple(self.sizes[: self._num_sources(phase)]))
 
     def _num_sources(self, phase: Phase) -> int:
         return len(self.sizes) if phase.num_sources is None else phase.num_sources

@@ -1,4 +1,4 @@
-"""What a data set is to be made from, and how."""
+"""The recipe of a data set: its sources, and how they are read, divided and encoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class DataRecipe:
     pattern: str = "*"
     """Which files of a folder are taken (glob on the file name)."""
     format: Format = "auto"
-    """Of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds); all others are text."""
+    """Of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json of a file that is itself a
+    source); all others are text."""
     field: str = "text"
     """Field of JSONL lines, or column of tables, that holds the text."""
     chat: bool = False
@@ -83,10 +84,12 @@ class DataRecipe:
         if not self.chat:
             return "", {}
         template = ChatTemplate.beside(self.tokenizer_file or Path("tokenizer.json"))
+        if not template.source.strip():
+            raise DataError(f"{self.tokenizer}: the chat template is empty: restore it, or take it away to have ChatML")
         return template.source, template.special_tokens
 
     def digest(self, listing: str) -> str:
-        """A short name of the recipe, wherever its sources and tokenizer lie, and of files as they are (`Plan.listing`)."""
+        """A short name of the recipe, wherever its sources and tokenizer lie, and of files as they are (`MakingPlan.listing`)."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()

@@ -148,7 +148,7 @@ class RecordReader:
         try:
             found = json.loads(content)
         except (ValueError, RecursionError) as error:
-            if content.lstrip().startswith(b"["):
+            if content.removeprefix(mark_of(content)).lstrip().startswith(b"["):
                 yield Skip(0, "broken JSON", str(error))
             else:
                 yield from self._json_lines()

@@ -1,4 +1,4 @@
-"""What a data set is made from: the files of its sources, their kinds, and their division into units of work.
+"""The sources of a data set: their files, the kinds of these, and their division into units of work.
 
 A source is a file, a folder, "python-stdlib", "package:NAME", a folder that `datasets` of Hugging Face saved, or hf:NAME[@CONFIG]#SPLIT.
 The division depends on nothing but the files and the options, so that the result does not, either: not on the number of processes, nor on
@@ -27,7 +27,6 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "json",
     ".parquet": "parquet",
     ".npy": "tokens",
     ".bin": "tokens",
@@ -83,7 +82,7 @@ def list_files(source: str, reading: Reading) -> list[SourceFile]:
         return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
     if root.is_file():
-        return [_file(root, root.parent, reading)]
+        return [_file(root, root.parent, reading, is_named=True)]
     files = [_file(path, root, reading) for path in _below(root, left_out) if fnmatch.fnmatch(path.name, reading.pattern)]
     if not files:
         raise DataError(f"{root}: no file matches the pattern {reading.pattern!r}: give another folder or pattern")
@@ -100,9 +99,12 @@ def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
                 yield path
 
 
-def _file(path: Path, root: Path, reading: Reading) -> SourceFile:
+def _file(path: Path, root: Path, reading: Reading, *, is_named: bool = False) -> SourceFile:
+    """`is_named`: the file itself is a source. One that is found in a folder of sources may be a .json that is a program's, and is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
     kind = reading.kind if reading.kind != "auto" else SUFFIXES.get(suffix, "text")
+    if reading.kind == "auto" and is_named and suffix == ".json":
+        kind = "json"
     if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()

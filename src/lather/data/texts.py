@@ -23,7 +23,7 @@ OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zs
 
 
 DAMAGED = "utf-8 (damaged)"
-"""The name under which texts are counted of which most, but not all, is UTF-8."""
+"""The name under which texts are counted that are UTF-8 but for some bytes."""
 
 
 class NoTextError(Exception):

@@ -1,4 +1,4 @@
-"""What may change between two starts of a run, and the history of what did.
+"""The fields that may change between two starts of a run, and the history of those that did.
 
 Every field of the configuration is of one of three classes:
 
@@ -7,8 +7,10 @@ changeable   counts from the step at which the run goes on, and is recorded with
 fixed        all others: the model, the seed, the batch, the rules
 
 `changes.jsonl` has a row for each step at which something changed: {"step": 300, "time": ..., "changes": {"train.steps": [300, 600]}}, old
-value and new. A run that was forked begins with {"step": 300, "forked_from": "runs/a@300"}. The learning rate is a function of the step and
-of the configuration that the run has at that time; what the mixture of data was at each step is read from the history (`phases`).
+value and new. A run that was forked begins with {"step": 300, "forked_from": "runs/a@300"}. The last line is the configuration to which
+the rows lead, so that one atomic write replaces both, and taking rows back from it (`History.values_at`) gives the configuration of any
+step. The learning rate is a function of the step and of the configuration that the run has at that time; what the mixture of data was at
+each step is read from the history (`History.phases`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ FREE = (
     "checkpoint",
     "data",
     "fork_from",
+    "init_from",
     "log",
     "moe.memory",
     "parallel",
@@ -42,7 +45,7 @@ FREE = (
     "train.validation_every",
     "train.validation_sequences",
 )
-"""Sections and keys. Which tokens are learned is no matter of `data`'s keys: they are compared by their checksums."""
+"""Sections and keys. Those of `data` say where the tokens are; that they are the same is known by their checksums."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
@@ -59,8 +62,6 @@ CHANGEABLE = (
 )
 """Keys. Of `data.path` only how many data sets it names counts: the same ones in other places are free."""
 CHANGEABLE_OPTIONS = (
-    "adam_betas",
-    "betas",
     "eps",
     "lr",
     "lr_factor",
@@ -70,7 +71,8 @@ CHANGEABLE_OPTIONS = (
     "weight_decay",
     "weight_decay_method",
 )
-"""Options of rules, of `[optim]` and of its kinds: numbers of a step, for which the state stays as it is."""
+"""Options of rules, of `[optim]` and of its kinds, which the state does not know. Betas are fixed: moments that were made with others would
+be corrected for a bias that they do not have."""
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""
 
@@ -113,7 +115,7 @@ def differences(before: Values, after: Values) -> dict[str, Change]:
 
 @dataclass(frozen=True)
 class Row:
-    """What changed at one step."""
+    """The changes at one step."""
 
     step: int
     """Steps that were done; the next one is the first to which it applies."""
@@ -142,57 +144,63 @@ class Row:
 
 @dataclass(frozen=True)
 class History:
-    """The changes of a run, in their order."""
+    """The changes of a run, in their order, and the configuration that they lead to."""
 
     rows: tuple[Row, ...] = ()
+    values: Values = field(default_factory=dict)
 
     @classmethod
-    def read(cls, run_dir: Path) -> History:
-        """Read `changes.jsonl`; a run without it has not changed. Raises RunError if it is damaged."""
+    def read(cls, run_dir: Path, unchanged: Values) -> History:
+        """Read `changes.jsonl`. A run without it has not changed: its configuration is `unchanged`. Raises RunError if it is damaged."""
         file = run_dir / CHANGES
+        if not file.exists():
+            return cls((), unchanged)
         try:
-            mappings = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
-            rows = tuple(_row(mapping) for mapping in mappings)
+            *rows, last = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+            return cls(tuple(_row(mapping) for mapping in rows), dict(last["configuration"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RunError(f"{file}: damaged: restore it, or start again in another run directory") from None
-        return cls(rows)
 
     def to_jsonl(self) -> str:
-        return "".join(row.to_json() + "\n" for row in self.rows)
+        return "".join(f"{line}\n" for line in [*(row.to_json() for row in self.rows), json.dumps({"configuration": self.values})])
 
     @property
     def forked_from(self) -> str:
         """The run and step of which this run is a fork; empty: of none."""
         return next((row.forked_from for row in reversed(self.rows) if row.forked_from), "")
 
-    def undone(self, values: Values, step: int) -> dict[str, Any]:
+    def values_at(self, step: int) -> dict[str, Any]:
         """Return the values that the run had when `step` steps were done: later changes, and those at that step, are taken back."""
-        before = dict(values)
+        before = dict(self.values)
         for row in reversed([row for row in self.rows if row.step >= step]):
             before.update({key: old for key, (old, _) in row.changes.items()})
         return before
 
-    def going_on(self, step: int, changes: dict[str, Change]) -> History:
-        """Return the history of a run that goes on after `step` steps with these changes, in place of those at that step or later."""
+    def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
+        """Return the history of a run that goes on after `step` steps with these changes, in place of those at that step or later, and
+        with these values."""
         kept = tuple(row for row in self.rows if row.step < step)
-        at_step = [row for row in self.rows if row.step >= step]
-        fork = History(tuple(at_step)).forked_from
-        if len(at_step) == 1 and (at_step[0].step, at_step[0].changes) == (step, changes):
-            return self
+        at_step = tuple(row for row in self.rows if row.step >= step)
+        fork = History(at_step).forked_from
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return History((*kept, Row(step, changes, now, fork))) if changes or fork else History(kept)
+        new = (Row(step, changes, now, fork),) if changes or fork else ()
+        return History((*kept, *(at_step if _without_time(at_step) == _without_time(new) else new)), values)
 
-    def phases(self, config: Config) -> list[Phase]:
+    def phases(self, batch_size: int) -> list[Phase]:
         """Return the mixtures of data that the run has had, the present one included, from the samples on at which they began."""
-        now = values_of(config)
         keys = ("data.weights", "data.path")
-        weights, paths = (next((row.changes[key][0] for row in self.rows if key in row.changes), now[key]) for key in keys)
+        start = self.values_at(0)
+        weights, paths = (start[key] for key in keys)
         phases = [Phase(0, tuple(weights), max(1, len(paths)))]
         for row in self.rows:
             if any(key in row.changes for key in keys):
                 weights, paths = (row.changes.get(key, (None, last))[1] for key, last in zip(keys, (weights, paths), strict=True))
-                phases.append(Phase(row.step * config.train.batch_size, tuple(weights), max(1, len(paths))))
+                phases.append(Phase(row.step * batch_size, tuple(weights), max(1, len(paths))))
         return phases
+
+
+def _without_time(rows: tuple[Row, ...]) -> list[Row]:
+    return [replace(row, time="") for row in rows]
 
 
 def _row(mapping: Mapping[str, Any]) -> Row:

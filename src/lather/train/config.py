@@ -144,9 +144,9 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest checkpoints kept; older ones are deleted."""
     keep_every: int = 0
-    """Checkpoints of every so many steps are kept, too; 0: none."""
+    """Besides, every checkpoint whose step is a multiple of this is kept; 0: none."""
     keep_best: bool = False
-    """A checkpoint is also made when a validation loss is lower than all before, and the one with the lowest is kept."""
+    """Besides, the checkpoint with the lowest validation loss is kept; one is made when a validation is better than those of all others."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in CPU memory: as much again as the weights and optimizer state of a rank."""
 

@@ -30,19 +30,20 @@ from lather.train.rule_fields import owners
 C = TypeVar("C")
 
 
-def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "") -> Config:
+def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = "") -> Config:
     """Read a TOML file; every error names the file and the key.
 
     `rules`: names of rules in place of the file's, by "name" or "<kind>.rule"; options of the file's rules that these do not have are then
-    left out. `run_dir`, `init_from`: those of the run, if they are not the file's. Without [model] the model is that of `init_from`.
+    left out. `run_dir`, `init_from`, `fork_from`: those of the run, if they are not the file's. Without [model] the model is that of
+    `init_from`.
     """
     mapping = _read(path)
     try:
         mapping = with_model(mapping, init_from)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
-            own_dir = run_dir or mapping.get("run_dir")
-            if "adam_betas" in optim or _is_old_run(own_dir):
+            folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
+            if "adam_betas" in optim or any(_is_old_run(folder) for folder in folders):
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         return config_from_mapping(mapping)
@@ -57,10 +58,18 @@ def load_run(run_dir: Path) -> Config:
     if not is_old(mapping):
         return load_config(path)
     try:
-        optim = _build(OldOptimConfig, mapping.get("optim", {}), "optim.")
-        return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
+        return config_of_run(mapping)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def config_of_run(mapping: Mapping[str, Any]) -> Config:
+    """Build the configuration that a run has kept, in the terms of the time when it was begun."""
+    mapping = _without_none(mapping)
+    if not is_old(mapping):
+        return config_from_mapping(mapping)
+    optim = _build(OldOptimConfig, mapping.get("optim", {}), "optim.")
+    return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
 def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any]:
@@ -98,6 +107,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _folders_of_fork(name: object) -> list[str]:
+    """The folders that RUN@STEP may mean."""
+    return [name, name.rpartition("@")[0]] if isinstance(name, str) else []
 
 
 def _is_old_run(run_dir: object) -> bool:
@@ -172,7 +186,7 @@ def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type
     return sections[0]
 
 
-def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
+def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _without_none(value) if isinstance(value, dict) else value for key, value in mapping.items() if value is not None}
 
 

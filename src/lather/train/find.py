@@ -24,7 +24,9 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
         if wanted is not None:
             raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
         wanted, place = str(step), f"--step {step}"
-    checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
+    folder = run / "checkpoints"
+    found = list_checkpoints(folder) or list_checkpoints(folder)  # a run that trains may have replaced its only one during the first look
+    checkpoints = {step_of(path): path for path in found}
     if not checkpoints:
         raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
     if wanted is None:

@@ -1,8 +1,8 @@
 """Forks: a run that goes on from a checkpoint of another one, in a directory of its own.
 
-What is copied is the checkpoint (its files are linked where the file system can), the rows of the metrics up to its step, the history, the
-configuration and the record of the data. From there on the fork is a run like any other: it is resumed, and what its configuration has
-otherwise than the first run had at that step is a change (`lather.train.changes`).
+What is copied is the checkpoint (its files are linked where the file system can), the rows of the metrics up to its step, the record of the
+data, and history and configuration as they were at that step. From there on the fork is a run like any other: it is resumed, and what its
+configuration has otherwise is a change (`lather.train.changes`).
 """
 
 from __future__ import annotations
@@ -14,48 +14,111 @@ import shutil
 from pathlib import Path
 
 from lather.errors import RunError, UserError
-from lather.train.changes import CHANGES, History, Row
+from lather.train.changes import CHANGES, History, Row, values_of
 from lather.train.checkpoint import checkpoint_path, step_of
+from lather.train.config import Config
+from lather.train.config_file import config_to_toml
 from lather.train.find import find_checkpoint
 from lather.train.metrics import read_rows
+from lather.train.resume import check_fork, config_at
+
+ASIDE = ".fork"
+"""Folder in which a copy is made; it is there as long as the copy is not complete."""
+COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", "config.toml")
+"""In the order in which they are put in place: a folder with a config.toml is a run."""
+
+
+def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
+    """Return the run and the checkpoint that are to be copied to `path`; None: nothing is, or it was done before.
+
+    Raises RunError if `path` holds something else, or `config` may not go on from there.
+    """
+    if not config.fork_from:
+        return None
+    if (path / "config.toml").exists():
+        _check_same_fork(path, config.fork_from)
+        return None
+    if path.is_dir() and not (path / ASIDE).exists() and any(not child.name.startswith(".") for child in path.iterdir()):
+        raise RunError(f"run_dir = {str(path)!r} holds files: give a --run-dir for the fork that is empty, or not there")
+    source, checkpoint = find_fork(config.fork_from)
+    check_fork(source, checkpoint, config)
+    return source, checkpoint
 
 
 def find_fork(name: str) -> tuple[Path, Path]:
-    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best means. Raises RunError if there is no such one."""
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best means.
+
+    Raises RunError if there is no such one, or if both RUN and a folder named RUN@STEP are runs.
+    """
+    run, at, step = name.rpartition("@")
+    if at and all((Path(folder) / "config.toml").exists() for folder in (name, run)):
+        raise RunError(
+            f"fork_from = {name!r} may mean checkpoint {step} of {run}, or the run {name}: "
+            f"rename that folder, or say {name}@STEP for a checkpoint of it"
+        )
     try:
         return find_checkpoint(name)
     except UserError as error:
         raise RunError(f"fork_from = {name!r}: {error}") from None
 
 
+def _check_same_fork(path: Path, name: str) -> None:
+    """Raise RunError unless the run was forked from what `name` says; one without a step, or as the best one, may mean any of its steps."""
+    forked_from = History.read(path, {}).forked_from
+    if not is_of_fork(forked_from, name):
+        was = f"was forked from {forked_from}" if forked_from else "is no fork"
+        raise RunError(f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave out --fork-from")
+
+
 def is_of_fork(forked_from: str, name: str) -> bool:
-    """Whether a run that was forked from "RUN@STEP" is what `name` asks for; without a step, or as the best one, any of RUN's is."""
-    if Path(name).is_dir():
-        return forked_from.rpartition("@")[0] == str(Path(name))
-    run, _, step = name.rpartition("@")
-    return forked_from == f"{Path(run)}@{step}" if step.isdigit() else forked_from.rpartition("@")[0] == str(Path(run or step))
+    """Whether a run that was forked from "RUN@STEP" is what `name` asks for, however that spells the folder and the step."""
+    run, _, step = forked_from.rpartition("@")
+    asked, at, asked_step = name.rpartition("@")
+    readings = [(name, "")] + ([(asked, asked_step)] if at else [])
+    return bool(run) and any(
+        Path(folder).resolve() == Path(run).resolve() and (not number.isdigit() or int(number) == int(step)) for folder, number in readings
+    )
 
 
 def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
-    """Make `target` a copy of a run as it was at a checkpoint; complete or absent. Raises RunError if it cannot be written or read."""
-    step, aside = step_of(checkpoint), target.with_name(f".{target.name}.fork")
+    """Make `target`, a folder without files, a copy of a run as it was at a checkpoint. It is no run before it is complete.
+
+    Raises RunError if it cannot be written or read; nothing is left then.
+    """
+    step, aside = step_of(checkpoint), target / ASIDE
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        copy = checkpoint_path(aside / "checkpoints", step)
-        shutil.copytree(checkpoint, copy, copy_function=_link)
-        for name in ("config.toml", "provenance.json", "tokenizer.json"):
+        remove_copy(target)
+        aside.mkdir()
+        shutil.copytree(checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link)
+        for name in ("provenance.json", "tokenizer.json"):
             if (source / name).exists():
                 shutil.copyfile(source / name, aside / name)
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
         (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        fork = Row(step, {}, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), f"{source}@{step}")
-        (aside / CHANGES).write_text(History((*History.read(source).rows, fork)).to_jsonl(), "utf-8")
-        aside.rename(target)
+        config, history = config_at(source, step)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        kept = [row for row in history.rows if row.step < step]
+        forked = History((*kept, Row(step, {}, now, f"{source}@{step}")), values_of(config))
+        (aside / CHANGES).write_text(forked.to_jsonl(), "utf-8")
+        (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
+        for name in COPIED:
+            if (aside / name).exists():
+                (aside / name).rename(target / name)
+        aside.rmdir()
     except OSError as error:
+        remove_copy(target)
         raise RunError(f"run_dir = {str(target)!r} cannot be made a copy of {checkpoint} ({error})") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_copy(target: Path) -> None:
+    """Remove what `copy_run` has put there, complete or not; config.toml first."""
+    for name in reversed(COPIED):
+        path = target / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(target / ASIDE, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:

@@ -110,7 +110,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 run_dir = RunDirectory.open(config)
         begin = of_first(None if run_dir is None else run_dir.start, mesh.control_group)
         assert begin is not None
-        config, phases = begin.config, begin.history.phases(begin.config)
+        config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
         try:
             with together(mesh.control_group):
                 start = _start(config)
@@ -215,7 +215,8 @@ class _Run:
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
         self.lowest_loss = math.inf
         if checkpoint.keep_best:
-            best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
+            with together(mesh.control_group):
+                best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
             self._keep_best(of_first(best, mesh.control_group))
 
     def train(self, stop: Callable[[], bool]) -> Outcome:
@@ -339,8 +340,8 @@ class _Run:
             self.saver.retention = replace(self.saver.retention, best=step)
 
     def _validate(self) -> bool:
-        """Evaluate on the same held-out sequences every time. The first set's loss is the run's; whether its checkpoint is to be kept for
-        being the lowest."""
+        """Evaluate on the same held-out sequences every time; returns whether a checkpoint is to be made because the loss of the first set,
+        which is the run's, is the lowest."""
         ranks = self.mesh.data_rank, self.mesh.data_size
         losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
         if not losses:

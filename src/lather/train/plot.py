@@ -61,7 +61,7 @@ def _curves(run_dir: Path) -> Curves:
         seconds=np.array([row["seconds"] for row in steps], dtype=np.float64),
         loss=np.array([row["loss"] for row in steps], dtype=np.float64),
         validation=np.array(validation, dtype=np.float64).reshape(-1, 3),
-        changes=tuple((row.step, row.brief()) for row in History.read(run_dir).rows),
+        changes=tuple((row.step, row.brief()) for row in History.read(run_dir, {}).rows),
         optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / step_seconds.sum()),
         median_step_seconds=float(np.median(step_seconds)),
     )

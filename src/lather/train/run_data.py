@@ -19,14 +19,14 @@ from lather.train.config import Config
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run learns and is evaluated on."""
+    """The batches that a run learns, and the sequences that it is evaluated on."""
 
     batches: Batches
     held_out: dict[str, HeldOut]
     """By name; the first one's loss is the run's."""
     tokenizer: Path | None
     identities: dict[str, str]
-    """Of the data sets, which stay the same for the whole run, by their folders."""
+    """The identity of each data set, by its folder."""
 
 
 def open_run_data(config: Config, report: Callable[[str], None], begun_with: str | None = None, phases: Sequence[Phase] = ()) -> RunData:
