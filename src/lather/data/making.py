@@ -31,6 +31,7 @@ from lather.data.shards import checksum
 from lather.data.sources import SourceFile, SplitName, Unit, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
 from lather.errors import DataError
+from lather.files import sync
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about so many characters, spread over the units."""
@@ -122,7 +123,7 @@ def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, dis
     do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
     _complete(aside, units, plan, recipe, making)
     aside.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -272,17 +273,8 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
         file.flush()
         os.fsync(file.fileno())
     aside.rename(folder / MANIFEST)
-    _sync(folder)
+    sync(folder)
 
 
 def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:
     file.write(json.dumps({"file": path, "line": line, "reason": reason, "detail": detail}) + "\n")
-
-
-def _sync(folder: Path) -> None:
-    """So that what was renamed in it outlives a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lather.errors import ExchangeError
+from lather.files import sync
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -259,12 +260,3 @@ def _take(lock: int, aside: Path, target: Path) -> None:
         raise ExchangeError(f"{target}: another process is writing it: wait for it, or give another place")
     for leftover in aside.iterdir():
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-
-
-def sync(path: Path) -> None:
-    """Have the file's contents, or the folder's entries, on disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from lather.errors import CheckpointError, ExchangeError
-from lather.models.safetensors_folder import DTYPES, Index, SafetensorsFolder, TensorToWrite, open_safetensors, sync, write_safetensors
+from lather.files import sync
+from lather.models.safetensors_folder import DTYPES, Index, SafetensorsFolder, TensorToWrite, open_safetensors, write_safetensors
 from lather.train.checkpoint_table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, StoredFile, StoredPiece, Table, piece_name, remedy
 
 

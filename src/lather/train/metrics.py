@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lather.errors import RunError
-from lather.models.safetensors_folder import sync
+from lather.files import sync
 
 TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
 """Fields that differ between two runs of the same configuration."""

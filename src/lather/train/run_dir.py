@@ -21,6 +21,7 @@ import torch
 
 import lather
 from lather.errors import RunError, UserError
+from lather.files import write_aside
 from lather.train.changes import CHANGES
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml
@@ -165,13 +166,6 @@ def _replace(path: Path, text: str) -> None:
     """Replace the file in one go, unless it has this text already."""
     if not path.exists() or path.read_text("utf-8") != text:
         write_aside(path, text)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replace the file in one go."""
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(text, "utf-8")
-    aside.rename(path)
 
 
 def provenance() -> dict[str, Any]:
