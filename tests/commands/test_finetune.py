@@ -86,6 +86,61 @@ def test_a_question_is_put_into_the_template_of_the_model_that_was_started_from(
     assert json.loads(capsys.readouterr().out)["messages"] == [{"role": "user", "content": "question 1"}]
 
 
+def test_a_run_keeps_what_belongs_to_its_model_and_goes_on_when_that_is_gone(folder: Path, tmp_path: Path) -> None:
+    """Chat template and settings, for questions and exports; its own model, for the same command."""
+    base = tmp_path / "model"
+    shutil.copytree(folder / "base", base)
+    command = tuning(folder, tmp_path / "run")
+    command[command.index("--init-from") + 1] = str(base)
+    assert main(command) == 0
+    shutil.rmtree(base)
+    assert TrainedModel.find(str(tmp_path / "run")).chat_template().source == TEMPLATE
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (folder / "base" / name).read_bytes()
+    assert main([*command, "--train.steps", "5"]) == 0
+
+
+def test_the_template_of_the_data_is_taken_where_no_other_is_left(folder: Path, tuned: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run)
+    shutil.rmtree(run / "huggingface")
+    text = (run / "config.toml").read_text().replace(str(folder / "base"), str(tmp_path / "gone"))
+    (run / "config.toml").write_text(text)
+    manifest = folder / "chats/dataset.json"
+    recipe = json.loads(manifest.read_text())["made_from"]
+    assert recipe["chat_template"] == TEMPLATE
+    base = folder / "base"
+    base.rename(folder / "away")
+    try:
+        assert TrainedModel.find(str(run)).chat_template().source == TEMPLATE
+    finally:
+        (folder / "away").rename(base)
+
+
+def test_a_run_may_start_from_a_checkpoint_of_another(
+    folder: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = tuning(folder, tmp_path / "run")
+    command[command.index("--init-from") + 1] = f"{tuned}@3"
+    assert main(command) == 0
+    assert f"starting from the weights of {tuned}/checkpoints/step-00000003" in capsys.readouterr().out.replace("\n", "")
+    command[command.index(f"{tuned}@3")] = f"{tuned}@2"
+    command[command.index(str(tmp_path / "run"))] = str(tmp_path / "other")
+    assert main(command) == 2
+    assert "@2: no such checkpoint" in capsys.readouterr().err
+
+
+def test_trained_weights_at_the_rate_of_fresh_ones_are_warned_of(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = tuning(folder, tmp_path / "run")
+    command[command.index("--lora.rank") + 1] = "0"
+    assert main(command) == 0
+    assert "give --optim.lr" in capsys.readouterr().out.replace("\n", " ")
+    command[command.index(str(tmp_path / "run"))] = str(tmp_path / "other")
+    assert main([*command, "--optim.lr", "1e-3"]) == 0
+    assert "give --optim.lr" not in capsys.readouterr().out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -21,6 +21,8 @@ from lather.cli import main  # noqa: E402
 from lather.errors import UserError  # noqa: E402
 from lather.evaluation import harness  # noqa: E402
 from lather.evaluation.harness import HarnessModel, find_tasks, run_tasks  # noqa: E402
+from lather.generation.text import ContinuedText  # noqa: E402
+from lather.models.generate import Sampling  # noqa: E402
 from tiny_run import write_config  # noqa: E402
 
 CONTEXT = 16
@@ -105,11 +107,35 @@ def test_texts_end_where_the_task_says(model: HarnessModel) -> None:
     assert ended == [sampled[: sampled.index(stop)]]
 
 
+def test_a_special_token_among_the_ends_ends_a_text(model: HarnessModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def continued(*arguments: Any, **options: Any) -> list[Any]:
+        seen.append((arguments[2], arguments[3], options))
+        return [ContinuedText("x", 1, True) for _ in arguments[2]]
+
+    monkeypatch.setattr(harness, "continue_texts", continued)
+    monkeypatch.setattr(model, "_ends", frozenset())
+    wishes = [
+        {"until": ["<|endoftext|>"], "max_gen_toks": 4},
+        {"max_gen_toks": 500, "do_sample": True, "temperature": 0.0, "top_k": 0, "top_p": 0.5},
+        {"max_gen_toks": 4, "do_sample": True},
+    ]
+    model.generate_until(requests("generate_until", *(("def f(x): " * 20, each) for each in wishes)), disable_tqdm=True)
+    (prompt, ending, _), (half, _, options), (_, _, sampled) = seen
+    assert ending.stop_tokens == {model._text_tokenizer.token_to_id("<|endoftext|>")}
+    assert [len(prompt[0]), len(half[0])] == [CONTEXT - 4, CONTEXT // 2]
+    assert options["sampling"] == Sampling(0.0, 0, 0.5)
+    assert sampled["sampling"] == Sampling(1.0, 50, 1.0)
+
+
 def test_conversations_are_written_by_the_template(run: Path) -> None:
     model = HarnessModel(f"{run}@4")
     history = [{"role": "user", "content": "hi"}]
     assert model.apply_chat_template(history) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert model.apply_chat_template(history, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    begun = [*history, {"role": "assistant", "content": "The answer"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("<|im_start|>assistant\nThe answer")
     assert "im_start" in (model.chat_template(True) or "")
     assert model.tokenizer_name == HarnessModel(str(run)).tokenizer_name
 
@@ -127,6 +153,11 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small_questions.yaml").write_text(f"task: small_questions\n{data}{questions}")
     (tmp_path / "small_texts.yaml").write_text(f"task: small_texts\n{data}{texts}")
     return tmp_path
+
+
+def test_names_of_tasks_may_have_wildcards(task_folder: Path) -> None:
+    _, found = find_tasks(["small_*"], task_folder)
+    assert sorted(found) == ["small_questions", "small_texts"]
 
 
 def test_a_task_made_on_the_spot_has_the_accuracy_of_direct_computation(model: HarnessModel, task_folder: Path) -> None:

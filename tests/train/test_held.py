@@ -111,9 +111,12 @@ with held_checkpoint(run, lambda: run / "checkpoints/step-00000003"):
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.glob(f"{PREFIX}*")
+    os.utime(left, (0, 0))
+    young = tmp_path / f"{PREFIX}young"
+    young.mkdir()  # by somebody who is about to lock it
     with held_checkpoint(tmp_path, lambda: newest(tmp_path)) as one:
         assert not left.exists()
         with held_checkpoint(tmp_path, lambda: newest(tmp_path)) as other:
             assert one != other
             assert one.exists()
-    assert not list(tmp_path.glob(f"{PREFIX}*"))
+    assert list(tmp_path.glob(f"{PREFIX}*")) == [young]

@@ -71,24 +71,39 @@ def eval_command(arguments: list[str]) -> int:
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
     trained = TrainedModel.find(parsed.run, parsed.step)
     length = trained.context(parsed.sequence_length, "--sequence-length")
-    manager = _find_tasks(tasks, parsed.task_folder) if tasks else None
+    _refuse_options_without_effect(parsed, tasks)
+    manager, tasks = _find_tasks(tasks, parsed.task_folder) if tasks else (None, [])
     sets = [] if tasks and not parsed.data else open_sets(trained, parsed.data, parsed.split, length)
     decoder = trained.decoder()
-    result = {
+    result: dict[str, Any] = {
         "run": str(trained.run),
         "step": trained.step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "sequence_length": length,
         "max_sequences": parsed.max_sequences,
         "sets": _score_sets(trained, decoder, sets, parsed),
-        "tasks": _run_tasks(trained, decoder, tasks, manager, parsed) if tasks else {},
+        "tasks": {},
     }
-    if parsed.json:
-        print(json.dumps(result))
-    else:
-        _show(result, trained)
-    _record(trained.run / RECORD, result)
+    try:
+        if tasks:
+            result["tasks"] = _run_tasks(trained, decoder, tasks, manager, parsed)
+    finally:  # what was found before a task failed is worth having
+        if result["sets"] or result["tasks"]:
+            if parsed.json:
+                print(json.dumps(result))
+            else:
+                _show(result, trained)
+            _record(trained.run / RECORD, result)
     return 0
+
+
+def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> None:
+    of_tasks = {"--limit": parsed.limit, "--chat-template": parsed.chat_template, "--task-folder": parsed.task_folder}
+    of_tasks |= {"--num-fewshot": parsed.num_fewshot >= 0}
+    of_sets = {"--split": parsed.split, "--max-sequences": parsed.max_sequences}
+    given = [name for name, value in (of_sets if tasks and not parsed.data else {} if tasks else of_tasks).items() if value]
+    if given:
+        raise UserError(f"{given[0]} is of {'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out")
 
 
 def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments) -> dict[str, dict[str, Any]]:
@@ -112,7 +127,7 @@ def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
 
 
 def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
-    """The harness's manager of tasks. Raises UserError unless the harness is there and has these."""
+    """The harness's manager of tasks, and the tasks' names. Raises UserError unless the harness is there and has these."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm-eval]'")
     from lather.evaluation.harness import find_tasks

@@ -32,13 +32,13 @@ from lather.models.huggingface import (
 from lather.models.peft_folder import save_peft
 from lather.models.safetensors_folder import TensorSource, complete_folder
 from lather.train.checkpoint import open_checkpoint, write_first_checkpoint
+from lather.train.companions import COMPANION_FOLDER, same_tokenizer
 from lather.train.config import Config, LoopConfig
 from lather.train.config_file import config_to_toml, load_config
 from lather.train.find import find_checkpoint
 from lather.train.finetune import check_adapters_are_all
 from lather.train.held import held_checkpoint
 from lather.train.optim_config import optim_config
-from lather.train.trained import COMPANION_FOLDER
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config("soap", lr=1e-4)
@@ -65,8 +65,8 @@ class ExportArguments:
     """Run directory; RUN@STEP or RUN@best: one of its checkpoints."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to make."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Of the weights written."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Numbers of the weights written; left out: bf16, and fp32 of adapters."""
     max_shard_size: str = "5GB"
     """Largest file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
     step: int = -1
@@ -111,6 +111,7 @@ def export_command(arguments: list[str]) -> int:
     """Write the folder and print where it is."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
     parse_size(parsed.max_shard_size)
+    dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
     run, _ = find_checkpoint(parsed.run, parsed.step)
     config = load_config(run / "config.toml")
     if parsed.adapter:
@@ -120,18 +121,18 @@ def export_command(arguments: list[str]) -> int:
     with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
         weights = open_checkpoint(checkpoint).weights()
         if parsed.adapter:
-            _export_adapters(parsed, config, weights)
-            print(f"adapters of {checkpoint.name} in {parsed.dtype}")
+            _export_adapters(parsed, config, weights, dtype)
+            print(f"adapters of {checkpoint.name} in {dtype}")
         else:
-            tokenizer = _export_model(parsed, run, config, weights)
-            print(f"{checkpoint.name} in {parsed.dtype}{'' if tokenizer else ', without a tokenizer'}")
+            tokenizer = _export_model(parsed, run, config, weights, dtype)
+            print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
         print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
     print(f"folder            {parsed.folder}")
     return 0
 
 
-def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource) -> Path | None:
+def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource, dtype: str) -> Path | None:
     """Write the whole model, adapters merged; returns the tokenizer that is with it."""
     tokenizer = _tokenizer(run, config.data)
     save_hugging_face(
@@ -139,16 +140,18 @@ def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: T
         config.model,
         parsed.folder,
         max_shard_bytes=parse_size(parsed.max_shard_size),
-        dtype=EXPORT_DTYPES[parsed.dtype],
+        dtype=EXPORT_DTYPES[dtype],
         tokenizer=tokenizer,
     )
     return tokenizer
 
 
-def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSource) -> None:
+def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str) -> None:
     is_published = config.init_from and (Path(config.init_from) / CONFIG_FILE).is_file()
     base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
-    save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[parsed.dtype])
+    save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype])
+    if not base:
+        print("note: it names no base model: they adapt what init_from was merged to; export that run, and name the folder with --base")
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
@@ -179,13 +182,7 @@ def _tokenizer(run: Path, data: DataConfig) -> Path | None:
     brought = [folder / COMPANION_FOLDER for folder in (run, Path(data.tokenizer or own).parent)]
     if not own.is_file():
         return brought[0] if brought[0].is_dir() else None
-    return next((folder for folder in brought if _same_tokenizer(folder / TOKENIZER_FILE, own)), own)
-
-
-def _same_tokenizer(one: Path, other: Path) -> bool:
-    """Not the same bytes: training writes the tokenizer that it was given anew."""
-    read = [load_tokenizer(path, "put it back").to_str() for path in (one, other) if path.is_file()]
-    return len(read) == 2 and read[0] == read[1]
+    return next((folder for folder in brought if same_tokenizer(folder / TOKENIZER_FILE, own)), own)
 
 
 def parse_size(text: str) -> int:

@@ -31,7 +31,7 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
     if file:
         config = load_config(file, rules, given.get("--run-dir", ""), init_from, given.get("--fork-from", ""))
     else:
-        config = config_from_mapping(with_model({"optim": _sections(rules)}, init_from))
+        config = config_from_mapping(with_model({"optim": _sections(rules)}, init_from, given.get("--run-dir", "")))
     assert isinstance(config.optim, RuleOptimConfig)
     for option in given:
         _refuse_option_of_another_rule(option, config.optim)

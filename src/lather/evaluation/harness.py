@@ -114,7 +114,12 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as the tokenizer's template writes it; from now on answers end as in it."""
         self._in_conversation = True
-        return self._conversation.text(list(chat_history), asking=add_generation_prompt)
+        text = self._conversation.text(list(chat_history), asking=add_generation_prompt)
+        last = chat_history[-1] if chat_history else {}
+        if add_generation_prompt or last.get("role") != "assistant":
+            return text
+        before, content, _ = text.rpartition(last["content"])  # an answer that has been begun is gone on with
+        return before + content
 
     # --- log-likelihoods ----------------------------------------------------------------------------------------------------------
 
@@ -180,9 +185,10 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], wish: _Wish, seeds: Sequence[int]) -> list[str]:
-        room = max(1, self._context - wish.num_tokens)
+        room = max(1, self._context - wish.num_tokens, self._context // 2)  # what is generated beyond the context slides
         prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
-        stop_tokens, stop_texts = self._ends, wish.until
+        special = {token for text in wish.until if (token := self._text_tokenizer.token_to_id(text)) is not None}
+        stop_tokens, stop_texts = self._ends | special, wish.until
         if self._in_conversation:
             stop_tokens, stop_texts = stop_tokens | self._conversation.stop_tokens, (*stop_texts, *self._conversation.stop_texts)
         ending = Ending(wish.num_tokens, stop_tokens, stop_texts)
@@ -206,10 +212,11 @@ class _Wish:
         """From the harness's arguments. Without `do_sample` or a temperature the most likely tokens are taken."""
         until = wishes.get("until") or ()
         lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
-        temperature, top_k = ANY if wishes.get("do_sample") else (0.0, ANY[1])
+        temperature, top_k, top_p = ANY[0] if wishes.get("do_sample") else 0.0, ANY[1], 1.0
+        given = {name: float(wishes[name]) for name in ("temperature", "top_k", "top_p") if wishes.get(name) is not None}
         if wishes.get("do_sample") is not False:
-            temperature = float(wishes.get("temperature") or temperature)
-        sampling = Sampling(temperature, int(wishes.get("top_k") or top_k), float(wishes.get("top_p") or 1.0))
+            temperature = given.get("temperature", temperature)
+        sampling = Sampling(temperature, int(given.get("top_k", top_k)), given.get("top_p", top_p))
         return cls((until,) if isinstance(until, str) else tuple(until), int(lengths[0]) if lengths else num_tokens, sampling)
 
 
@@ -254,12 +261,18 @@ def run_tasks(
     return {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found["results"].items()}
 
 
-def find_tasks(tasks: Iterable[str], folder: Path | None = None) -> TaskManager:
-    """The harness's tasks and those of `folder`. Raises UserError if one of `tasks` is not among them."""
+def find_tasks(tasks: Iterable[str], folder: Path | None = None) -> tuple[TaskManager, list[str]]:
+    """The harness's tasks and those of `folder`, and the names that `tasks`, which may have wildcards, stand for.
+
+    Raises UserError if one stands for none.
+    """
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-folder {folder}: not a folder: give one with YAML files of tasks")
     manager = TaskManager(include_path=None if folder is None else str(folder))
+    found: dict[str, None] = {}
     for task in tasks:
-        if not manager.match_tasks([task]):
+        matched = manager.match_tasks([task])
+        found |= dict.fromkeys(matched)
+        if not matched:
             raise UserError(f"--tasks {task}: no such task: `python -m lm_eval ls tasks` lists them, and --task-folder adds your own")
-    return manager
+    return manager, list(found)

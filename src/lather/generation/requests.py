@@ -30,7 +30,7 @@ def read_requests(path: Path) -> list[Request]:
     Empty lines count for nothing. Raises DataError, with the line, for what is none of these, and if there is nothing.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lather.errors import UserError
 from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder
 from lather.shapes import Float
@@ -41,6 +42,8 @@ class Sampling:
 
     def choose(self, logits_V: Float[Tensor, " v"], generator: torch.Generator | None = None) -> int:
         """Draw a token; both the logits and the generator are on CPU."""
+        if not logits_V.max().isfinite():  # nor not a number
+            raise UserError("the model's logits are not finite: use an earlier checkpoint, RUN@STEP")
         if self.temperature == 0:
             return int(logits_V.argmax())
         num_tokens = len(logits_V)
@@ -67,12 +70,15 @@ class Continuations:
     ) -> None:
         """`context`: the most tokens that the model reads of a row, the last ones; `generators`: one for each row, on CPU; None: torch's.
 
-        Raises ValueError for an empty prompt or a context below 1.
+        Raises ValueError for an empty prompt or a context below 1, UserError for a token outside the vocabulary.
         """
         if not all(prompts):
             raise ValueError("prompt is empty: give at least one token")
         if context < 1:
             raise ValueError(f"context = {context} is not valid: give at least 1 token")
+        highest, vocab_size = max((max(prompt) for prompt in prompts), default=0), model.embed_tokens.num_embeddings
+        if highest >= vocab_size:
+            raise UserError(f"a prompt has token {highest}, but the model's vocabulary has {vocab_size}: give text without that token")
         self.tokens = [list(prompt) for prompt in prompts]
         """The tokens of each row, its prompt included."""
         self.going = list(range(len(prompts)))

@@ -193,7 +193,7 @@ class Config:
     run_dir: str = "runs/default"
     """Folder for everything the run writes; a run found there is resumed."""
     init_from: str = ""
-    """Run directory, whose newest weights a fresh run starts from, or Hugging Face folder; empty: random weights."""
+    """Weights from which a fresh run starts: a Hugging Face folder, or RUN (its newest), RUN@STEP or RUN@best; empty: random ones."""
     fork_from: str = ""
     """RUN, RUN@STEP or RUN@best: the checkpoint from which a fresh run goes on, with weights, optimizer state and place in the data."""
     seed: int = 0

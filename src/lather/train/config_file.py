@@ -39,7 +39,7 @@ def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str
     """
     mapping = _read(path)
     try:
-        mapping = with_model(mapping, init_from)
+        mapping = with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
             folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
@@ -72,13 +72,13 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
-def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any]:
-    """A configuration that says which model it is: if it does not, it is the one that the run starts from, if there is one; sequences are
-    then no longer than that one takes."""
-    init_from = init_from or mapping.get("init_from", "")
-    if "model" in mapping or not init_from or not isinstance(init_from, str):
+def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
+    """A configuration that says which model it is: if it does not, it is that of the run that is in `run_dir`, or the one that the run
+    starts from, if there is one; sequences are then no longer than that one takes."""
+    init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
+    if "model" in mapping or not init_from or not isinstance(init_from, str) or not isinstance(run_dir, str):
         return dict(mapping)
-    model = model_of(init_from)
+    model = load_run(Path(run_dir)).model if run_dir and (Path(run_dir) / "config.toml").is_file() else model_of(init_from)
     fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
     train = mapping.get("train", {})
     if isinstance(train, dict):
@@ -86,9 +86,15 @@ def with_model(mapping: Mapping[str, Any], init_from: str = "") -> dict[str, Any
     return {**mapping, "model": fields, "train": train}
 
 
+def folder_of(init_from: str) -> Path:
+    """The folder that `init_from` names; of RUN@STEP that of the run."""
+    run = init_from.rpartition("@")[0]
+    return Path(run) if run and not Path(init_from).is_dir() else Path(init_from)
+
+
 def model_of(init_from: str) -> ModelConfig:
     """The model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError of the folder's config.json."""
-    source = Path(init_from)
+    source = folder_of(init_from)
     if (source / CONFIG_FILE).is_file():
         return read_config(source)
     if not (source / "config.toml").is_file():

@@ -17,14 +17,13 @@ from lather.train.config import Config
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a model is trained."""
+    """The parameters of a model that are trained."""
 
     names: frozenset[str]
-    """Of parameters of the whole model."""
     num_trained: int
-    """Their numbers."""
+    """Numbers in them."""
     num_parameters: int
-    """All numbers of the model, adapters included."""
+    """Numbers in all parameters of the model, adapters included."""
 
     def describe(self) -> str:
         share = 100 * self.num_trained / self.num_parameters
@@ -61,6 +60,11 @@ def check_adapters_are_all(config: Config) -> None:
     """Raise ConfigError unless the run has adapters and trains nothing else."""
     if not config.lora.rank:
         raise ConfigError("--adapter is for runs with adapters, and this one has lora.rank = 0: export the model, without --adapter")
+    if config.moe.bias_update_rate:
+        raise ConfigError(
+            f"--adapter leaves out the balancing biases that moe.bias_update_rate = {config.moe.bias_update_rate} has moved, without which "
+            "tokens go to other experts: train adapters with 0"
+        )
     if others := sorted(name for name in trained_parameters(config).names if not is_adapters(name)):
         raise ConfigError(
             f"--adapter leaves out what train.trainable has trained besides the adapters, {others[0]!r} for one: "

@@ -16,6 +16,7 @@ from pathlib import Path
 from lather.errors import RunError, UserError
 from lather.train.changes import CHANGES, History, Row, values_of
 from lather.train.checkpoint import checkpoint_path, step_of
+from lather.train.companions import COMPANION_FOLDER
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml
 from lather.train.find import find_checkpoint
@@ -24,7 +25,7 @@ from lather.train.resume import check_fork, config_at
 
 ASIDE = ".fork"
 """Folder in which a copy is made; it is there as long as the copy is not complete."""
-COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", "config.toml")
+COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", COMPANION_FOLDER, "config.toml")
 """In the order in which they are put in place: a folder with a config.toml is a run."""
 
 
@@ -93,6 +94,8 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         for name in ("provenance.json", "tokenizer.json"):
             if (source / name).exists():
                 shutil.copyfile(source / name, aside / name)
+        if (source / COMPANION_FOLDER).is_dir():
+            shutil.copytree(source / COMPANION_FOLDER, aside / COMPANION_FOLDER)
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
         (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, history = config_at(source, step)

@@ -12,12 +12,15 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lather.errors import CheckpointError
 
 PREFIX = ".held-"
+YOUNG = 60.0
+"""A folder that is no older, seconds, is left alone: whoever has made it may be about to lock it."""
 ATTEMPTS = 100
 """A run deletes a checkpoint when it has made another: what was chosen may be gone, but not many times in a row."""
 
@@ -30,13 +33,11 @@ def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
     """
     _clear_abandoned(run)
     try:
-        holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run))
-        lock = os.open(holder, os.O_RDONLY)
+        holder, lock = _hold(run)
     except OSError:
         yield choose()
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         chosen, held = _link(holder, choose)
         try:
             yield held
@@ -45,6 +46,21 @@ def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
     finally:
         shutil.rmtree(holder, ignore_errors=True)
         os.close(lock)
+
+
+def _hold(run: Path) -> tuple[Path, int]:
+    """A new folder in the run directory, and the descriptor that holds its lock."""
+    holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run))
+    lock = -1
+    try:
+        lock = os.open(holder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        if lock >= 0:
+            os.close(lock)
+        shutil.rmtree(holder, ignore_errors=True)
+        raise
+    return holder, lock
 
 
 def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:
@@ -67,6 +83,8 @@ def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:
 def _clear_abandoned(run: Path) -> None:
     for folder in run.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime < YOUNG:
+                continue
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lather.data.documents import load_tokenizer
 from lather.errors import DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
@@ -27,12 +26,15 @@ from lather.parallel.mesh import Mesh
 from lather.parallel.together import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, step_of
+from lather.train.companions import same_tokenizer
 from lather.train.config import Config
+from lather.train.config_file import folder_of
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.find import best_checkpoint
 from lather.train.finetune import trained_parameters, with_adapters
 from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
 from lather.train.optimizer import build_optimizer
+from lather.train.resume import Start
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.sampling import sample_text
@@ -102,7 +104,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
         DivergedError: `train.max_skipped_steps` steps in a row were not finite.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
-    is_first = mesh.rank == 0
+    is_first, rate_is_given = mesh.rank == 0, config.optim.lr is not None
     run_dir: RunDirectory | None = None
     try:
         with together(mesh.control_group):
@@ -121,7 +123,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
             with together(mesh.control_group):
                 data = open_run_data(config, display.note, begun_with, phases) if is_first else None
                 if data is not None and start is not None and data.tokenizer is not None:
-                    _check_same_tokenizer(Path(config.init_from), data.tokenizer)
+                    _check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
             identities = of_first({} if data is None else data.identities, mesh.control_group)
             with together(mesh.control_group):
                 data = data or open_run_data(config, display.note, begun_with, phases)
@@ -130,10 +132,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
                 if run_dir is not None:
                     run_dir.check_data(data)
             run = _Run(config, data, mesh, display, start)
-            if begin.changes:
-                number = begin.step + 1
-                rate = learning_rate(number, config.optim, config.train.steps)
-                display.note(f"{begin.changes}; the learning rate of step {number} is {rate:.3g}")
+            _note_rates(display, begin, starts_from_weights=start is not None and not rate_is_given)
             with together(mesh.control_group):
                 if run_dir is not None:
                     run_dir.record(data)
@@ -145,6 +144,16 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     finally:
         if run_dir is not None:
             run_dir.close()
+
+
+def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) -> None:
+    """Say what has changed, and the rate that it leads to; warn of a rate that nobody has chosen for trained weights."""
+    if starts_from_weights and not begin.config.lora.rank:
+        display.note("the rate is that of fresh weights, which may undo what these have learned: give --optim.lr, a tenth or less")
+    if begin.changes:
+        number = begin.step + 1
+        rate = learning_rate(number, begin.config.optim, begin.config.train.steps)
+        display.note(f"{begin.changes}; the learning rate of step {number} is {rate:.3g}")
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
@@ -165,10 +174,8 @@ def _start(config: Config) -> Path | None:
 def _check_same_tokenizer(source: Path, ours: Path) -> None:
     """Weights mean nothing to another tokenizer's numbers."""
     theirs = source / "tokenizer.json"
-    if theirs.exists():
-        texts = [load_tokenizer(file, "restore it").to_str() for file in (theirs, ours)]
-        if texts[0] != texts[1]:
-            raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
+    if theirs.exists() and not same_tokenizer(theirs, ours):
+        raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
 class _Run:

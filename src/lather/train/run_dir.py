@@ -3,7 +3,7 @@
 config.toml        the resolved configuration        metrics.jsonl   a row per step
 provenance.json    versions, commit, data sets       loss.png        the picture
 tokenizer.json     the data set's                    checkpoints/    complete ones only
-changes.jsonl      what was changed, and when
+huggingface/       what belongs to the tokenizer     changes.jsonl   what was changed, and when
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import lather
 from lather.errors import RunError, UserError
 from lather.files import write_aside
 from lather.train.changes import CHANGES
+from lather.train.companions import keep_companions
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml
 from lather.train.fork import copy_run, fork_source, remove_copy
@@ -106,6 +107,7 @@ class RunDirectory:
         _replace(self.path / "config.toml", config_to_toml(self.start.config))
         record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
         if record is None:
+            keep_companions(self.path, self.start.config)
             write_aside(self.path / "provenance.json", json.dumps({"data": data_sets, **provenance()}, indent=1))
         elif "data" in record and [identity for _, identity in _pairs(record)] != [identity for _, identity in data_sets]:
             write_aside(self.path / "provenance.json", json.dumps({**record, "data": data_sets}, indent=1))

@@ -1,4 +1,4 @@
-"""What a fresh run starts from: the weights of another run, or of a Hugging Face folder.
+"""The weights that a fresh run starts from: those of another run, or of a Hugging Face folder.
 
 Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts from a model and has its own adapters.
 """
@@ -19,7 +19,8 @@ from lather.models.safetensors_folder import TensorSource
 from lather.parallel.together import together
 from lather.train.checkpoint import BIAS, list_checkpoints, load_parameters, open_checkpoint
 from lather.train.config import Config
-from lather.train.config_file import load_run, model_of
+from lather.train.config_file import folder_of, load_run, model_of
+from lather.train.find import find_checkpoint
 from lather.train.state import TrainingState
 
 OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
@@ -32,7 +33,7 @@ def find_start(config: Config) -> Path:
     Raises ConfigError if it is of another model than `[model]`, CheckpointError if there is nothing to read, DataError if its tokens cannot
     be the data's.
     """
-    source = Path(config.init_from)
+    source = folder_of(config.init_from)
     is_published = (source / CONFIG_FILE).is_file()
     checkpoints = [] if is_published else list_checkpoints(source / "checkpoints")
     if not is_published and not checkpoints:
@@ -40,6 +41,8 @@ def find_start(config: Config) -> Path:
             f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has one, "
             "or a folder with config.json and safetensors"
         )
+    if source != Path(config.init_from):
+        checkpoints = [find_checkpoint(config.init_from)[1]]
     if is_published or (source / "config.toml").is_file():
         check_same_model(config.init_from, model_of(config.init_from), config.model)
     if not config.data.tokenizer and not config.data.path and not (source / TOKENIZER_FILE).exists():
