@@ -162,7 +162,8 @@ def test_names_of_tasks_may_have_wildcards(task_folder: Path) -> None:
 
 def test_a_task_made_on_the_spot_has_the_accuracy_of_direct_computation(model: HarnessModel, task_folder: Path) -> None:
     tasks = ["small_questions", "small_texts"]
-    found = run_tasks(model, tasks, find_tasks(tasks, task_folder))
+    manager, names = find_tasks(tasks, task_folder)
+    found = run_tasks(model, names, manager)
     rows = [json.loads(line) for line in (task_folder / "rows.jsonl").read_text().splitlines()]
     right, nats, num_bytes = 0, 0.0, 0
     for row in rows:

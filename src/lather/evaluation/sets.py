@@ -14,6 +14,7 @@ from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer
 from lather.data.opening import open_source
 from lather.errors import DataError, UserError
+from lather.train.run_dir import data_sets_of
 from lather.train.trained import TrainedModel
 
 VALIDATION, TRAIN = "validation", "train"
@@ -81,7 +82,7 @@ def _recorded(trained: TrainedModel) -> list[str]:
     """The data sets that were made of `data.source` when the run began."""
     try:
         record = json.loads((trained.run / "provenance.json").read_text("utf-8"))
-        return list(record["data"])
+        return [folder for folder, _ in data_sets_of(record)]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "it does not say which data sets it has learned (it was imported, or begun with an older Lather)"
         raise UserError(f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER") from None

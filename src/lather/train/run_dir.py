@@ -81,7 +81,7 @@ class RunDirectory:
         record = self._record()
         if record is None or "dataset" in record:
             return
-        before, now = _pairs(record)[: self.start.num_data_sets], list(data.identities.items())
+        before, now = data_sets_of(record)[: self.start.num_data_sets], list(data.identities.items())
         if [identity for _, identity in now[: len(before)]] != [identity for _, identity in before]:
             raise RunError(
                 f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(folder for folder, _ in before)}) than there are "
@@ -109,7 +109,7 @@ class RunDirectory:
         if record is None:
             keep_companions(self.path, self.start.config)
             write_aside(self.path / "provenance.json", json.dumps({"data": data_sets, **provenance()}, indent=1))
-        elif "data" in record and [identity for _, identity in _pairs(record)] != [identity for _, identity in data_sets]:
+        elif "data" in record and [identity for _, identity in data_sets_of(record)] != [identity for _, identity in data_sets]:
             write_aside(self.path / "provenance.json", json.dumps({**record, "data": data_sets}, indent=1))
 
     def _record(self) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class RunDirectory:
             return None
         try:
             record: dict[str, Any] = json.loads(file.read_text())
-            if not isinstance(record.get("dataset", ""), str) or not ("dataset" in record or _pairs(record)):
+            if not isinstance(record.get("dataset", ""), str) or not ("dataset" in record or data_sets_of(record)):
                 raise ValueError("no data set")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RunError(f"{file}: damaged: delete {self.path} to start again") from None
@@ -158,8 +158,8 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _pairs(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Folder and identity of each data set of a record."""
+def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Folder and identity of each data set in a run's provenance.json, which had them as a mapping once."""
     data = record["data"]
     return [(str(folder), str(identity)) for folder, identity in (data.items() if isinstance(data, dict) else data)]
 
