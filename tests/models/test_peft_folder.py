@@ -17,7 +17,7 @@ from lather.models.huggingface import save_hugging_face
 from lather.models.lora import LoraConfig
 from lather.models.peft_folder import save_peft
 from lather.models.safetensors_folder import TensorSource
-from lather.train.checkpoint import Progress, open_checkpoint, save_checkpoint
+from lather.train.checkpoint import Progress, Retention, open_checkpoint, save_checkpoint
 from lather.train.state import TrainingState
 from models.tiny import error, random_tokens, tiny_family_config, tiny_family_model
 
@@ -37,7 +37,7 @@ def model_and_weights(family: str, lora: LoraConfig, folder: Path) -> tuple[Deco
     for name, p in model.named_parameters():
         if is_adapters(name):
             torch.nn.init.normal_(p, std=0.2, generator=generator)
-    checkpoint = save_checkpoint(folder / "checkpoints", Progress(1, 0.0), TrainingState.of_model(model), keep_last=1)
+    checkpoint = save_checkpoint(folder / "checkpoints", Progress(1, 0.0), TrainingState.of_model(model), retention=Retention(1))
     return model, config, open_checkpoint(checkpoint).weights()
 
 

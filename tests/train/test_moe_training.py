@@ -206,8 +206,8 @@ def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: Make
 def test_memory_may_change_when_a_run_goes_on_and_the_rest_of_the_section_may_not(make_config: MakeConfig) -> None:
     asked = iter([False, True])
     train(make_config(moe={"memory": "saved"}), PlainDisplay(100), lambda: next(asked))
-    with pytest.raises(RunError, match=r"moe.z_loss_coefficient is 0.0 there and 0.5 here"):
-        run(make_config(moe={"z_loss_coefficient": 0.5}))
+    with pytest.raises(RunError, match=r"moe\.bias_update_rate is 0\.0 there and 0\.5 here"):
+        run(make_config(moe={"bias_update_rate": 0.5}))
     run(make_config(moe={"memory": "recompute"}))
 
 
