@@ -316,7 +316,7 @@ def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_document_comes_once_in_an_epoch_after_20_kills_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
+def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
     """Every start goes on from the newest checkpoint, with another number of ranks; what a kill has undone does not count."""
     draw, documents = random.Random(seed), 240
     reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)

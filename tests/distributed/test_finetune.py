@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from stored import stored_tensors
 
+from changing_runs import Shown
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
@@ -18,7 +19,7 @@ from lather.parallel.mesh import Mesh
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.loop import Outcome, train
-from lather.train.metrics import TIME_FIELDS, StepRow, read_rows
+from lather.train.metrics import TIME_FIELDS, read_rows
 from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
@@ -43,12 +44,6 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "ep2 dp2 adapters": ("adapters", {"ep": 2}),
     },
 }
-
-
-class Silent:
-    def note(self, text: str) -> None: ...
-
-    def step(self, row: StepRow, num_steps: int) -> None: ...
 
 
 def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
@@ -90,7 +85,7 @@ def start(config: Config, stop_after: int = 99) -> Outcome:
         left -= 1
         return left < 0
 
-    return train(config, Silent(), stop, Mesh.build(config.parallel, torch.device("cpu")))
+    return train(config, Shown(), stop, Mesh.build(config.parallel, torch.device("cpu")))
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
@@ -116,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_hugging_face(build_deepseek_v2(config, torch.Generator().manual_seed(7)), config, folder / "published")
     train_tokenizer(iter(["the quick brown fox\n"] * 9), TINY["vocab_size"], END_OF_TEXT).save(str(folder / "published/tokenizer.json"))
     for name, changes in RUNS.items():
-        assert train(make_config(folder, name, changes), Silent()).finished
+        assert train(make_config(folder, name, changes), Shown()).finished
     return folder
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engines import Case, make_pair
 from ranks import run_ranks
 
+from changing_runs import Shown
 from lather.parallel.local import LocalParameters
 from lather.parallel.mesh import Mesh
 from lather.pipeline.picture import read_timeline
@@ -23,7 +24,7 @@ from lather.train.checkpoint import list_checkpoints
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
 from lather.train.loop import DivergedError, Outcome, train
-from lather.train.metrics import TIME_FIELDS, StepRow, read_rows
+from lather.train.metrics import TIME_FIELDS, read_rows
 from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
@@ -56,12 +57,6 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "pp2 ep2 everything": ("everything", {"pp": 2, "ep": 2, "poison": True}),
     },
 }
-
-
-class Silent:
-    def note(self, text: str) -> None: ...
-
-    def step(self, row: StepRow, num_steps: int) -> None: ...
 
 
 def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
@@ -98,7 +93,7 @@ def start(config: Config, stop_after: int = 0) -> Outcome:
         asked += 1
         return stop_after > 0 and asked > stop_after
 
-    return train(config, Silent(), stop, mesh)
+    return train(config, Shown(), stop, mesh)
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -167,7 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [" ".join(words[(number * 3 + line * 5 + place * (line % 4)) % 8] for place in range(9)) for line in range(12 + number)]
         (folder / "corpus" / f"{number}.txt").write_text("\n".join(lines))
     for name, changes in RUNS.items():
-        assert train(make_config(folder, name, changes), Silent()).finished
+        assert train(make_config(folder, name, changes), Shown()).finished
     return folder
 
 

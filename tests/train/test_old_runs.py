@@ -16,6 +16,7 @@ from lather.cli import main
 from lather.commands.train import _read
 from lather.train.config_file import load_config
 from lather.train.loop import train
+from lather.train.metrics import read_rows
 from lather.train.old_runs import is_old
 from lather.train.optim_config import RuleOptimConfig
 from machine import machine
@@ -105,14 +106,25 @@ def test_what_an_old_run_was_not_begun_with_is_refused(
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("soap", ["--optim.lr", "1e-3"], "optim.lr 0.006 -> 0.001"),
-        ("adamw", ["--optim.lr", "2.5e-3"], "optim.lr 0.006 -> 0.0025"),
+        ("soap", ["--optim.lr", "6e-4"], "optim.lr 0.006 -> 0.0006"),
+        ("adamw", ["--optim.lr", "6e-4"], "optim.lr 0.006 -> 0.0006"),
     ],
 )
 def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy_run(name, tmp_path)
-    assert main([*command(name, tmp_path, "the same command"), *arguments]) == 0
-    assert words in capsys.readouterr().out.replace("\n", " ")
+    """To a tenth of its rate, which the optimizer of that time then steps with."""
+    rates, losses = [], []
+    for folder, given in ((tmp_path / "as it was", []), (tmp_path / "changed", arguments)):
+        folder.mkdir()
+        run_dir = copy_run(name, folder)
+        first = int(SAVED.removeprefix("step-")) + 1
+        assert main([*command(name, folder, "the same command"), *given]) == 0
+        assert (words in capsys.readouterr().out.replace("\n", " ")) == bool(given)
+        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row and row["step"] >= first]
+        rates.append([row["lr"] for row in rows])
+        losses.append([row["loss"] for row in rows])
+    assert rates[1] == pytest.approx([0.1 * rate for rate in rates[0]], rel=1e-12)
+    assert losses[1][0] == losses[0][0]
+    assert losses[1][1:] != losses[0][1:]
 
 
 @pytest.mark.parametrize(("name", "optim"), [("soap", {"betas": [0.7, 0.8]}), ("adamw", {})])

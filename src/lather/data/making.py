@@ -43,7 +43,7 @@ class MakingPlan:
 
     files: list[SourceFile]
     listing: str
-    """Of the files (`listing_of`)."""
+    """A short name of the files as they were (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
     """Files that are not read, with reason and detail."""
     units: list[Unit]

@@ -30,8 +30,8 @@ class DataRecipe:
     pattern: str = "*"
     """Which files of a folder are taken (glob on the file name)."""
     format: Format = "auto"
-    """Of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json of a file that is itself a
-    source); all others are text."""
+    """Kind of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json of a file that is
+    itself a source); all others are text."""
     field: str = "text"
     """Field of JSONL lines, or column of tables, that holds the text."""
     chat: bool = False
@@ -39,7 +39,7 @@ class DataRecipe:
     separator: str = ""
     """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is a document, above 1 MiB one for each MiB."""
     encoding: str = "auto"
-    """Of text files; auto: UTF-8, or what the first bytes announce, or else Windows-1252."""
+    """Encoding of text files; auto: UTF-8, or what the first bytes announce, or else Windows-1252."""
     tokenizer: str = ""
     """A `tokenizer.json`, or a folder that has one; empty: a byte-level BPE of `vocab_size` tokens is trained on the texts."""
     vocab_size: int = 0
@@ -49,7 +49,7 @@ class DataRecipe:
     end_token: int = -1
     """Its number, of token files without a tokenizer."""
     token_dtype: Literal["", "uint16", "uint32"] = ""
-    """Of .bin files without a header."""
+    """Numbers of .bin files without a header."""
     holdout_every: int = 20
     """One document in this many is held out for validation; 0: none."""
     shard_tokens: int = 1 << 26

@@ -1,4 +1,4 @@
-"""Which weights of a model get adapters (`lather.models.lora`), and what becomes of adapters when they are merged.
+"""The choice of weights that get adapters (`lather.models.lora`), and the merging of adapters into them.
 
     attention         the projections of every block's attention
     experts           gate/up and down of the routed experts, one A and B for each expert, for gate and up one A together

@@ -123,14 +123,14 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of the autograd function needs besides tensors with gradients."""
+    """Everything that a call of the autograd function needs besides tensors with gradients."""
 
     route: Route
     gate: Gate
     dtype: torch.dtype
     queue: WeightGradients | None
     scales: tuple[float, ...]
-    """Of the adapters of gate/up and down."""
+    """alpha / rank of the adapters of gate/up and of down."""
     keep_gate_up: bool = False
 
     def stacks(self, gate_up_EHD: Tensor, down_EDF: Tensor, factors: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:

@@ -104,7 +104,7 @@ class PublishedWeights:
                 yield from (((e,), self.expert(entry, e)) for e in range(self.shapes[parameter][0]))
 
     def expert(self, entry: Entry, e: int) -> Tensor:
-        """What a tensor of stacked experts has of one of them."""
+        """One expert's part of a tensor of stacked experts."""
         if entry.is_packed:
             return dequantize_mxfp4(*(self.stored.read(f"{entry.published}_{part}", (e,)) for part in ("blocks", "scales")))
         tensor = self.stored.read(entry.published, (e,))

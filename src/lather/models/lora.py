@@ -33,7 +33,7 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0: none, the weights themselves are trained."""
     alpha: float = 16.0
-    """What adapters add counts alpha / rank times."""
+    """An adapter's product counts alpha / rank times."""
     targets: tuple[str, ...] = ("attention", "experts")
     """Weights with an adapter: attention, experts, shared_experts, dense, or patterns of names such as layers.0.* or *.q_proj."""
 
@@ -92,7 +92,7 @@ class AdaptedStack:
         return grad_GI
 
     def factor_gradients(self, grad_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"]) -> tuple[Tensor, Tensor]:
-        """What it sends back to A and B; a weight of each row may be in either argument."""
+        """The gradients of A and B; a weight of each row may be in either argument."""
         assert self.a_ErI is not None
         assert self.b_EOr is not None
         x_Gr = grouped_linear(x_GI, self.a_ErI.to(x_GI.dtype), self.end_E)

@@ -40,7 +40,7 @@ class _Published:
 
     name: str
     entries: tuple[str, ...]
-    """Of ours: one, or one for each expert."""
+    """The factor's names in a checkpoint: one, or one for each expert."""
     shape: tuple[int, ...]
     is_stack_of_b: bool = False
 

@@ -30,7 +30,7 @@ from lather.train.checkpoint_table import DTYPE_NAMES, STATE_FILE, Progress, Sto
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept when a new one is in place."""
+    """The checkpoints that are kept when a new one is in place."""
 
     last: int
     """So many of the newest, at least 1."""

@@ -31,7 +31,7 @@ class Trained:
 
 
 def trained_parameters(config: Config) -> Trained:
-    """What `[train] trainable` and `frozen` and `[lora]` leave to be trained; nothing is allocated.
+    """The parameters that `[train] trainable` and `frozen` and `[lora]` leave to be trained; nothing is allocated.
 
     With adapters these are trained and the weights are not, but for those that `trainable` names. Raises ConfigError for a pattern or a
     target that matches nothing, and if nothing is left.

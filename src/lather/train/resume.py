@@ -43,7 +43,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Words:
-    """What a refusal begins with, and its remedy."""
+    """The beginning of a refusal, and its remedy."""
 
     subject: str
     remedy: str
