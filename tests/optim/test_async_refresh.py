@@ -117,17 +117,18 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
 
 def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
+        device = cuda = torch.device("cuda")
+
         def wait_stream(self, other: object) -> None:
             pass
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     streams: precision.SideStreams = {}
-    with precision.beside(streams, []):
+    with precision.beside(streams, [], Stream.cuda):
         pass
-    assert list(precision.on_streams(range(5), streams, 3)) == list(range(5))
+    assert list(precision.on_streams(range(5), streams, 3, Stream.cuda)) == list(range(5))
     assert len({id(stream) for stream in streams.values()}) == 4
     precision.join(streams)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lather.bench.contestants import Contestant
+from lather.device import is_gpu
 
 
 def run_steps(contestant: Contestant, num_steps: int) -> None:
@@ -32,7 +33,7 @@ def run_steps(contestant: Contestant, num_steps: int) -> None:
 
 def time_steps(contestant: Contestant, num_steps: int, device: torch.device) -> float:
     """Mean milliseconds of `num_steps` steps, without handing over the gradients."""
-    if device.type == "cuda":
+    if is_gpu(device):
         return _time_steps_cuda(contestant, num_steps)
     seconds = 0.0
     for _ in range(num_steps):
@@ -75,7 +76,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most bytes that were allocated at one time during `run`, beyond those at its start."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -31,6 +31,7 @@ from lather.bench.measure import percentiles
 from lather.bench.memory_report import draw, print_table, summary
 from lather.bench.report import Row, RowFile, environment
 from lather.console import wide_console
+from lather.device import gpu_module, is_gpu
 from lather.errors import UserError, require
 from lather.kernels.combine import weighted_combine
 from lather.kernels.gather import padded_index_gather
@@ -251,7 +252,7 @@ def check_loss() -> dict[str, float]:
 
 def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
     """A row per case and contestant. Raises CheckError."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if is_gpu(device) else torch.float32
     for case, (sizes, tokens) in TIMED.items():
         layers = make_layers(sizes, dtype, device)
         checked = check_layers(layers)
@@ -301,8 +302,8 @@ def _time_step(layer: Layer, x_TD: Tensor) -> float:
 
 
 def _synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    if is_gpu(x):
+        gpu_module(x.device).synchronize(x.device)
 
 
 # --- shared -------------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from lather.bench.measure import peak_temporary_bytes, percentiles, run_steps, s
 from lather.bench.report import Row
 from lather.bench.roofline import Rates, flops_per_step, measure_rates, roofline_ms
 from lather.console import wide_console
+from lather.device import is_gpu
 from lather.errors import UserError, require
 
 MIN_ROUNDS = 5
@@ -123,7 +124,7 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
             rates = measure_rates(rule, SETS[name], device)
             for frequency in options.frequencies if rule == "soap" else (1,):
                 yield _checked_and_measured(OptimizerCase(rule, SETS[name], frequency), options, device, rates, console)
-    if device.type == "cuda" and "soap" in options.rules:
+    if is_gpu(device) and "soap" in options.rules:
         for hidden, mlp in refresh.HIDDEN_AND_MLP:
             try:
                 yield measure_refresh_case(hidden, mlp, options.rounds, device)

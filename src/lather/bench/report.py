@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import lather
+from lather.device import is_gpu
 from lather.errors import UserError
 
 Row = dict[str, Any]
@@ -27,7 +28,7 @@ def environment(device: torch.device, peers: Sequence[str]) -> Row:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "gpu": torch.cuda.get_device_name(device) if is_gpu(device) else None,
         },
         "versions": {
             "python": platform.python_version(),

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from lather.bench.contestants import MatrixSet, OptimizerCase, lather_options
+from lather.device import is_gpu
 from lather.optim.linalg.newton_schulz import iteration_dtype
 
 REPEATS = 5
@@ -122,5 +123,5 @@ def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: Triton's on CUDA tensors, the torch reference everywhere else."""
+"""Which implementation of an operation runs: Triton's on GPU tensors, the torch reference everywhere else."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import importlib.util
 
 from torch import Tensor
 
+from lather.device import is_gpu
+
 
 def use_triton(*tensors: Tensor) -> bool:
-    """True if all tensors are on CUDA and Triton is installed. Triton itself is imported by the caller, only then."""
-    return all(tensor.is_cuda for tensor in tensors) and _has_triton()
+    """True if all tensors are on a GPU and Triton is installed. Triton itself is imported by the caller, only then."""
+    return all(is_gpu(tensor) for tensor in tensors) and _has_triton()
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from lather.device import is_gpu
 from lather.models.cache import CachedLayout
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.layout import SequenceLayout, for_device
@@ -58,7 +59,7 @@ def attend(
     q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
     if sinks_H is None and layout.is_plain(window):
         y_BHSU = _fused(q, k, v, None, scale, recipe)
-    elif v.is_cuda and layout.takes_block_masks and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
+    elif is_gpu(v) and layout.takes_block_masks and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
         y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
@@ -125,7 +126,7 @@ def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, 
     if recipe is not None:
         recipe.register((q, k, v), padded)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel takes groups in fp32, and the plain one makes (S, S) tensors
+    if grouped and is_gpu(q) and q.dtype == torch.float32:  # no fused kernel takes groups in fp32, and the plain one makes (S, S) tensors
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.device import gpu_module, is_gpu
 from lather.shapes import Float, Int
 
 ROW_BYTES = 16
@@ -23,7 +24,7 @@ ROW_BYTES = 16
 
 def run_alignment(device: torch.device, dtype: torch.dtype) -> int:
     """Rows that an expert's run should be padded to a multiple of, so that `F.grouped_mm` can contract over rows."""
-    return ROW_BYTES // dtype.itemsize if device.type == "cuda" and dtype == torch.bfloat16 else 1
+    return ROW_BYTES // dtype.itemsize if is_gpu(device) and dtype == torch.bfloat16 else 1
 
 
 def grouped_linear(x_GI: Float[Tensor, "g i"], weight_EOI: Float[Tensor, "e o i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "g o"]:
@@ -86,8 +87,8 @@ def _sound(*operands: Tensor) -> bool:
 
 def _operand_is_sound(operand: Tensor) -> bool:
     dtypes: tuple[torch.dtype, ...]
-    if operand.is_cuda:
-        dtypes = (torch.bfloat16,) if torch.cuda.get_device_capability(operand.device) >= (8, 0) else ()
+    if is_gpu(operand):
+        dtypes = (torch.bfloat16,) if gpu_module(operand.device).get_device_capability(operand.device) >= (8, 0) else ()
     else:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
     strides = sorted(operand.stride()[-2:])

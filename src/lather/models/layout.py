@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
+from lather.device import is_gpu
 from lather.models.rotary import Rotary
 from lather.shapes import Bool, Float, Int
 
@@ -147,4 +148,4 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Flex attention makes (S, S) tensors unless it is compiled, which serves on CUDA alone: elsewhere it has no backward."""
-    return _compiled(function) if device.type == "cuda" else function
+    return _compiled(function) if is_gpu(device) else function

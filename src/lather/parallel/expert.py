@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lather.device import gpu_module, is_gpu
 from lather.kernels.combine import combine_rows_sum
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
@@ -192,12 +193,13 @@ class _Planned:
         self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
         work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
         self._wait: Callable[[], object] = work.wait
-        if sizes_2P2.is_cuda:  # by a stream of its own: the compute stream may be given more before the host looks
-            with torch.cuda.stream(torch.cuda.Stream(sizes_2P2.device, priority=-1)):  # NCCL's are among those of the other priority
+        if is_gpu(sizes_2P2):  # by a stream of its own: the compute stream may be given more before the host looks
+            gpu = gpu_module(sizes_2P2)
+            with gpu.stream(gpu.Stream(sizes_2P2.device, priority=-1)):  # NCCL's are among those of the other priority
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
                 self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
-                self._wait = torch.cuda.current_stream(sizes_2P2.device).record_event().synchronize
+                self._wait = gpu.current_stream(sizes_2P2.device).record_event().synchronize
 
     def wait(self) -> Way:
         self._wait()
@@ -286,5 +288,5 @@ def _check_rows(rows: Tensor, expected: int) -> None:
 def _used_here(*tensors: Tensor) -> None:
     """On CUDA a launch may be on another stream than its wait: what one of them made must outlive what the other does with it."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if is_gpu(tensor):
+            tensor.record_stream(gpu_module(tensor.device).current_stream(tensor.device))

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
 from lather.parallel.lifeline import SETTLE_SECONDS, Failure, Hub, Lifeline
 from lather.parallel.world import World
@@ -185,10 +186,10 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_gpu(device):
+        gpu_module(device).set_device(device)
         torch.cuda.init()  # DeviceMesh would choose a device by itself otherwise
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu(device) else "gloo"
     timeout = timedelta(seconds=options.timeout)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 

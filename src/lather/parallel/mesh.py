@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lather.device import is_gpu
 from lather.torch_private import set_timeout
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Mesh:
         if replicas > 1:
             dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
-        sizes_group = _second_group(ep, world_size) if ep > 1 and device.type == "cuda" else None
+        sizes_group = _second_group(ep, world_size) if ep > 1 and is_gpu(device) else None
         groups = [group for device_mesh in (grid, data, dense, expert) for group in device_mesh.get_all_groups()]
         for group in [*groups, *([sizes_group] if sizes_group else [])]:
             set_timeout(group, timedelta(seconds=config.timeout))

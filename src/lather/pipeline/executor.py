@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.device import is_gpu
 from lather.models.weight_gradients import Entry, WeightGradients
 from lather.parallel.shard import Unit
 from lather.pipeline import overlap
@@ -242,7 +243,7 @@ class _Walk:
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             x = self.outgoing.pop((action.kind, key)).contiguous()
             self.sends.append((self._start(dist.isend, x, self.schedule.sends_to(action)), x, self.tapes.get(key)))
-            while len(self.sends) > MOST_SENDS_UNDER_WAY or (x.is_cuda and self.sends and self.sends[0][0].is_completed()):
+            while len(self.sends) > MOST_SENDS_UNDER_WAY or (is_gpu(x) and self.sends and self.sends[0][0].is_completed()):
                 self._finish_oldest_send()
             return
         like = self.executor.activation
@@ -262,7 +263,7 @@ class _Walk:
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:
             if action.kind == Kind.UNSHARD:
-                unit.unshard(async_op=self.executor.activation.device.type == "cuda")
+                unit.unshard(async_op=is_gpu(self.executor.activation.device))
             elif action.kind == Kind.RESHARD:
                 unit.reshard()
             else:

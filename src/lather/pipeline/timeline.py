@@ -16,14 +16,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lather.device import gpu_module, is_gpu
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
-Moment = float | torch.cuda.Event
+Moment = Any
+"""Seconds on the CPU, an event of a stream on a GPU."""
 
 
 class TimelineRecorder:
@@ -39,8 +42,8 @@ class TimelineRecorder:
 
     def begin(self) -> None:
         """Start the clock, on all ranks at once: every rank calls it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_gpu(self.device):
+            gpu_module(self.device).synchronize(self.device)
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(()))
         self._pieces, self._current = [], None
@@ -48,15 +51,15 @@ class TimelineRecorder:
 
     def end(self) -> list[Event]:
         """What was done since `begin`, in order; times in seconds. Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_gpu(self.device):
+            gpu_module(self.device).synchronize(self.device)
         pieces, self._pieces, self._recording = self._pieces, [], False
         return [Event(self.rank, action, self._seconds(start), self._seconds(end)) for action, start, end in pieces]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Around an action."""
-        with torch.cuda.nvtx.range(str(action)) if self.device.type == "cuda" else nullcontext():
+        with gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else nullcontext():
             if not self._recording:
                 yield
                 return
@@ -81,18 +84,15 @@ class TimelineRecorder:
         self._current = None
 
     def _now(self) -> Moment:
-        if self.device.type != "cuda":
+        if not is_gpu(self.device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = gpu_module(self.device).Event(enable_timing=True)
+        event.record(gpu_module(self.device).current_stream(self.device))
         return event
 
     def _seconds(self, moment: Moment) -> float:
-        if isinstance(moment, torch.cuda.Event):
-            assert isinstance(self._origin, torch.cuda.Event)
-            return float(self._origin.elapsed_time(moment)) / 1000
-        assert isinstance(self._origin, float)
-        return moment - self._origin
+        seconds: float = moment - self._origin if isinstance(moment, float) else self._origin.elapsed_time(moment) / 1000
+        return seconds
 
 
 def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[Event] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
+from lather.device import is_gpu
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
@@ -200,7 +201,7 @@ class Engine:
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
     """From pinned memory, so that the host does not wait for a GPU that is still at work."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
 
 
 def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) -> Engine:

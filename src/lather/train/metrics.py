@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
 from lather.files import sync
 
@@ -85,8 +86,8 @@ def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """On CUDA the most allocated there, else the most memory the process had resident."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if is_gpu(device):
+        return int(gpu_module(device).max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from lather.device import gpu_module, is_gpu
 from lather.train.checkpoint import Retention, checkpoint_path, save_checkpoint
 from lather.train.checkpoint_table import Progress
 from lather.train.state import TrainingState
@@ -35,15 +36,15 @@ class Staging:
         self._kept = {index: self._room(index, value) for index, value in own.items()}
         for index, value in own.items():
             self._kept[index].copy_(value, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if is_gpu(self.device):
+            gpu_module(self.device).current_stream(self.device).synchronize()
         return self._kept
 
     def _room(self, index: MetadataIndex, value: Tensor) -> Tensor:
         kept = self._kept.get(index)
         if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
             return kept
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=is_gpu(self.device))
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +66,8 @@ class Saver:
         if self._thread is None:
             save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         else:
-            if self.state.device.type == "cuda":
-                torch.cuda.current_stream(self.state.device).synchronize()  # the thread has another current stream
+            if is_gpu(self.state.device):
+                gpu_module(self.state.device).current_stream(self.state.device).synchronize()  # the thread has another current stream
             copied: Future[None] = Future()
             self._writing = self._thread.submit(self._write, progress, self.retention, copied)
             copied.result()
@@ -88,8 +89,8 @@ class Saver:
             return staged
 
         try:
-            if self.state.device.type == "cuda":
-                torch.cuda.set_device(self.state.device)
+            if is_gpu(self.state.device):
+                gpu_module(self.state.device).set_device(self.state.device)
             save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
             if not copied.done():  # it failed, or the checkpoint is there already

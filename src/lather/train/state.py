@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
 from lather.parallel.local import ShardInfo
@@ -113,15 +114,15 @@ class TrainingState:
         if self.optimizer is None:
             return []
         states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        if is_gpu(self.device):
+            states["cuda"] = gpu_module(self.device).get_rng_state(self.device)
         return [Piece(f"{RANDOM}{name}.{self.rank}", state, (0,), (len(state),)) for name, state in states.items()]
 
     def set_random_state(self, pieces: Iterable[Piece]) -> None:
         """Of `random_state`, after loading into them."""
         for piece in pieces:
             if piece.name.startswith(f"{RANDOM}cuda"):
-                torch.cuda.set_rng_state(piece.value, self.device)
+                gpu_module(self.device).set_rng_state(piece.value, self.device)
             else:
                 torch.set_rng_state(piece.value)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.data.batches import Batch
+from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.parallel.gradients import clip_, grad_norm
@@ -113,6 +114,6 @@ class TrainStep:
         return [int(count) for count in total.tolist()]
 
     def _now(self) -> float:
-        if self.engine.mesh.device.type == "cuda":  # not the device: refreshes may go on beside what comes next
-            torch.cuda.current_stream(self.engine.mesh.device).synchronize()
+        if is_gpu(self.engine.mesh.device):  # not the device: refreshes may go on beside what comes next
+            gpu_module(self.engine.mesh.device).current_stream(self.engine.mesh.device).synchronize()
         return time.perf_counter()

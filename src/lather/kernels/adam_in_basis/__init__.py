@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lather.device import is_gpu
 from lather.kernels.adam_in_basis import reference
 from lather.kernels.backend import use_triton
 from lather.shapes import Float
@@ -48,4 +49,4 @@ def adam_in_basis(
 
 def _has_kernel_for(g: Tensor) -> bool:
     """Whether Triton takes tensors of this one's device."""
-    return g.is_cuda and use_triton(g)
+    return is_gpu(g) and use_triton(g)

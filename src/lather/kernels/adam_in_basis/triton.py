@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
 from lather.kernels.adam_in_basis.reference import corrections
 
 BLOCK = 1024
@@ -40,7 +41,7 @@ def adam_in_basis(
     momentum, own = (beta1 / next_c1, (1 - beta1) / c1) if nesterov else (1.0, 0.0)
     scale = 1.0 if nesterov else c1
     if g.numel():
-        with torch.cuda.device_of(g):
+        with launching_on(g):
             _adam[(triton.cdiv(g.numel(), BLOCK),)](
                 g,
                 exp_avg,

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.device import is_gpu
+
 BLOCK = 2**17
 """Elements of one block of tokens or rows."""
 
@@ -68,7 +70,7 @@ def check_distinct(row_TK: Tensor, num_rows: int) -> None:
     pair = pair_of_row(row_TK, num_rows)
     row_N = row_TK.flatten()
     lost = ((row_N >= 0) & (pair[row_N] != torch.arange(len(row_N), device=row_N.device))) if num_rows else row_N >= 0
-    if row_TK.is_cuda:  # without Triton: torch's own gather asserts on the device that the index is in range
+    if is_gpu(row_TK):  # without Triton: torch's own gather asserts on the device that the index is in range
         torch.zeros((), device=row_TK.device).expand(1).index_select(0, lost.long())
     elif lost.any():
         raise ValueError(f"row_TK holds {int(row_N[lost][0])} twice: a row belongs to one (token, slot) at most; copy it for each of them")

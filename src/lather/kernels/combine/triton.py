@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
+
 TILE = 1024
 """Elements of one tile."""
 PAIRS = 1024
@@ -36,7 +38,7 @@ def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_T
     grad_rows_GD, grad_weights_TK = torch.empty_like(rows_GD), torch.zeros_like(weights_TK)
     if rows_GD.numel():
         pair_G, options = pair_of_row(row_TK, len(rows_GD)), _options(rows_GD)
-        with torch.cuda.device_of(rows_GD):
+        with launching_on(rows_GD):
             _backward_kernel[(triton.cdiv(len(rows_GD), options["ROWS"]),)](
                 grad_TD, rows_GD, pair_G, weights_TK, grad_rows_GD, grad_weights_TK, *rows_GD.shape, row_TK.shape[1], **options
             )
@@ -47,7 +49,7 @@ def pair_of_row(row_TK: Tensor, num_rows: int) -> Tensor:
     row_TK = row_TK.contiguous()
     pair_G = row_TK.new_full((num_rows,), -1)
     if row_TK.numel():
-        with torch.cuda.device_of(row_TK):
+        with launching_on(row_TK):
             _invert_kernel[(triton.cdiv(row_TK.numel(), PAIRS),)](row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
     return pair_G
 
@@ -56,7 +58,7 @@ def check_distinct(row_TK: Tensor, num_rows: int) -> None:
     row_TK = row_TK.contiguous()
     if row_TK.numel():
         pair_G = pair_of_row(row_TK, num_rows)
-        with torch.cuda.device_of(row_TK):
+        with launching_on(row_TK):
             _check_kernel[(triton.cdiv(row_TK.numel(), PAIRS),)](row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
 
 
@@ -67,7 +69,7 @@ def _combine(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tens
         options = _options(rows_GD)
         grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
         weights = row_TK if weights_TK is None else weights_TK.contiguous()  # a pointer that is not followed has to be one all the same
-        with torch.cuda.device_of(rows_GD):
+        with launching_on(rows_GD):
             _forward_kernel[grid](rows_GD, row_TK, weights, out, *out.shape, K=row_TK.shape[1], WEIGHTED=weights_TK is not None, **options)
     return out
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from lather.device import is_gpu
+
 IGNORED = -1
 """Label of a token that is not learned, whatever `ignore_index` the caller has for it."""
 
@@ -19,7 +21,7 @@ def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
     labels_T = labels.detach().reshape(-1).long()
     ignored_T = labels_T == ignore_index
     wrong_T = ((labels_T < 0) | (labels_T >= vocabulary)) & ~ignored_T
-    if labels.is_cuda:
+    if is_gpu(labels):
         labels_T.new_zeros(1).index_select(0, wrong_T.long())
     elif labels.device.type == "cpu" and wrong_T.any():
         raise ValueError(

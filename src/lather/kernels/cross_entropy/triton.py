@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
+
 BLOCK = 4096
 
 
@@ -33,7 +35,7 @@ def _launch(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None, z_loss: f
     losses_T = logits_TV.new_empty(num_tokens, dtype=torch.float32)
     if num_tokens:
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        with torch.cuda.device_of(logits_TV):
+        with launching_on(logits_TV):
             _cross_entropy[(num_tokens,)](
                 logits_TV,
                 logits_TV.stride(0),

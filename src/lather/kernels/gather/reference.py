@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.device import is_gpu
+
 
 def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
     """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest."""
@@ -19,7 +21,7 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
         return out.zero_()
     missing = index_G < 0
     torch.index_select(x_ND, 0, index_G.clamp(min=0), out=out[:picked])
-    if index_G.is_cuda or missing.any():  # asking a CUDA device would mean to wait for it
+    if is_gpu(index_G) or missing.any():  # asking a CUDA device would mean to wait for it
         out[:picked].masked_fill_(missing.unsqueeze(1), 0)
     return out
 

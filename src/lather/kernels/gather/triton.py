@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
+
 TILE = 2048
 """Elements of one tile."""
 
@@ -25,7 +27,7 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
     if out.numel():
         block = min(triton.next_power_of_2(out.shape[1]), TILE)
         grid = (triton.cdiv(len(out), TILE // block), triton.cdiv(out.shape[1], block))
-        with torch.cuda.device_of(x_ND):
+        with launching_on(x_ND):
             _gather_kernel[grid](x_ND, index_G, out, len(index_G), len(out), out.shape[1], ROWS=TILE // block, BLOCK=block)
     return out
 
@@ -38,7 +40,7 @@ def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(out.shape[1]), TILE)
         wide = tl.float64 if out.dtype == torch.float64 else tl.float32
-        with torch.cuda.device_of(grad_GD):
+        with launching_on(grad_GD):
             _add_kernel[(num_rows, triton.cdiv(out.shape[1], block))](grad_GD, order, start_N, out, out.shape[1], WIDE=wide, BLOCK=block)
     return out
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lather.device import is_gpu
 from lather.kernels.backend import use_triton
 from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
 from lather.kernels.cross_entropy.reference import losses
@@ -76,7 +77,7 @@ def linear_cross_entropy(
     if tile is not None and min(tile) < 1:
         raise ValueError(f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary")
     labels_T = flat_labels(labels, len(weight), ignore_index)
-    plan = _Plan(dtype, _has_mixed_products(x), tile or (CUDA_TILE if x.is_cuda else CPU_TILE), z_loss, normalizer)
+    plan = _Plan(dtype, _has_mixed_products(x), tile or (CUDA_TILE if is_gpu(x) else CPU_TILE), z_loss, normalizer)
     loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
     return loss
 
@@ -97,7 +98,7 @@ def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
 
 def _has_mixed_products(x: Tensor) -> bool:
     """Whether the device multiplies bf16 or fp16 to fp32 (`torch.mm(..., out_dtype=torch.float32)`)."""
-    return x.is_cuda
+    return is_gpu(x)
 
 
 @dataclass(frozen=True)

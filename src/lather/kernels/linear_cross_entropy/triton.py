@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
+
 BLOCK = 1024
 
 
@@ -21,7 +23,7 @@ def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logit
     """As in `reference.py`; the tile stays as it is."""
     num_rows, num_columns = logits_NC.shape
     if logits_NC.numel():
-        with torch.cuda.device_of(logits_NC):
+        with launching_on(logits_NC):
             _update_logsumexp[(num_rows,)](
                 max_N,
                 sum_N,
@@ -43,7 +45,7 @@ def softmax_gradient(
     num_rows, num_columns = logits_NC.shape
     if logits_NC.numel():
         block = min(BLOCK, triton.next_power_of_2(num_columns))
-        with torch.cuda.device_of(logits_NC):
+        with launching_on(logits_NC):
             _softmax_gradient[(num_rows, triton.cdiv(num_columns, block))](
                 out_NC,
                 out_NC.stride(0),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lather.device import is_gpu
+
 
 def num_rows(num_pairs: int, num_experts: int, alignment: int) -> int:
     """G: as many rows as any decision of the router can need that gives so many pairs an expert, so that the host need not know it."""
@@ -44,7 +46,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     if index.numel() == 0:
         return
-    if index.is_cuda:  # without Triton: torch's own gather asserts on the device that the index is in range
+    if is_gpu(index):  # without Triton: torch's own gather asserts on the device that the index is in range
         torch.zeros((), device=index.device).expand(high - low).index_select(0, index.flatten() - low)
         return
     smallest, largest = (int(extreme) for extreme in index.aminmax())

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
 from lather.kernels.route.reference import rows_for
 
 BLOCK_N = 128
@@ -36,7 +37,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
     count_E = experts_TK.new_zeros(num_experts)
     start_E, end_E = torch.empty_like(count_E, dtype=torch.int32), torch.empty_like(count_E, dtype=torch.int32)
     count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
-    with torch.cuda.device_of(experts_TK):
+    with launching_on(experts_TK):
         if num_pairs:
             _histogram_kernel[(num_blocks, triton.cdiv(num_experts, BLOCK_E))](
                 experts_TK, count_EP, num_pairs, num_experts, num_blocks, BLOCK_N=BLOCK_N, BLOCK_E=BLOCK_E
@@ -53,7 +54,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     index = index.contiguous()
     if index.numel():
-        with torch.cuda.device_of(index):
+        with launching_on(index):
             _check_kernel[(triton.cdiv(index.numel(), 1024),)](index, index.numel(), low, high, NAME=name, BLOCK=1024)
 
 

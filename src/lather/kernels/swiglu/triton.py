@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.device import launching_on
 from lather.kernels.swiglu.reference import Gate
 
 TILE = 1024
@@ -26,7 +27,7 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if h.numel():
-        with torch.cuda.device_of(gate_up):
+        with launching_on(gate_up):
             num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
             _forward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](gate_up, h, num_rows, h.shape[-1], **options)
     return h
@@ -55,7 +56,7 @@ def _launch_backward(
     if grad_h.numel() == 0:
         return
     num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
-    with torch.cuda.device_of(gate_up):
+    with launching_on(gate_up):
         _backward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](
             grad_h,
             gate_up,

@@ -258,7 +258,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
             num_streams = max([run.rule.num_streams for run in some])
             with matmul_precision(precision):
-                for chunk in chunks if num_streams == 1 else on_streams(chunks, self._streams, num_streams):
+                for chunk in chunks if num_streams == 1 else on_streams(chunks, self._streams, num_streams, some[0].bucket.device):
                     if is_last:
                         chunk.take_update()
                     else:
@@ -275,7 +275,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for precision, jobs in self._due(runs):
             changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
             launching = record_function("lather.optim.launch_refresh")
-            with launching, matmul_precision(precision), beside(self._streams, changed):
+            with launching, matmul_precision(precision), beside(self._streams, changed, runs[0].bucket.device):
                 self._refreshing.append((precision, launch(jobs, self._count)))
 
     def _finish_refreshes(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lather.device import is_gpu
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.options import Betas, NonNegative, Rate
@@ -58,12 +59,12 @@ class AdamWRule(Rule):
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
         """Take the step by torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
         dtype = states["exp_avg"][0].dtype
-        if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].device.type not in ("cpu", "cuda"):
+        if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].is_meta:
             return False
         if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {dtype}:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
-        if weights[0].device.type == "cuda":
+        if is_gpu(weights[0]):
             self._fused(four, t, lr)
             return True
         stops = [len(x) // VECTOR * VECTOR for x in weights]
