@@ -111,9 +111,16 @@ def test_a_conversation_of_piped_lines(trained: Path, capsys: pytest.CaptureFixt
 
 def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A template whose answers end with a letter that this model is sure to write."""
-    answer = rows(capsys, trained, "--message", "def f", "--temperature", 3)[0]
-    assert not answer["stopped"]
-    stop = next(letter for letter in answer["text"] if letter.isalnum() and answer["text"].index(letter) > 2)
+
+    def answers(*options: object) -> dict[str, Any]:
+        return rows(capsys, trained, "--message", "def f", "--temperature", 3, *options)[0]
+
+    def letters(text: str) -> list[str]:
+        return [letter for letter in text if letter.isalnum() and text.index(letter) > 2]
+
+    tries = ((seed, answers("--seed", seed)) for seed in range(20))  # what a seed gives depends on the kind of CPU
+    seed, answer = next((seed, answer) for seed, answer in tries if not answer["stopped"] and letters(answer["text"]))
+    stop = letters(answer["text"])[0]
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{{ STOP if m.role == 'assistant' else '<|im_end|>' }}\n{% endfor %}"
@@ -122,7 +129,7 @@ def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.Capt
     template = trained / "chat_template.jinja"
     template.write_text(source.replace("STOP", json.dumps(stop)))
     try:
-        ended = rows(capsys, trained, "--message", "def f", "--temperature", 3)[0]
+        ended = answers("--seed", seed)
     finally:
         template.unlink()
     assert ended["stopped"]

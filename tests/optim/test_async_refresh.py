@@ -11,6 +11,7 @@ from optim_helpers import SOAP_KINDS, all_same, make, parameters, run, same_stat
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
+from lather.optim.engine import pending
 from lather.optim.engine import streams as precision
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
@@ -44,6 +45,44 @@ def test_the_kl_rules_refresh_after_the_update(kind: str, warmup: int, monkeypat
     run(b, others, range(8))
     assert all_same(params, others)
     assert b.state_dict()
+    assert same_state(a, params, b, others)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_adaptive_criteria": True}, {"second_moment": "rotate"}, {"refresh_method": "eigh"}], ids=str)
+@pytest.mark.parametrize("kind", SOAP_KINDS)
+def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # one matrix and dim at a time
+    params, others = parameters(), parameters()
+    a, b = make(kind, params, async_refresh=True, **options), make(kind, others, async_refresh=True, **options)
+    refreshes, done = b.put_off_refreshes(), []
+    for step in range(8):
+        run(a, params, [step])
+        run(b, others, [step])
+        done.append(min(step, len(refreshes)))
+        for _ in range(done[-1]):  # none after the first step, more and more later: the next step does what is left
+            refreshes.work()
+    assert sum(done) > 4
+    assert all_same(params, others)
+    b.state_dict()
+    a.state_dict()
+    assert not refreshes
+    assert same_state(a, params, b, others)
+    assert a.counters == b.counters
+
+
+def test_pieces_run_under_the_settings_of_a_step() -> None:
+    params, others = parameters(), parameters()
+    a, b = make("soap", params, async_refresh=True), make("soap", others, async_refresh=True)
+    refreshes = b.put_off_refreshes()
+    for step in range(4):
+        run(a, params, [step])
+        run(b, others, [step])
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+            while refreshes:
+                refreshes.work()
+    a.state_dict()
     assert same_state(a, params, b, others)
 
 
@@ -85,18 +124,21 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     assert a.counters == b.counters
 
 
+@pytest.mark.parametrize("puts_off", [False, True])
 @pytest.mark.parametrize("kind", ["soap", "kl_soap"])
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "pieces"])
 @pytest.mark.usefixtures("cholesky_qr_breaks")
-def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
+def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bool) -> None:
     params = parameters()
     a = make(kind, params, async_refresh=True, **RETRIED)
+    if puts_off:
+        a.put_off_refreshes()
     run(a, params, range(5))
-    assert a._refreshing
+    assert a._pending.is_any_under_way
     others = copy.deepcopy(params)
     b = make(kind, others, async_refresh=True, **RETRIED)
     run(b, others, range(2))
-    assert b._refreshing  # what is loaded must not be refreshed by this
+    assert b._pending.is_any_under_way  # what is loaded must not be refreshed by this
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p.data)
     if how == "state_dict":
@@ -108,7 +150,7 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str) -> None:
         saved = {(i, piece.key): piece.value for i, p in enumerate(params) for piece in a.state_pieces() if piece.param is p}
         for piece in b.state_pieces():
             piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is piece.param), piece.key])
-    assert not a._refreshing
+    assert not a._pending.is_any_under_way
     assert same_state(a, params, b, others)
     run(a, params, range(5, 8))
     run(b, others, range(5, 8))

@@ -1,6 +1,8 @@
-"""`lather bench optimizer | memory | pipeline | distributed | calls | convergence | data [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | convergence | data [options]`."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 from lather.commands.parsing import parse_arguments
 from lather.errors import UserError
@@ -11,6 +13,7 @@ usage: lather bench BENCHMARK [OPTIONS]
   optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
   memory      what MoE layers keep for backward, what the loss needs, and the time of both
   pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
+  gaps        refreshes of the optimizer while ranks of a pipeline wait for each other
   distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
   calls       Python calls of one optimizer step, counted
   data        how fast data sets are made and read, and in how much memory
@@ -19,39 +22,29 @@ usage: lather bench BENCHMARK [OPTIONS]
   lather bench BENCHMARK --help shows the options"""
 
 
+BENCHMARKS = {
+    "optimizer": ("lather.bench.optimizer", "OptimizerBenchmark"),
+    "memory": ("lather.bench.memory", "MemoryBenchmark"),
+    "pipeline": ("lather.bench.pipeline", "PipelineBenchmark"),
+    "gaps": ("lather.bench.gaps", "GapsBenchmark"),
+    "distributed": ("lather.bench.distributed", "DistributedBenchmark"),
+    "calls": ("lather.bench.calls", "CallsBenchmark"),
+    "data": ("lather.bench.data", "DataBenchmark"),
+    "convergence": ("lather.bench.convergence.command", "ConvergenceBenchmark"),
+}
+"""Name -> the module, imported only for its own benchmark, and the class of its options."""
+
+
 def bench_command(arguments: list[str]) -> int:
     """Run the benchmark that the first argument names."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    name = arguments[0] if arguments else None
-    if name == "optimizer":
-        from lather.bench import optimizer  # brings matplotlib
-
-        return optimizer.run(parse_arguments(optimizer.OptimizerBenchmark, "lather bench optimizer", arguments[1:]))
-    if name == "memory":
-        from lather.bench import memory
-
-        return memory.run(parse_arguments(memory.MemoryBenchmark, "lather bench memory", arguments[1:]))
-    if name == "pipeline":
-        from lather.bench import pipeline
-
-        return pipeline.run(parse_arguments(pipeline.PipelineBenchmark, "lather bench pipeline", arguments[1:]))
-    if name == "distributed":
-        from lather.bench import distributed
-
-        return distributed.run(parse_arguments(distributed.DistributedBenchmark, "lather bench distributed", arguments[1:]))
-    if name == "calls":
-        from lather.bench import calls
-
-        return calls.run(parse_arguments(calls.CallsBenchmark, "lather bench calls", arguments[1:]))
-    if name == "data":
-        from lather.bench import data
-
-        return data.run(parse_arguments(data.DataBenchmark, "lather bench data", arguments[1:]))
-    if name == "convergence":
-        from lather.bench.convergence import command
-
-        return command.run(parse_arguments(command.ConvergenceBenchmark, "lather bench convergence", arguments[1:]))
-    given = f"unknown benchmark {name!r}" if arguments else "no benchmark given"
-    raise UserError(f"{given}: use lather bench optimizer, memory, pipeline, distributed, calls, convergence or data")
+    if not arguments or arguments[0] not in BENCHMARKS:
+        given = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"
+        *names, last = BENCHMARKS
+        raise UserError(f"{given}: use lather bench {', '.join(names)} or {last}")
+    module_name, class_name = BENCHMARKS[arguments[0]]
+    module = import_module(module_name)
+    status: int = module.run(parse_arguments(getattr(module, class_name), f"lather bench {arguments[0]}", arguments[1:]))
+    return status

@@ -9,8 +9,11 @@ Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ra
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -33,6 +36,9 @@ MOST_SENDS_UNDER_WAY = 2
 Key = tuple[int, int]
 """Stage and micro-batch."""
 
+Arrival = tuple[bool, Key]
+"""Whether a gradient arrives (else an input), and of what."""
+
 
 @runtime_checkable
 class Recorder(Protocol):
@@ -43,6 +49,23 @@ class Recorder(Protocol):
 
     def waiting(self) -> AbstractContextManager[Any]:
         """Entered inside an overlapped pair, around the wait for its backward's input."""
+
+
+class Filler(Protocol):
+    """Work that a rank does while it waits for another, in pieces."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a GPU is still at the last piece."""
+
+    def __len__(self) -> int:
+        """Pieces that are left."""
+
+    def next_seconds(self) -> float:
+        """How long the next piece is expected to take on a CPU; there must be one."""
+
+    def work(self) -> None:
+        """Do the next one, or give it to the GPU."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +109,10 @@ class Executor:
         self.group = group
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or _NoRecord()
+        self.filler: Filler | None = None
+        """Set by whoever has such work. Of a walk's time it takes what the rank would wait, on a GPU what its other streams leave."""
+        self.last_waits: dict[tuple[int, Arrival], float] = {}
+        """Seconds that the rank waited for each input in the last walk of so many micro-batches: it will wait about as long in the next."""
         self.walk: _Walk | None = None
         """The step that is under way, for whoever counts what is alive."""
         shared = any(unit.has_peers for units in self.units.values() for unit in units)
@@ -111,7 +138,11 @@ class Executor:
                 walk.wait_for_input(action)
                 with self.record.action(action):
                     walk.do(action)
+                if self.is_on_gpu and action.kind in COMPUTE and self.filler and not self.filler.is_busy:
+                    self.fill()
             walk.finish()
+            while self.filler:  # others may still compute, and what is left has to be done before the next step
+                self.fill()
         except BaseException:
             self._is_out_of_step = self._has_peers
             for unit in (unit for units in self.units.values() for unit in units):
@@ -121,6 +152,16 @@ class Executor:
         finally:
             self.walk = None
         return walk.output
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return is_gpu(self.activation.device)
+
+    def fill(self) -> None:
+        """Do a piece of the filler's work."""
+        assert self.filler
+        with self.record.action(Action(min(self.stages), Kind.REFRESH)):
+            self.filler.work()
 
     def _check(self, micro_batches: Sequence[MicroBatch], expected_number: int) -> None:
         if len(micro_batches) != expected_number:
@@ -146,10 +187,6 @@ class _Arriving:
 
     buffer: Tensor
     work: dist.Work
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.buffer
 
 
 class _Walk:
@@ -179,7 +216,7 @@ class _Walk:
         first = action.chunks[0]
         arrivals, key = self.inputs if first.kind is Kind.FORWARD else self.gradients, _key(first)
         if isinstance(arriving := arrivals.get(key), _Arriving):
-            arrivals[key] = arriving.wait()
+            arrivals[key] = self._received(arriving, (arrivals is self.gradients, key))
 
     def do(self, action: Action) -> None:
         if action.kind == Kind.OVERLAP:
@@ -263,7 +300,7 @@ class _Walk:
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:
             if action.kind == Kind.UNSHARD:
-                unit.unshard(async_op=is_gpu(self.executor.activation.device))
+                unit.unshard(async_op=self.executor.is_on_gpu)
             elif action.kind == Kind.RESHARD:
                 unit.reshard()
             else:
@@ -275,7 +312,37 @@ class _Walk:
         if not isinstance(x, _Arriving):
             return x
         with self.executor.record.waiting():
-            return x.wait()
+            return self._received(x, (arrivals is self.gradients, key))
+
+    def _received(self, arriving: _Arriving, arrival: Arrival) -> Tensor:
+        """What arrives. On a CPU pieces of the filler's work are done as long as the last step's wait says that there is time for them;
+        on a GPU it is the stream that waits, not the host."""
+        executor = self.executor
+        if executor.filler and not executor.is_on_gpu:
+            key, start = (self.schedule.num_micro_batches, arrival), time.perf_counter()
+            expected_end = start + executor.last_waits.get(key, 0.0)
+            arrived = in_thread(arriving.work.wait)
+            while executor.filler and time.perf_counter() + executor.filler.next_seconds() <= expected_end and not arrived.done():
+                executor.fill()
+            executor.last_waits[key] = arrived.result() - start
+        else:
+            arriving.work.wait()
+        return arriving.buffer
+
+
+def in_thread(wait: Callable[[], object]) -> Future[float]:
+    """When `wait` has returned, by `time.perf_counter`; it is called in a thread of its own, which ends with the process."""
+    result: Future[float] = Future()
+
+    def call() -> None:
+        try:
+            wait()
+            result.set_result(time.perf_counter())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return result
 
 
 def _key(action: Action) -> Key:

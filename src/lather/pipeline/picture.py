@@ -1,8 +1,9 @@
 """A timeline as a picture: a lane per rank, colours by kind, micro-batch numbers where they fit, idle time hatched.
 
 A forward chunk is blue, a backward chunk green, for the input alone light green, for the weights alone orange; darker on a rank's second
-stage, on the way back up the V. An overlapped pair is the forward chunk over the backward chunk. Transfers and FSDP actions that took time
-are a grey strip below. The picture grows with the number of chunks in a lane, up to a limit; numbers that cannot be read are left out.
+stage, on the way back up the V. An overlapped pair is the forward chunk over the backward chunk. Pieces of the optimizer's refreshes that
+fill idle time are violet. Transfers and FSDP actions that took time are a grey strip below. The picture grows with the number of chunks in
+a lane, up to a limit; numbers that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ COLORS = {
     Kind.BACKWARD_WEIGHT: ("#f6b26b", "#e08a2e"),
 }
 """On the rank's first stage, and on its second."""
+REFRESH = "#b39ddb"
 OTHER = "#8a8a8a"
 DARK = {"#2f6db3", "#3a8f54"}
 """Colours with white numbers."""
@@ -109,6 +111,9 @@ def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Box]:
     for event in timeline.events:
         middle, chunks = lanes[event.rank], event.action.chunks
         left, right = event.start - timeline.start, event.end - timeline.start
+        if event.action.kind is Kind.REFRESH:
+            yield Box(left, right, middle + LANE, middle - LANE, REFRESH)
+            continue
         if event.action.kind not in COMPUTE:
             if right > left:
                 yield Box(left, right, middle + LANE, middle + LANE - STRIP, OTHER)
@@ -172,7 +177,9 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Box]) -> None:
 def _legend(timeline: Timeline) -> list[Patch]:
     kinds = {chunk.kind for event in timeline.events for chunk in event.action.chunks}
     patches = [Patch(facecolor=COLORS[kind][0], label=label) for kind, label in LABELS.items() if kind in kinds]
-    if any(event.action.kind not in COMPUTE and event.end > event.start for event in timeline.events):
+    if Kind.REFRESH in kinds:
+        patches.append(Patch(facecolor=REFRESH, label="refresh"))
+    if any(event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start for event in timeline.events):
         patches.append(Patch(facecolor=OTHER, label="transfers, FSDP"))
     patches.append(Patch(facecolor="#f7f7f7", edgecolor="#cfcfcf", hatch="////", label="idle"))
     if any(len(stages) > 1 for stages in _stages(timeline).values()):

@@ -97,6 +97,12 @@ class Timeline:
                 computing[event.rank] += event.end - event.start
         return {rank: self.makespan - computing[rank] for rank in self.ranks}
 
+    def filled(self) -> dict[int, float]:
+        """By rank: the part of its idle time in which it does pieces of the optimizer's refreshes."""
+        pieces = [event for event in self.events if event.action.kind is Kind.REFRESH]
+        inside = {id(event): max(0.0, min(event.end, self.end) - max(event.start, self.start)) for event in pieces}
+        return {rank: sum(inside[id(event)] for event in pieces if event.rank == rank) for rank in self.ranks}
+
     def bubble_fractions(self) -> dict[int, float]:
         """By rank: idle time over makespan."""
         return {rank: idle / self.makespan if self.makespan else 0.0 for rank, idle in self.idle().items()}

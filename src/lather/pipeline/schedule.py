@@ -45,6 +45,8 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    REFRESH = "REFRESH"
+    """A piece of an optimizer's refreshes while the rank waits for another: in no table, but in timelines of what happened."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OVERLAP})

@@ -26,7 +26,7 @@ from lather.parallel.expert import exchange_over
 from lather.parallel.local import local_parameters
 from lather.parallel.mesh import Mesh
 from lather.parallel.shard import shard
-from lather.pipeline.executor import Activation, Executor, Recorder, StepOutput
+from lather.pipeline.executor import Activation, Executor, Filler, Recorder, StepOutput
 from lather.pipeline.part import Part, Share, fresh_part
 from lather.pipeline.partition import Partition, partition
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
@@ -132,6 +132,10 @@ class Engine:
         if self.mesh.size > 1:
             dist.all_reduce(total)
         return total.item() / max(1, num_labels)
+
+    def fill_waits(self, filler: Filler) -> None:
+        """Have pieces of this work done while the rank waits for others of its pipeline."""
+        self._executor.filler = filler
 
     def clear_gradients(self) -> None:
         self.parameters.clear_gradients()

@@ -65,6 +65,8 @@ class TrainStep:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
         """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
+        if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
+            engine.fill_waits(optimizer.put_off_refreshes())
         self._refreshes_before = self._refreshes()
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import MISSING
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -24,11 +24,12 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.gradients import are_zero, inspect_gradients
 from lather.optim.engine.members import Member
+from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
-from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, finish, launch, refresh
+from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
-from lather.optim.engine.streams import beside, join, no_autocast, on_streams
+from lather.optim.engine.streams import matmul_precision, no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
@@ -133,8 +134,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
         only: it creates the state and counts for nothing.
         """
-        if self._refreshing:
-            self._finish_refreshes()
+        self._finish_refreshes()
         if self._roster is None or not self._is_unchanged(self._roster):
             self._current_roster()
         roster = self._roster
@@ -214,7 +214,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(late)
         if beside_the_next := [run for run in due if run.is_async]:
-            self._launch_refreshes(beside_the_next)
+            for precision, jobs in self._due(beside_the_next):
+                self._pending.add(precision, jobs)
 
     def _work_alike(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """All phases for one parameter that is gathered on all its ranks."""
@@ -270,20 +271,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 with matmul_precision(precision):
                     refresh(jobs, self._count)
 
-    def _launch_refreshes(self, runs: list[Run]) -> None:
-        """Begin the refreshes at the end of a step; they are there for the next one, and go on beside what comes between."""
-        for precision, jobs in self._due(runs):
-            changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
-            launching = record_function("lather.optim.launch_refresh")
-            with launching, matmul_precision(precision), beside(self._streams, changed, runs[0].bucket.device):
-                self._refreshing.append((precision, launch(jobs, self._count)))
+    def put_off_refreshes(self) -> PendingRefreshes:
+        """From now on leave the refreshes of groups with `async_refresh` undone at the end of a step, and return them: the caller does
+        them in pieces (`PendingRefreshes.work`), where it would wait for other ranks. The next step does what is left."""
+        self._pending.put_off = True
+        return self._pending
 
     def _finish_refreshes(self) -> None:
-        join(self._streams)
-        refreshing, self._refreshing = self._refreshing, []
-        for precision, launched in refreshing:
-            with matmul_precision(precision), no_autocast():
-                finish(launched, self._count)
+        self._pending.finish()
 
     def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
         """The refreshes of this step, by the matmul precision that they ask for."""
@@ -325,29 +320,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 run.idle = marks if any(marks) else []
 
 
-FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-"""torch's three levels, for cuBLAS and for oneDNN."""
-
-
 def _is_any_thawed(params: Sequence[Tensor]) -> bool:
     return any(p.requires_grad or p.grad is not None for p in params)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
-
-    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
-    """
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
-            backend.fp32_precision = value
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
 
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:

@@ -21,7 +21,7 @@ from lather.optim.engine.buckets import Bucket, make_buckets
 from lather.optim.engine.grouped import GroupedOptimizer
 from lather.optim.engine.layout import Layout, layout_of
 from lather.optim.engine.members import Member, member_of
-from lather.optim.engine.refresh import Launched
+from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import StatePiece, check_state, kept_entries
 from lather.optim.engine.streams import SideStreams
@@ -38,7 +38,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self._buckets: list[Bucket] = []
         self._streams = SideStreams()
         self._counts: dict[str, int] = {}
-        self._refreshing: list[tuple[str, Launched]] = []
+        self._pending = PendingRefreshes(self._count)
         super().__init__(params, rule)
 
     @torch.no_grad()
@@ -252,10 +252,13 @@ class StatefulOptimizer(GroupedOptimizer):
                 yield p, layout_of(shape, made, contiguous=contiguous), state_dict["state"].get(saved_id, {})
 
     def _reset_buckets(self) -> None:
-        self._buckets, self._streams, self._refreshing, self._roster = [], SideStreams(), [], None
+        self._buckets, self._streams, self._roster = [], SideStreams(), None
+        self._pending.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_pending" not in self.__dict__:
+            self._pending = PendingRefreshes(self._count)
         self._reset_buckets()
         self.__dict__.setdefault("_sharding", Sharding(None))  # torch comes here when it loads, too
 
