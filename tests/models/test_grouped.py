@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
+from lather.models import grouped
 from lather.models.grouped import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_sum, grouped_weight_gradient
 from models.tiny import error, random_normal
 
@@ -52,6 +55,17 @@ def test_transposed_linear_is_each_experts_own(case: Case) -> None:
 def test_weight_gradient_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
     expected = torch.stack([case.g_GO[rows].T @ case.x_GI[rows] for rows in case.rows])
     assert error(grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E), expected) < TOLERANCE[expected.dtype]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=["sm_90", "sm_100"])
+def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
+    monkeypatch.setattr(grouped, "gpu_module", lambda x: SimpleNamespace(get_device_capability=lambda device: capability))
+    left = torch.ones(4, 3, 2)
+    left[[0, 2]] = torch.nan
+    zeroed = grouped._zeros_for_idle(left.clone(), torch.tensor([0, 5, 5, 9], dtype=torch.int32))
+    expected = left.nan_to_num(0.0) if capability >= (10, 0) else left
+    torch.testing.assert_close(zeroed, expected, equal_nan=True, rtol=0, atol=0)
 
 
 def test_sum_is_each_experts_own_and_zero_without_rows(case: Case) -> None:

@@ -122,6 +122,14 @@ def test_large_statistics_by_block_rows_are_the_same_and_symmetric(shape: tuple[
     torch.testing.assert_close(factors[0], factors[0].mT, rtol=0, atol=1e-12)
 
 
+def test_statistics_are_one_product_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker, "is_gpu", lambda x: True)
+    g, k = randn(3, 300, 300), randn(3, 300, 300, seed=1)
+    monkeypatch.setattr(kronecker, "SYMMETRIC_BLOCKS", 0)  # there are none
+    found = kronecker.average_(k.clone(), g, 0.9, 0.1)
+    torch.testing.assert_close(found, 0.9 * k + 0.1 * g @ g.mT, rtol=1e-12, atol=1e-10)
+
+
 def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
     """From the first sample on: sum of beta^(t-i) x_i over its weights, to which the first counts as every other."""
     beta, samples = 0.9, [1.0, 5.0, -2.0, 3.0]

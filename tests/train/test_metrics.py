@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lather.errors import RunError
 from lather.train import metrics
-from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, peak_memory_bytes, read_rows, training_rows
+from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, read_rows, take_peak_memory_bytes, training_rows
 
 MakeRow = Callable[..., StepRow]
 
@@ -159,7 +159,14 @@ def test_expert_load_is_in_range(blocks: int, experts: int, data: st.DataObject)
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    assert 50e6 < peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch
+    assert 50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch
+
+
+def test_a_gpus_peak_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [100]
+    gpu = SimpleNamespace(max_memory_allocated=lambda device: peak[0], reset_peak_memory_stats=lambda device: peak.__setitem__(0, 40))
+    monkeypatch.setattr(metrics, "gpu_module", lambda device: gpu)
+    assert [take_peak_memory_bytes(torch.device("cuda")) for _ in range(2)] == [100, 40]
 
 
 # --- TensorBoard and Weights & Biases -----------------------------------------------------------------------------------------------

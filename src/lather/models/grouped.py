@@ -42,11 +42,19 @@ def grouped_linear_transposed(
 def grouped_weight_gradient(g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e o i"]:
     """g_e^T x_e over the rows of each expert e, 0 where there are none: what `grouped_linear` sends back to its weights."""
     if _sound(g_GO, x_GI):
-        return F.grouped_mm(g_GO.T, x_GI, offs=end_E)
+        return _zeros_for_idle(F.grouped_mm(g_GO.T, x_GI, offs=end_E), end_E)
     out_EOI = g_GO.new_zeros(len(end_E), g_GO.shape[1], x_GI.shape[1])
     for expert, rows in _runs(end_E):
         torch.mm(g_GO[rows].T, x_GI[rows], out=out_EOI[expert])
     return out_EOI
+
+
+def _zeros_for_idle(out_EOI: Tensor, end_E: Tensor) -> Tensor:
+    """0 for experts without rows, of which the kernel for compute capability 10 writes nothing."""
+    if not is_gpu(out_EOI) or gpu_module(out_EOI).get_device_capability(out_EOI.device) < (10, 0):
+        return out_EOI
+    num_E = end_E.diff(prepend=end_E.new_zeros(1))
+    return out_EOI.masked_fill_((num_E == 0)[:, None, None], 0)
 
 
 def grouped_sum(x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e i"]:

@@ -32,7 +32,16 @@ from lather.train.config_file import folder_of
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.find import best_checkpoint
 from lather.train.finetune import trained_parameters, with_adapters
-from lather.train.metrics import MetricsWriter, StepRow, cut_rows, expert_load, load_per_expert, peak_memory_bytes, read_rows, training_rows
+from lather.train.metrics import (
+    MetricsWriter,
+    StepRow,
+    cut_rows,
+    expert_load,
+    load_per_expert,
+    read_rows,
+    take_peak_memory_bytes,
+    training_rows,
+)
 from lather.train.optimizer import build_optimizer
 from lather.train.resume import Start
 from lather.train.run_data import RunData, check_same_data, open_run_data
@@ -331,7 +340,7 @@ class _Run:
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
             optimizer_seconds=result.optimizer_seconds,
-            peak_memory_bytes=int(self._most(peak_memory_bytes(self.mesh.device))),
+            peak_memory_bytes=int(self._most(take_peak_memory_bytes(self.mesh.device))),
             expert_load_min=least,
             expert_load_max=most,
             expert_load_entropy=entropy,

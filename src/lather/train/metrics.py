@@ -53,7 +53,7 @@ class StepRow:
     optimizer_seconds: float
     """Of that, in the optimizer."""
     peak_memory_bytes: int
-    """On CUDA the most allocated there, else the most the process had resident."""
+    """On a GPU the most allocated there since the row before, else the most the process ever had resident."""
     expert_load_min: float
     """Rows of the least used expert of any block, as a share of the even load."""
     expert_load_max: float
@@ -84,10 +84,12 @@ def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
     return [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """On CUDA the most allocated there, else the most memory the process had resident."""
+def take_peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU the most that was allocated there since the last call, else the most memory that the process ever had resident."""
     if is_gpu(device):
-        return int(gpu_module(device).max_memory_allocated(device))
+        peak = int(gpu_module(device).max_memory_allocated(device))
+        gpu_module(device).reset_peak_memory_stats(device)
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
