@@ -15,7 +15,7 @@ from lather.optim.functional import (
 )
 from lather.optim.linalg.eigenbasis import is_still_diagonal, rayleigh_quotients
 
-METHODS = ["qr", "cholesky_qr", "auto"]
+METHODS = ["qr", "cholesky_qr", "root_qr", "auto"]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -1,11 +1,16 @@
 """Cholesky-QR: orthonormal, the same as QR up to signs, or flagged as failed; never silently wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lather.optim.functional import get_eigenbasis_qr
-from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method
+from lather.optim.functional import get_eigenbasis_qr, update_eigenbasis_and_momentum
+from lather.optim.linalg import orthogonal
+from lather.optim.linalg.eigenbasis import iterate
+from lather.optim.linalg.orthogonal import block_rows, orthonormal_rows, pick_refresh_method
 
 SIZES = [1, 2, 31, 32, 33, 63, 64, 65, 100]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -118,7 +123,100 @@ def test_every_eigenbasis_is_orthonormal(kind: str, method: str) -> None:
         assert torch.equal(order.sort(-1).values, torch.arange(n).expand(BATCH, n))
 
 
-def test_auto_is_cholesky_qr_for_small_and_qr_for_large_matrices() -> None:
-    assert pick_refresh_method(64, "cpu") == "cholesky_qr"
-    assert pick_refresh_method(10**5, "cpu") == "qr"
-    assert pick_refresh_method(10**5, "cuda") == "qr"
+def test_auto_depends_on_size_and_kind_of_device() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [pick_refresh_method(n, cpu) for n in (8, 64, 10**5)] == ["qr", "cholesky_qr", "qr"]
+    assert [pick_refresh_method(n, gpu) for n in (8, 4096, 10**5)] == ["root_qr", "root_qr", "qr"]
+
+
+# --- the root ---------------------------------------------------------------------------------------------------------------------------
+
+SPECTRA = {
+    "flat": lambda i, n: torch.ones(n),
+    "harmonic": lambda i, n: 1 / i,
+    "steep": lambda i, n: i**-4,
+    "wide": lambda i, n: torch.logspace(0, -7, n, dtype=torch.float64),
+    "clustered": lambda i, n: torch.where(i < n // 2, 1e3, 1.0),
+    "few": lambda i, n: (i <= 4).double(),
+    "tenth": lambda i, n: (i <= n // 10 + 1).double(),
+    "one_less": lambda i, n: (i < n).double(),
+}
+
+
+@pytest.fixture(params=["narrow", "wide"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a CPU, and those of a GPU at a sixteenth of their size."""
+    if request.param == "wide":
+        monkeypatch.setattr(orthogonal, "block_rows", lambda n, device: max(16, -(-n // 64) * 16))
+
+
+def off_diagonal(k: Tensor, q: Tensor) -> Tensor:
+    rotated = q.double().mT @ k.double() @ q.double()
+    diagonal = torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+    return torch.linalg.matrix_norm(rotated - diagonal) / torch.linalg.matrix_norm(rotated).clamp_min(1e-30)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("scale", [1.0, 1e-16, 1e12], ids=str)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_root_never_fails_and_is_as_good_as_qr(spectrum: str, scale: float) -> None:
+    for n in (1, 2, 15, 16, 33, 100, 161):
+        w = scale * SPECTRA[spectrum](torch.arange(1, n + 1).double(), n).double()
+        u = basis(n, 1)
+        k = ((u * w) @ u.mT).float()
+        near = torch.linalg.qr(u + 0.05 / n**0.5 * randn(BATCH, n, n)).Q.float()
+        for q in (near, basis(n, 2).float()):
+            found, order, failed = iterate(k, q, 1, "root_qr")
+            by_qr, order_by_qr, _ = iterate(k, q, 1, "qr")
+            assert not failed.any(), n
+            assert error(found.mT.double()).max() <= 1e-5, n
+            assert torch.equal(order, order_by_qr)
+            if q is near:
+                assert bool((off_diagonal(k, found) <= 1.02 * off_diagonal(k, by_qr) + 1e-4).all()), n
+
+
+@pytest.mark.usefixtures("blocks")
+def test_the_root_finds_what_qr_finds() -> None:
+    n = 100
+    u = basis(n, 1)
+    k = (u * torch.linspace(2, 1, n, dtype=torch.float64)) @ u.mT
+    for steps in (1, 3):
+        found, _, _ = iterate(k, basis(n, 2), steps, "root_qr")
+        expected, _, _ = iterate(k, basis(n, 2), steps, "qr")
+        torch.testing.assert_close((found * expected).sum(-2).abs(), torch.ones(BATCH, n, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+def test_what_is_zero_keeps_its_basis_and_what_is_not_finite_fails() -> None:
+    k, q = torch.zeros(3, 40, 40), basis(40).float()[:3]
+    k[1, 3, 5] = torch.nan
+    k[2] = torch.eye(40)
+    found, _, failed = iterate(k, q, 1, "root_qr")
+    assert failed.tolist() == [False, True, False]
+    torch.testing.assert_close((found[0] * q[0]).sum(-2).abs(), torch.ones(40))
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that are called but for views and fresh memory."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not (func.is_view or func.name().startswith(("aten::empty", "aten::_unsafe_view", "aten::detach")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("n", [64, 1024, 1408, 2048, 2816, 4096])
+def test_a_refresh_on_a_gpu_is_at_most_120_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: True)
+    k = torch.empty(2, n, n, device="meta")
+    for method, most in (("root_qr", 110), ("cholesky_qr", 75)):
+        with Launches() as launches:
+            iterate(k, k, 1, method)
+        assert 20 < launches.num <= most
+    assert block_rows(n, torch.device("cuda")) * 4 >= n
+    with Launches() as launches:
+        update_eigenbasis_and_momentum(k, k.clone(), k[:, :, :8].clone(), k[:, :, :8].clone(), 0, second_moment="rotate")
+    assert launches.num <= 120

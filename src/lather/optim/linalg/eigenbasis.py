@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.linalg.kronecker import apply_transposed
-from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method
+from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
 from lather.shapes import Bool, Float, Int
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_TOLERANCE = 1e-7
 """Off-diagonal share below which `use_adaptive_criteria` counts a basis as still good."""
 
-DAMPING = 1e-5
-"""Damping relative to the mean eigenvalue, for factors without full rank (measured: enough from 1e-5 to 1e-3, and the basis is as good)."""
+MIN_SPREAD = 0.2
+"""Least (sum of eigenvalues)^2 / (n times the sum of their squares) at which a CPU refreshes by Cholesky-QR: 1 where all are equal,
+1 / n where one is all. Below, up to two in three fail (gradients of LoRA adapters, a small ViT), and trying costs as much as QR itself."""
 
 
 def get_eigenbasis_eigh(
@@ -77,7 +78,8 @@ def get_eigenbasis_qr(
     """`power_iter_steps` of orthogonal iteration from the old basis `q`, and the order in which the old columns were taken.
 
     The columns are first put in descending order of their Rayleigh quotients diag(Q^T K Q); K Q is formed once for both. `method` is
-    "qr", "cholesky_qr" (see `lather.optim.linalg.orthogonal`), with QR for the matrices it fails on, or "auto", the faster of both.
+    "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), with QR for the matrices that these fail on, or "auto", the best of the three for
+    size and device, and on a CPU for the matrix.
     """
     q_new, order, failed = iterate(k, q, power_iter_steps, method)
     if method != "qr" and bool(failed.any()):
@@ -88,33 +90,42 @@ def get_eigenbasis_qr(
 
 def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
     """As `get_eigenbasis_qr`, without help for the matrices that fail; they are the third result."""
-    damps = method == "auto"
-    if damps:
-        method = pick_refresh_method(k.shape[-1], k.device.type)
+    if method == "auto":
+        method = pick_refresh_method(k.shape[-1], k.device)
+        if method == "cholesky_qr":
+            return _iterate_by_spread(k, q, power_iter_steps)
     rows = q.mT @ k
     w = (rows.mT * q).sum(-2)
     order = w.argsort(dim=-1, descending=True, stable=True)
-    damping = _damping(w) if damps and method == "cholesky_qr" else None
-    rows = _select_rows(rows if damping is None else torch.addcmul(rows, damping, q.mT), order)
-    failed = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+    rows = _select_rows(rows, order)
+    by_root = method == "root_qr"
+    if by_root:
+        q_rows, norm = _select_rows(q.mT, order), torch.linalg.vector_norm(k, dim=(1, 2))
+    failed: Tensor | None = None
     for remaining in reversed(range(power_iter_steps)):
-        rows, failed_now = orthonormal_rows(rows, method)
-        failed = failed | failed_now
+        if by_root:
+            rows, failed_now = orthonormal_rows(root_rows(rows, q_rows, norm), "cholesky_qr")
+            q_rows = rows
+        else:
+            rows, failed_now = orthonormal_rows(rows, method)
+        failed = failed_now if failed is None else failed | failed_now
         if remaining:
-            rows = rows @ k if damping is None else torch.addcmul(rows @ k, damping, rows)
+            rows = rows @ k
+    assert failed is not None
     return rows.mT, order, failed
 
 
-def _damping(w: Tensor) -> Tensor | None:
-    """The damping that is added to the diagonal of each K (B, 1, 1), given its Rayleigh quotients; None: nothing.
-
-    Where K has no full rank, K Q has rows of rounding errors, which Cholesky-QR gives up on. Such a K is lifted, and its null space
-    keeps the basis that it has. Others stay as they are, to the bit.
-    """
-    is_deficient = w.amin(-1) <= torch.finfo(w.dtype).eps * w.amax(-1)
-    if w.device.type == "cpu" and not bool(is_deficient.any()):
-        return None
-    return (DAMPING * w.mean(-1)).where(is_deficient, 0.0).clamp_min(0.0)[:, None, None]
+def _iterate_by_spread(k: Tensor, q: Tensor, power_iter_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`iterate` by "cholesky_qr", and by "qr" for the matrices that Cholesky-QR would often fail on; each as it would be alone."""
+    trace, norm = k.diagonal(dim1=1, dim2=2).sum(-1), torch.linalg.vector_norm(k, dim=(1, 2))
+    is_narrow = trace.square() <= MIN_SPREAD * k.shape[-1] * norm.square()
+    if not bool(is_narrow.any()) or bool(is_narrow.all()):
+        return iterate(k, q, power_iter_steps, "qr" if is_narrow[0] else "cholesky_qr")
+    q_new, order = torch.empty_like(k), torch.empty(k.shape[:2], dtype=torch.long, device=k.device)
+    failed = torch.empty_like(is_narrow)
+    for method, chosen in (("qr", is_narrow), ("cholesky_qr", ~is_narrow)):
+        q_new[chosen], order[chosen], failed[chosen] = iterate(k[chosen], q[chosen], power_iter_steps, method)
+    return q_new, order, failed
 
 
 def _select_rows(x: Tensor, order: Tensor) -> Tensor:
@@ -158,7 +169,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
 
     Args:
         exp_avg: the first moment, if it is kept in the bases' coordinates; else None.
-        method: "eigh", a whole eigendecomposition; "qr" or "cholesky_qr", orthogonal iteration; "auto", the faster of the latter two.
+        method: "eigh", a whole eigendecomposition; "qr", "cholesky_qr" or "root_qr", orthogonal iteration; "auto", the best of them here.
             eigh's vectors have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
         second_moment: "permute" or "rotate", how exp_avg_sq follows (see the head of this file).
         eigenvalues: if given, set to those of the new basis; columns are then in their order.

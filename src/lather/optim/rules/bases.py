@@ -32,8 +32,8 @@ class BasisRule(RefreshingRule):
     """A longer dim has no factor; 0: none has one, so the group is AdamW."""
     precondition_1d: bool = False
     """Give vectors a factor, too; otherwise they are AdamW."""
-    refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "auto"
-    """qr and cholesky_qr: two ways to the same orthogonal iteration; auto: the faster of them for size and device; eigh: a whole
+    refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "auto"
+    """qr, cholesky_qr and root_qr: three ways to the same orthogonal iteration; auto: the best of them for size and device; eigh: a whole
     eigendecomposition, as the first bases are always."""
     power_iter_steps: Count = 1
     """Steps of orthogonal iteration per refresh."""

@@ -44,8 +44,8 @@ class KLSOAPRule(BasisRule):
     _: KW_ONLY
     precondition_frequency: Interval = 1
     """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
-    refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "qr"
-    """qr, cholesky_qr or auto: orthogonal iteration; eigh: whole eigendecompositions, as the first bases are always."""
+    refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "qr"
+    """qr, cholesky_qr, root_qr or auto: orthogonal iteration; eigh: whole eigendecompositions, as the first bases are always."""
     adam_warmup_steps: Steps = 1
     """Plain Adam for this many steps, while statistics gather; the first bases come in the step after. 0: at once."""
     initial_eigenvalue: Positive = 1.0
@@ -98,8 +98,8 @@ class REKLSRule(KLSOAPRule):
     """KL-SOAP with a whole eigendecomposition of every factor at every step: the exact rule that KL-SOAP follows from afar."""
 
     _: KW_ONLY
-    refresh_method: Literal["qr", "eigh", "cholesky_qr", "auto"] = "eigh"
-    """qr, cholesky_qr or auto: orthogonal iteration, as in KL-SOAP; eigh: whole eigendecompositions."""
+    refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "eigh"
+    """qr, cholesky_qr, root_qr or auto: orthogonal iteration, as in KL-SOAP; eigh: whole eigendecompositions."""
 
     name: ClassVar[str] = "rekls"
 
