@@ -13,6 +13,7 @@ from torch import Tensor
 from lather.optim import KLSOAP, SOAP
 from lather.optim.engine import optimizer
 from lather.optim.engine.refresh import DimRefresh
+from lather.optim.linalg import eigenbasis
 
 few_kinds = pytest.mark.parametrize("kind", FEW_SOAP_KINDS)
 
@@ -62,6 +63,50 @@ def test_more_power_iterations_come_nearer_to_the_eigenvectors() -> None:
         rotated = q.T @ k @ q
         left.append(float((rotated - rotated.diagonal().diag()).norm() / rotated.norm()))
     assert left[0] > 2 * left[1] > 4 * left[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_first_bases_by_iteration_are_all_but_eigenvectors_of_first_factors(dtype: torch.dtype) -> None:
+    """Gradients with singular values 1 / i, as those of a model's first step fall off."""
+    p = parameter(48, 80, dtype=dtype)
+    u, v = (torch.linalg.qr(torch.randn(n, 48, generator=torch.Generator().manual_seed(n), dtype=dtype)).Q for n in p.shape)
+    opt = SOAP([p], state_dtype=dtype, first_bases="iteration")
+    p.grad = (u / torch.arange(1, 49)) @ v.T
+    opt.step()
+    for dim in (0, 1):
+        k, q = opt.state[p][f"factor_{dim}"], opt.state[p][f"basis_{dim}"]
+        rotated = q.T @ k @ q
+        torch.testing.assert_close(q.T @ q, torch.eye(len(q), dtype=dtype), rtol=0, atol=1e-5)
+        assert (rotated - rotated.diagonal().diag()).norm() <= 0.05 * rotated.norm()
+        assert (k - k.diagonal().diag()).norm() > 0.2 * k.norm()
+    assert (opt.counters["refreshes_done"], opt.counters["refreshes_retried"]) == (2, 0)
+
+
+def test_first_bases_by_iteration_fall_back_to_eigh_and_idle_experts_keep_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = parameter(3, 6, 5)
+    opt = SOAP([p], matrix_layout="per_expert", first_bases="iteration")
+    p.grad = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(0))
+    p.grad[1] = 0
+    opt.step()
+    assert torch.equal(opt.state[p]["basis_0"][1], torch.eye(6))
+    assert not torch.equal(opt.state[p]["basis_0"][0], torch.eye(6))
+    again = SOAP([p], matrix_layout="per_expert", first_bases="iteration")
+    real = eigenbasis.iterate
+    monkeypatch.setattr(eigenbasis, "iterate", lambda *args: (*real(*args)[:2], torch.ones(3, dtype=torch.bool)))
+    again.step()
+    assert (again.counters["refreshes_done"], again.counters["refreshes_retried"]) == (6, 6)
+    k, q = again.state[p]["factor_0"][0], again.state[p]["basis_0"][0]
+    rotated = q.T @ k @ q
+    assert (rotated - rotated.diagonal().diag()).norm() <= 1e-5 * rotated.norm()
+
+
+def test_on_a_gpu_larger_first_bases_are_found_without_eigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.linalg, "eigh", broken)
+    monkeypatch.setattr(eigenbasis, "is_gpu", lambda on: True)
+    p = parameter(80, 70)
+    opt = SOAP([p])
+    run(opt, [p], range(1))
+    assert (opt.counters["refreshes_done"], opt.counters["refreshes_retried"]) == (2, 0)
 
 
 # --- the skip criterion ---------------------------------------------------------------------------------------------------------------

@@ -29,8 +29,14 @@ def largest_rms(cls: Any, shape: tuple[int, ...], steps: int, **options: Any) ->
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(KLSOAP, {}), (REKLS, {}), (SOAP, {"second_moment": "rotate", "precondition_frequency": 1})],
-    ids=["KLSOAP", "REKLS", "SOAP"],
+    [
+        (KLSOAP, {}),
+        (KLSOAP, {"first_bases": "iteration", "refresh_method": "root_qr"}),
+        (REKLS, {}),
+        (SOAP, {"second_moment": "rotate", "precondition_frequency": 1}),
+        (SOAP, {"second_moment": "rotate", "precondition_frequency": 1, "first_bases": "iteration"}),
+    ],
+    ids=["KLSOAP", "KLSOAP_by_iteration", "REKLS", "SOAP", "SOAP_by_iteration"],
 )
 def test_the_first_fifty_updates_stay_bounded(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
     steps = 50
@@ -57,6 +63,15 @@ def test_the_first_fifty_updates_of_stacked_experts_stay_bounded(shape: tuple[in
 def test_permuting_from_the_first_step_does_not(cls: Any) -> None:
     """The published cold start, so that the limit is seen to matter."""
     assert largest_rms(cls, (64, 16), 20, second_moment="permute", adam_warmup_steps=0) > LIMIT
+
+
+@pytest.mark.parametrize("first_bases", ["eigh", "iteration"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_start_from_rotated_bases_stays_within_one(shape: tuple[int, int], first_bases: str) -> None:
+    """Of the rules whose updates are not of a fixed size anyway."""
+    for cls in (SOAP, KLSOAP):
+        options = {"second_moment": "rotate", "precondition_frequency": 1, "first_bases": first_bases}
+        assert largest_rms(cls, shape, 20, **options) <= 1.01
 
 
 def test_what_the_clip_promises_it_keeps() -> None:

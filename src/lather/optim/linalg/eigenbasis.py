@@ -1,6 +1,7 @@
 """Eigenbases of Kronecker factors: how they are found and kept up to date.
 
-Source: SOAP (arXiv:2409.11321, algorithm 4): eigh once, then one step of orthogonal iteration, Q = qr(K Q), per refresh. Everything is
+Source: SOAP (arXiv:2409.11321, algorithm 4): eigh once, then one step of orthogonal iteration, Q = qr(K Q), per refresh. On a GPU eigh
+takes matrices one by one, and the host waits for each: larger first bases are four steps of orthogonal iteration there, too. Everything is
 batched over B matrices. A basis holds eigenvectors as columns, eigenvalues descending.
 
 When bases turn, the moments kept in their coordinates are carried along by S = Q_new^T Q_old: exp_avg exactly, exp_avg_sq either by the
@@ -14,6 +15,7 @@ import logging
 import torch
 from torch import Tensor
 
+from lather.device import is_gpu
 from lather.optim.linalg.kronecker import apply_transposed
 from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
 from lather.shapes import Bool, Float, Int
@@ -22,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 1e-7
 """Off-diagonal share below which `use_adaptive_criteria` counts a basis as still good."""
+
+FIRST_ROUNDS = 4
+"""Steps of orthogonal iteration to a first basis: off the diagonal a thousandth is left of factors of first gradients."""
+
+FIRST_BY_EIGH = 64
+"""Largest size at which a GPU finds first bases by eigh, which is batched there up to about here."""
 
 MIN_SPREAD = 0.2
 """Least (sum of eigenvalues)^2 / (n times the sum of their squares) at which a CPU refreshes by Cholesky-QR: 1 where all are equal,
@@ -78,8 +86,8 @@ def get_eigenbasis_qr(
     """`power_iter_steps` of orthogonal iteration from the old basis `q`, and the order in which the old columns were taken.
 
     The columns are first put in descending order of their Rayleigh quotients diag(Q^T K Q); K Q is formed once for both. `method` is
-    "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), with QR for the matrices that these fail on, or "auto", the best of the three for
-    size and device, and on a CPU for the matrix.
+    "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), with QR for the matrices that these fail on, or "auto", the
+    best of the three for size and device, and on a CPU for the matrix.
     """
     q_new, order, failed = iterate(k, q, power_iter_steps, method)
     if method != "qr" and bool(failed.any()):
@@ -169,17 +177,23 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
 
     Args:
         exp_avg: the first moment, if it is kept in the bases' coordinates; else None.
-        method: "eigh", a whole eigendecomposition; "qr", "cholesky_qr" or "root_qr", orthogonal iteration; "auto", the best of them here.
-            eigh's vectors have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
+        method: "eigh", a whole eigendecomposition; "iteration", `FIRST_ROUNDS` steps of orthogonal iteration by "root_qr"; "first",
+            the better of these two for size and device; "qr", "cholesky_qr" or "root_qr", one step of it; "auto", the best of these here.
+            The first three have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
         second_moment: "permute" or "rotate", how exp_avg_sq follows (see the head of this file).
         eigenvalues: if given, set to those of the new basis; columns are then in their order.
 
     Returns:
         Which matrices failed: nothing of theirs has changed. Except by "eigh", the device is not waited for.
     """
+    if method == "first":
+        method = "iteration" if is_gpu(k) and k.shape[-1] > FIRST_BY_EIGH else "eigh"
+    order: Tensor | None = None
     if method == "eigh":
         q_new, failed = get_eigenbasis_eigh(k, q)
-        order = None
+    elif method == "iteration":
+        q_new, _, failed = iterate(k, q, FIRST_ROUNDS, "root_qr")
+        q_new = _unless(failed, q, q_new)
     else:
         q_new, order, failed = iterate(k, q, power_iter_steps, method)
         q_new = _unless(failed, q, q_new)

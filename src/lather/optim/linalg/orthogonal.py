@@ -7,7 +7,7 @@ mind how columns are scaled, but a column that all but depends on the others of 
 next to no full rank: its Gram matrix squares a condition number that is too large already. Such matrices are reported as failed.
 
 `root_rows` is the cure. T = Q^T K Q is positive semi-definite, T = L L^T, and L^T is upper triangular: K Q = Q T = (Q L) L^T has the same Q
-as Q L, whose condition number is the square root of K's. So Q L is made orthonormal in place of K Q. K is lifted by the rounding errors of T,
+as Q L, whose condition number is the square root of K's. So Q L is made orthonormal in place of K Q. K is lifted by T's rounding errors,
 which are all that is known of smaller eigenvalues, so that there is an L; where K is nothing but rounding errors the basis stays.
 
 Everything here works on rows: x (B, n, n) holds Y^T, since K Q is at hand as (Q^T K), which is row-contiguous.

@@ -34,7 +34,10 @@ class BasisRule(RefreshingRule):
     """Give vectors a factor, too; otherwise they are AdamW."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "auto"
     """qr, cholesky_qr and root_qr: three ways to the same orthogonal iteration; auto: the best of them for size and device; eigh: a whole
-    eigendecomposition, as the first bases are always."""
+    eigendecomposition."""
+    first_bases: Literal["auto", "eigh", "iteration"] = "auto"
+    """How the first bases are found. eigh: whole eigendecompositions, as always under `refresh_method="eigh"`; iteration: four steps of
+    orthogonal iteration from the identity, in batches; auto: iteration on a GPU from n = 65 on, else eigh."""
     power_iter_steps: Count = 1
     """Steps of orthogonal iteration per refresh."""
     second_moment: Literal["permute", "rotate"] = "rotate"
@@ -74,8 +77,10 @@ class BasisRule(RefreshingRule):
         return entries
 
     def methods(self, first: bool) -> tuple[str, ...]:
-        if first or self.refresh_method == "eigh":
+        if self.refresh_method == "eigh" or (first and self.first_bases == "eigh"):
             return ("eigh",)
+        if first:
+            return ("first" if self.first_bases == "auto" else "iteration", "eigh")
         return ("qr",) if self.refresh_method == "qr" else (self.refresh_method, "qr")
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor:

@@ -45,7 +45,7 @@ class KLSOAPRule(BasisRule):
     precondition_frequency: Interval = 1
     """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "qr"
-    """qr, cholesky_qr, root_qr or auto: orthogonal iteration; eigh: whole eigendecompositions, as the first bases are always."""
+    """qr, cholesky_qr, root_qr or auto: orthogonal iteration; eigh: whole eigendecompositions."""
     adam_warmup_steps: Steps = 1
     """Plain Adam for this many steps, while statistics gather; the first bases come in the step after. 0: at once."""
     initial_eigenvalue: Positive = 1.0
