@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import SOAP, MatrixOptimizer
+from lather.optim.engine import buckets
 from lather.optim.engine.plan import TEMPORARIES
+from lather.optim.engine.refresh import DimRefresh
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rules.soap import SOAPRule
 
@@ -243,6 +246,28 @@ def test_pieces_hold_as_many_matrices_as_fit(monkeypatch: pytest.MonkeyPatch) ->
         run(optimizer, params, range(1))
     assert sizes == [3, 3, 1, 7, 7]
     assert math.prod(params[0].shape) == 64
+
+
+@pytest.mark.parametrize(("free", "expected"), [(0, 2), (12, 3), (100, 4)])
+def test_refreshes_on_a_gpu_take_a_quarter_of_what_is_free_within_limits(free: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters([(8, 8)] * 3)
+    optimizer = SOAP(params)
+    run(optimizer, params, range(1))
+    (bucket,) = {id(run.bucket): run.bucket for run in optimizer._plan.runs}.values()
+    assert bucket.refresh_bytes == 2**28
+    del bucket.refresh_bytes
+    asked: list[object] = []
+    module = SimpleNamespace(mem_get_info=lambda device: (asked.append(device), (free * 2**30, 0))[1])
+    monkeypatch.setattr(buckets, "is_gpu", lambda on: True)
+    monkeypatch.setattr(buckets, "gpu_module", lambda on: module)
+    assert [bucket.refresh_bytes for _ in range(2)] == [expected * 2**30] * 2
+    assert len(asked) == 1
+
+
+def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
+    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), refresh_bytes=2**32)
+    job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))  # type: ignore[arg-type]
+    assert len(next(job.batches()).rows) >= 20
 
 
 def test_a_parameter_may_change_its_memory_format() -> None:

@@ -7,13 +7,21 @@ parameter groups; `optimizer.state[p]` holds views of its slice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
 
+from lather.device import gpu_module, is_gpu
 from lather.optim.engine.members import Member
 from lather.optim.engine.state import kept_entries
+
+BUCKET_BYTES = 2**28
+"""Temporary memory of a step where `bucket_bytes` does not say."""
+
+LEAST_GPU_REFRESH_BYTES = 2**31
+"""Temporary memory of a refresh on a GPU: at most twice this, so that about 20 matrices of 2048 rows make a batch."""
 
 
 class Bucket:
@@ -32,6 +40,15 @@ class Bucket:
             {name: stack[start:stop].view(self.entries[name].shape_in(member.layout)) for name, stack in self.stacks.items()}
             for (start, stop), member in zip(pairwise(self.first_row), self.members, strict=True)
         ]
+
+    @cached_property
+    def refresh_bytes(self) -> int:
+        """Temporary memory of a refresh where `bucket_bytes` does not say; asked for once, so that batches stay as they are."""
+        if not is_gpu(self.device):
+            return BUCKET_BYTES
+        ask = getattr(gpu_module(self.device), "mem_get_info", None)
+        free = ask(self.device)[0] if ask is not None else 0
+        return min(max(free // 4, LEAST_GPU_REFRESH_BYTES), 2 * LEAST_GPU_REFRESH_BYTES)
 
     def holds(self, number: int, state: Mapping[str, Tensor]) -> bool:
         """Whether the state of member `number` is still its views."""

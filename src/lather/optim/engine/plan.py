@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.optim.engine.buckets import Bucket
+from lather.optim.engine.buckets import BUCKET_BYTES, Bucket
 from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import NORM, compute_dtype
@@ -80,7 +80,7 @@ class Run:
         copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
-        count = rule.bucket_bytes // rule.num_streams // per_matrix
+        count = (rule.bucket_bytes or BUCKET_BYTES) // rule.num_streams // per_matrix
         if bucket.device.type == "cpu":
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
             count = min(count, cpu_count(fitting) if fitting else 1)  # one that is too large is divided among the threads by itself

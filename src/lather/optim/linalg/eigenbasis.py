@@ -178,7 +178,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
     Args:
         exp_avg: the first moment, if it is kept in the bases' coordinates; else None.
         method: "eigh", a whole eigendecomposition; "iteration", `FIRST_ROUNDS` steps of orthogonal iteration by "root_qr"; "first",
-            the better of these two for size and device; "qr", "cholesky_qr" or "root_qr", one step of it; "auto", the best of these here.
+            the better of these two for size and device; "qr", "cholesky_qr" or "root_qr", steps of it; "auto", the best of these here.
             The first three have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
         second_moment: "permute" or "rotate", how exp_avg_sq follows (see the head of this file).
         eigenvalues: if given, set to those of the new basis; columns are then in their order.

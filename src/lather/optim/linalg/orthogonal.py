@@ -39,7 +39,7 @@ MAX_FIRST_ERROR = 0.3
 depend on each other, and on those of earlier blocks, down to about one part in a thousand."""
 
 NOISE = 8.0
-"""Lift of K under `root_rows`, in units of eps |K| (Frobenius). With 1 a third of the factors of a LoRA adapter fail, with 4 none."""
+"""Lift of K under `root_rows`, in units of eps |K| (Frobenius). With 2 some factors of LoRA adapters fail, with 4 some of rank four."""
 
 CPU_PRODUCTS = range(40, 1793)
 """Sizes at which products are faster than LAPACK's QR on one kind of CPU and not much slower on another (64 to 2048, docs/log.md)."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.optim.engine.buckets import BUCKET_BYTES
 from lather.optim.engine.layout import Layout
 from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
@@ -155,7 +156,7 @@ class Sharding:
                     type(rule),
                 )
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
-                wanted.append(((one, share), key, size / rule.bucket_bytes))
+                wanted.append(((one, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
         return [Exchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
 
 
