@@ -70,8 +70,8 @@ class ExpertExchange:
     """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
     Any number of layers and micro-batches can be on their way, as nothing of them is kept here. T may differ between ranks and be 0; D, K
-    and dtypes may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator of their
-    own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
+    and dtypes may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator
+    of their own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class ExpertExchange:
 
 
 class _Planned:
-    """Numbers of rows that are on their way to the host; on a GPU by `stream`, as its compute stream may be given more before they are read."""
+    """Numbers of rows that are on their way to the host; on a GPU by `stream`: the compute stream may be given more before they are read."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, stream: Any) -> None:
         self._plan = plan
