@@ -190,7 +190,7 @@ class ExpertExchange:
 
 
 class _Planned:
-    """Numbers of rows that are on their way to the host; on a GPU by `stream`: the compute stream may be given more before they are read."""
+    """Numbers of rows on their way to the host; on a GPU by `stream`, as the compute stream may be given more before they are read."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, stream: Any) -> None:
         self._plan = plan
