@@ -2,10 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +45,9 @@ def runner(tmp_path: Path, root: Path) -> Runner:
 
 GOOD = "print('it is right')"
 BAD = "print('before'); raise SystemExit(3)"
-HANGING = (
-    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('waits'); time.sleep(60)"
-)
+SLEEP = "import time; time.sleep(60)"
+START = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+HANGING = f"{START} print('waits'); {SLEEP}"
 
 
 def test_one_that_fails_or_hangs_does_not_stop_the_rest(runner: Runner) -> None:
@@ -61,7 +61,7 @@ def test_one_that_fails_or_hangs_does_not_stop_the_rest(runner: Runner) -> None:
 
 def test_what_a_part_started_ends_with_it(runner: Runner, tmp_path: Path) -> None:
     left = tmp_path / "pid"
-    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); open({str(left)!r}, 'w').write(str(p.pid))"
+    code = f"{START} open({str(left)!r}, 'w').write(str(p.pid))"
     assert runner.run([fake("leaves one", code)])["leaves one"].status == "done"
     deadline = time.monotonic() + 20
     while is_running(int(left.read_text())) and time.monotonic() < deadline:
@@ -166,16 +166,16 @@ def test_only_and_list_choose_by_the_beginning_of_a_name(capsys: pytest.CaptureF
     assert command.main(["--only", "nothing"]) == 2
 
 
-def test_the_command_needs_torch_alone_to_say_what_is_missing() -> None:
-    code = "import sys; import lather.bench.gpu.parts, lather.bench.gpu.runner; print(sorted({'torch', 'numpy', 'rich', 'tyro'} & sys.modules.keys()))"
-    import subprocess
+def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -> None:
+    loaded = "print(sorted({'torch', 'numpy', 'rich', 'tyro'} & sys.modules.keys()))"
+    code = f"import sys; import lather.bench.gpu.__main__; {loaded}"
 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-# --- the work of the parts ------------------------------------------------------------------------------------------------------------------
+# --- the work of the parts ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["kernels", "refresh", "block"])
@@ -194,10 +194,6 @@ def test_longer_rehearsal(name: str, tmp_path: Path) -> None:
     assert path.read_text()
 
 
-def off_by_one_percent(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda *args: 1.01 * function(*args)
-
-
 def test_a_kernel_that_is_one_percent_off_is_not_measured() -> None:
     draw = kernels.CASES["combine_forward"]
     right, wrong = draw(kernels.CHECKED, CPU), draw(kernels.CHECKED, CPU)
@@ -210,11 +206,10 @@ def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> No
     calls = iter(range(100))
     monkeypatch.setattr(kernels.gather, "gather_rows", lambda x, index: x.index_select(0, index) * (1 + 0.02 * (next(calls) % 2)))
     found = kernels.rows(Settings(CPU, small=True), "")
-    rows = []
-    with pytest.raises(CheckError, match=r"gather"):
-        for row in found:
-            rows.append(row)
-    assert len(rows) == len(kernels.CASES) - 1
+    for _ in range(len(kernels.CASES) - 1):
+        next(found)
+    with pytest.raises(CheckError, match="gather"):
+        next(found)
 
 
 def test_a_block_that_is_off_is_not_measured() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from lather.bench.gpu.clock import milliseconds
 from lather.bench.gpu.work import Settings
@@ -19,8 +20,10 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     for hidden, mlp in ((16, 24),) if settings.small else HIDDEN_AND_MLP:
         factors = transformer_factors(hidden, mlp, settings.device)
         checked = check_refreshes(factors)
-        ms = {name: milliseconds(lambda r=refresh: r(factors), settings.device, 3) for name, refresh in REFRESHES.items()}  # type: ignore[misc]
-        peaks = {name: peak_temporary_bytes(lambda r=refresh: r(factors), settings.device) for name, refresh in REFRESHES.items()}  # type: ignore[misc]
+        ms, peaks = {}, {}
+        for name, refresh in REFRESHES.items():
+            work = partial(refresh, factors)
+            ms[name], peaks[name] = milliseconds(work, settings.device, 3), peak_temporary_bytes(work, settings.device)
         yield {
             "benchmark": "refresh",
             "config": {"hidden": hidden, "mlp": mlp, "factors": {str(f.k.shape[-1]): len(f.k) for f in factors}},

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -123,10 +124,8 @@ class Runner:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process and those that it has started; what one of them leaves behind would hold memory of the device."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

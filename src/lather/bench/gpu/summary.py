@@ -17,7 +17,7 @@ HEAD = ("part", "status", "seconds", "result")
 
 
 def finish(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -> None:
-    """Prints the table and writes it, the picture, all rows and all logs to `out`; `publish`: rows and picture to benchmarks/results/gpu, too."""
+    """Prints the table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
     lines = [(part.name, *_line(part, runner)) for part in parts]
     table = markdown(lines)
     print("\n" + table)
