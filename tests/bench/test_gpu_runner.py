@@ -19,7 +19,7 @@ from lather.bench.gpu import block, needs, parts, training
 from lather.bench.gpu.clock import Rates, peak_flops
 from lather.bench.gpu.parts import Part, all_parts
 from lather.bench.gpu.runner import Runner
-from lather.bench.gpu.summary import finish, rows_of
+from lather.bench.gpu.summary import collect, rows_of
 from lather.bench.gpu.work import Settings, main
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_a_part_whose_wheels_are_missing_is_not_started(runner: Runner) -> None:
     assert "no_such_wheel >= 1.0 (is missing)" in runner.log("wants").read_text()
 
 
-def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Path) -> None:
     row = {
         "benchmark": "refresh",
         "config": {"hidden": 4, "mlp": 8},
@@ -108,13 +108,15 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
     chosen = [fake("refresh", GOOD), fake("bad", BAD), fake("slow", HANGING, 1.0), fake("never", GOOD)]
     runner.run(chosen[:-1])
     (runner.folder / "refresh.jsonl").write_text(json.dumps(row) + "\n")
-    finish(chosen, runner, tmp_path, publish=False)
+    table = collect(chosen, runner, tmp_path / "out", publish=False)
+    tmp_path /= "out"
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "summary.md").read_text().splitlines()[2:]]
     assert [line[:2] for line in lines] == [["refresh", "done"], ["bad", "failed"], ["slow", "out of time"], ["never", "not run"]]
     assert lines[0][3] == "4 / 8: 12.3 x as fast (goal 10)"
     assert lines[1][3] == "before"
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
-    assert "12.3 x as fast" in capsys.readouterr().out
+    assert (tmp_path / "summary.md").read_text() == table + "\n"
+    assert "=== bad\nbefore" in (tmp_path / "logs.txt").read_text()
 
 
 def test_rows_of_a_part_that_was_ended_count(runner: Runner) -> None:
@@ -137,6 +139,15 @@ def test_the_least_versions_are_those_of_the_package() -> None:
     least = dict(line.split(">=") for line in asked)
     assert least["torch"] == needs.TORCH
     assert {wheel: least[wheel] for wheel in needs.TRAINER} == needs.TRAINER
+
+
+def test_the_page_says_what_is_needed() -> None:
+    page = " ".join((REPOSITORY / "docs/gpu.md").read_text().split())
+    needed = {**needs.TRAINER, **next(part.needs for part in all_parts("cuda", Path(), small=False) if part.name == "tests-moe")}
+    for wheel, least in {"torch": needs.TORCH, "Triton": needs.TRITON, **needed}.items():
+        assert f"{wheel} {least}" in page, wheel
+    for of_others in needs.OF_OTHERS["rich"] + needs.OF_OTHERS["tyro"]:
+        assert of_others in page
 
 
 @pytest.mark.parametrize(("found", "least", "enough"), [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("13", "13", True)])
@@ -242,3 +253,11 @@ def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.Mo
         assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0))[0] == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
     assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0)) == (2.0, "measured matrix product")
+
+
+def test_training_gives_what_it_has_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "WARM_UP", 3)
+    (row,) = training.rows(Settings(CPU, small=True, seconds=0.0), "adamw")
+    assert row["config"]["steps"] == len(row["losses"]) == 4
+    assert 0 < row["mfu"] < 1
+    assert row["peak_bytes"] is None

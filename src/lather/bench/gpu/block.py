@@ -57,7 +57,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     device = settings.device
     layout = SequenceLayout(sizes.sequences, sizes.length, device)
     x_BSD, cotangent_BSD = (_input(sizes, device, seed) for seed in (0, 1))
-    experts_TK = block.attend_and_route(x_BSD, layout).routing.experts_TK
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        experts_TK = block.attend_and_route(x_BSD, layout).routing.experts_TK
     plain_ms, plain_peak = 0.0, 0
     expected: list[Tensor] = []
 

@@ -26,9 +26,9 @@ class Rates:
     """Flops per second of a large bf16 matrix product."""
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median, p20 and p80 of `rounds` calls, after a few that compile and warm up."""
-    for _ in range(WARM_UP):
+def milliseconds(work: Callable[[], object], device: torch.device, rounds: int, warm_up: int = WARM_UP) -> dict[str, float]:
+    """Median, p20 and p80 of `rounds` calls, after `warm_up` that compile and warm up."""
+    for _ in range(warm_up):
         work()
     return percentiles([_one(work, device) for _ in range(rounds)])
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-TORCH = "2.11"
+TORCH, TRITON = "2.11", "3.4"
 MEASURING = {"numpy": "1.26", "rich": "13", "matplotlib": "3.8"}
 TRAINER = {**MEASURING, "safetensors": "0.5", "tokenizers": "0.20", "tyro": "1.0", "tomli-w": "1.0", "jinja2": "3.1"}
 MODULES = {"tomli-w": "tomli_w"}

@@ -15,7 +15,7 @@ from lather.bench.gpu.needs import MEASURING, TRAINER
 ROOT = Path(__file__).parents[4]
 """The repository: the tests and the sizes are not in the package."""
 PEERS = ("heavyball", "pytorch_optimizer")
-TESTS = {"attention": 300, "cache": 40, "engine": 200, "kernels": 90, "loss": 80, "moe": 60, "optim": 100}
+TESTS = {"attention": 250, "cache": 40, "engine": 200, "kernels": 90, "loss": 80, "moe": 60, "optim": 100}
 """Seconds for each file of tests/gpu, by a short name."""
 FILES = {
     "attention": "test_attention_cuda.py",
@@ -50,13 +50,14 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[Part]:
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
 
     def work(name: str, title: str, seconds: float, needs: Mapping[str, str] = MEASURING, note: str = "") -> Part:
-        return Part(name, title, ("-m", "lather.bench.gpu.work", name, *options), seconds, needs, note)
+        enough = ("--seconds", str(0.8 * seconds))  # the rest is for starting and for what cannot be cut
+        return Part(name, title, ("-m", "lather.bench.gpu.work", name, *options, *enough), seconds, needs, note)
 
     return [
         work("kernels", "every kernel against its reference, and against a device copy or a matrix product", 70),
-        work("training-adamw", "50 steps of a 1.7 B MoE with AdamW", 80, TRAINER),
-        work("training-muon", "50 steps of a 1.7 B MoE with Muon", 90, TRAINER),
-        work("training-soap_muon", "50 steps of a 1.7 B MoE with SOAP-Muon", 130, TRAINER),
+        work("training-adamw", "50 steps of a 1.7 B MoE with AdamW", 100, TRAINER),
+        work("training-muon", "50 steps of a 1.7 B MoE with Muon", 100, TRAINER),
+        work("training-soap_muon", "50 steps of a 1.7 B MoE with SOAP-Muon", 150, TRAINER),
         work("refresh", "the batched refresh of 96 factors against one by one", 100),
         work("block", "a decoder block against plain PyTorch", 50, TRAINER),
         work("optimizer", "optimizer steps against heavyball and pytorch_optimizer", 110, note=note),

@@ -53,8 +53,8 @@ class Runner:
         self.folder, self._say, self._root = folder, say, root
         folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, parts: Sequence[Part], *, fresh: bool = False) -> dict[str, Outcome]:
-        """The outcome of each part, those of earlier calls that still hold included."""
+    def run(self, parts: Sequence[Part], *, fresh: bool = False, after: Callable[[], object] = lambda: None) -> dict[str, Outcome]:
+        """The outcome of each part, those of earlier calls that still hold included; `after` is called after each that was run."""
         outcomes = {}
         for part in parts:
             outcome = None if fresh else self.earlier(part)
@@ -65,6 +65,7 @@ class Runner:
                 outcome = self._run(part)
                 self._remember(part.name, outcome)
                 self._say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s")
+                after()
             outcomes[part.name] = outcome
         return outcomes
 

@@ -16,11 +16,10 @@ RESULTS = ROOT / "benchmarks/results/gpu"
 HEAD = ("part", "status", "seconds", "result")
 
 
-def finish(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -> None:
-    """Prints the table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
-    lines = [(part.name, *_line(part, runner)) for part in parts]
-    table = markdown(lines)
-    print("\n" + table)
+def collect(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -> str:
+    """The table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = markdown([(part.name, *_line(part, runner)) for part in parts])
     (out / "summary.md").write_text(table + "\n")
     rows = [row for part in parts for row in rows_of(part.name, runner)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -30,7 +29,7 @@ def finish(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -
         RESULTS.mkdir(parents=True, exist_ok=True)
         for name in ("rows.jsonl", "summary.md", *(["summary.png"] if has_picture else [])):
             shutil.copy(out / name, RESULTS / name)
-    print(f"\nsummary, rows and logs in {out}" + (f", rows also in {RESULTS}" if publish and rows else ""))
+    return table
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

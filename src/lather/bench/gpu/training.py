@@ -1,4 +1,5 @@
-"""Training of a mixture of experts for 50 steps: tokens per second, share of the device's peak (MFU), and the most memory.
+"""Training of a mixture of experts for 50 steps, or as many as there is time for: tokens per second, share of the device's peak (MFU), most
+memory.
 
     model flops per token = 6 * (parameters that multiply a token) + 3 * layers * heads * S * (query width + value width)
 
@@ -49,7 +50,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     config = replace(config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])).resolved()
     device = settings.device
     peak, source = peak_flops(device, measure_rates(device, small=settings.small))
-    losses, seconds, optimizer_seconds, memory, infos = _train(config, device)
+    results, seconds, memory, infos = _train(config, settings)
+    losses = [result.loss for result in results]
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         raise CheckError(f"{contestant}: the losses {losses[0]:.3f} to {losses[-1]:.3f} are not those of a model that learns")
     counted = seconds[WARM_UP:]
@@ -57,7 +59,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     flops = flops_per_token(infos, config)
     yield {
         "benchmark": "training",
-        "config": {"optimizer": contestant, "device": device.type, "steps": STEPS, "model": asdict(config.model), **_loop(config)},
+        "config": {"optimizer": contestant, "device": device.type, "steps": len(losses), "model": asdict(config.model), **_loop(config)},
         "baseline": "peak",
         "check": {"first_loss": losses[0], "last_loss": losses[-1]},
         "parameters": sum(math.prod(info.shape) for info in infos),
@@ -68,7 +70,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         "peak_source": source,
         "first_step_seconds": seconds[0],
         "step_seconds": sum(counted) / len(counted),
-        "optimizer_seconds": sum(optimizer_seconds[WARM_UP:]) / len(counted),
+        "optimizer_seconds": sum(result.optimizer_seconds for result in results[WARM_UP:]) / len(counted),
         "peak_bytes": memory,
         "losses": losses,
         "seconds": seconds,
@@ -79,8 +81,12 @@ def _loop(config: Config) -> dict[str, Any]:
     return {key: getattr(config.train, key) for key in ("batch_size", "micro_batch_size", "sequence_length", "precision")}
 
 
-def _train(config: Config, device: torch.device) -> tuple[list[float], list[float], list[float], int | None, list[ShardInfo]]:
-    """Losses, seconds of each step and of its optimizer, the most bytes of the device's memory, and what the parameters are."""
+def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
+    """What each step did and its seconds, the most bytes of the device's memory, and what the parameters are.
+
+    Fewer steps than `STEPS` where time runs out, but more than `WARM_UP`.
+    """
+    started, device = time.monotonic(), settings.device
     engine = build_engine(config, Mesh.single(device))
     step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
     generator = torch.Generator().manual_seed(0)
@@ -97,9 +103,11 @@ def _train(config: Config, device: torch.device) -> tuple[list[float], list[floa
         if is_gpu(device):
             gpu_module(device).synchronize(device)
         seconds.append(time.perf_counter() - begun)
+        print(f"step {len(seconds)}: loss {results[-1].loss:.3f}, {seconds[-1]:.2f} s", flush=True)
+        if len(seconds) > WARM_UP and time.monotonic() - started > settings.seconds:
+            break
     memory = gpu_module(device).max_memory_allocated(device) if is_gpu(device) else None
-    losses = [result.loss for result in results]
-    return losses, seconds, [result.optimizer_seconds for result in results], memory, engine.parameters.infos()
+    return results, seconds, memory, engine.parameters.infos()
 
 
 def flops_per_token(infos: list[ShardInfo], config: Config) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Settings:
     device: torch.device
     small: bool
     """Tiny sizes, for a rehearsal."""
+    seconds: float = math.inf
+    """After which a part that can gives what it has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,10 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args(arguments)
     if given.part == "optimizer":
         return _optimizer(given.device, given.out, small=given.small)
-    settings = Settings(torch.device(given.device), given.small)
+    settings = Settings(torch.device(given.device), given.small, given.seconds)
     name, _, contestant = given.part.partition("-")
     common, file, status = environment(settings.device, ()), RowFile(given.out / f"{given.part}.jsonl"), 0
     try:
@@ -63,7 +67,15 @@ def _optimizer(device: str, out: Path, *, small: bool) -> int:
 
     peers = (*(peer for peer in PEERS if installed(peer)), "torch")
     sets, frequencies = (("tiny", "tiny_3d"), (3,)) if small else (("experts", "experts_3d", "wide", "big"), (10,))
-    options = optimizer.OptimizerBenchmark(sets=sets, frequencies=frequencies, rounds=5, out=out, device=device, peers=peers)  # type: ignore[arg-type]
+    options = optimizer.OptimizerBenchmark(
+        sets=sets,
+        frequencies=frequencies,
+        rounds=5,
+        out=out,
+        device=device,  # type: ignore[arg-type]
+        peers=peers,
+        refresh=False,  # a part of its own
+    )
     return optimizer.run(options)
 
 
