@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONFIG ?= configs/quickstart.toml
 ARGS ?=
+INSTALL ?= 1
+DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all lint bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -42,6 +44,15 @@ bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' 
 	OMP_NUM_THREADS=1 $(BIN)/lather bench pipeline
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/lather bench optimizer $(ARGS)
+
+ifeq ($(INSTALL),0)
+gpu:  ## everything that has to be measured on a GPU, in 25 minutes; goes on where it stopped (DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
+	PYTHONPATH=src $(PYTHON) -m lather.bench.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+else
+gpu: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	PYTHONPATH=src $(BIN)/python -m lather.bench.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+endif
 
 bench-convergence: $(READY)  ## which rule learns how fast: the short study (an hour on two cores; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/short.toml $(ARGS)

@@ -26,6 +26,9 @@ table.
 `saved_tensors_hooks_in_force` are the hooks that see what autograd keeps. Hooks inside others hide these, and what makes some tensors again
 in backward must not hide the rest from a profile; without the name `lather profile` and torch's checkpointing would miss attention.
 
+`new_group_of` makes a group that only its own ranks know of. Where the default group is bound to a device torch would split that group's
+communicator instead, for which it waits for ranks that do not call; the binding has no public name.
+
 `set_timeout` bounds how long the ranks of a group wait: a DeviceMesh makes groups with torch's defaults, whatever the user asked for.
 
 `linalg_eigh` is what `torch.linalg.eigh` is to a counter of operations, which has no formula for it; its flops would be left out.
@@ -35,7 +38,7 @@ in backward must not hide the rest from a profile; without the name `lather prof
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
@@ -43,6 +46,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,6 +65,7 @@ __all__ = [
     "fused_adamw_",
     "linalg_eigh",
     "memory_tracker",
+    "new_group_of",
     "prepare_sharding",
     "saved_tensors_hooks_in_force",
     "set_timeout",
@@ -128,6 +133,18 @@ def check_torch_version() -> None:
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Of every later operation of the group."""
     import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
+
+
+def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group; its ranks alone call, all of them. Its communicator is made by its first operation, which they all take part in."""
+    default: Any = dist.group.WORLD
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return group
+    finally:
+        default.bound_device_id = bound
 
 
 def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]:

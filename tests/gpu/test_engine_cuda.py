@@ -114,7 +114,7 @@ def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
     engine.gradients(engine.share_of(batch))  # compiles kernels
     engine.clear_gradients()
     number = engine.schedule.num_micro_batches
-    micro_batches = engine._micro_batches(batch[:, :-1], batch[:, 1:], 1.0, [1 / number] * number)
+    micro_batches = engine._micro_batches(engine.share_of(batch), 1.0, [1 / number] * number)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -145,7 +145,7 @@ def test_training_steps_lower_the_loss(name: str) -> None:
     run = replace(config(precision="bf16"), optim=optim_config(name, lr=3e-3))
     engine = engine_on(cuda(), run)
     step = TrainStep(engine, build_optimizer(run.optim, engine.parameters), 1.0)
-    losses = [step(tokens(run), 3e-3).loss for _ in range(8)]
+    losses = [step(engine.share_of(tokens(run)), 3e-3).loss for _ in range(8)]
     assert losses[-1] < losses[0] - 0.3
 
 

@@ -13,9 +13,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SHAPES = [(64, 128)] * 6 + [(4, 48, 32), (64,), (70, 33), (70, 33)]
 
 
+def shapes_for(cls: type[MatrixOptimizer]) -> list[tuple[int, ...]]:
+    """A stack is of matrices."""
+    return [shape for shape in SHAPES if len(shape) > 1 or cls is not StackedSOAP]
+
+
 def trained(cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: Any) -> tuple[list[torch.Tensor], MatrixOptimizer]:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes_for(cls)]
     optimizer = cls(params, lr=1e-2, adam_warmup_steps=3, precondition_frequency=2, second_moment="rotate", **options)
     for _ in range(steps):
         for p in params:
@@ -67,7 +72,7 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
 def trained_with_streams(cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool) -> tuple[list[torch.Tensor], MatrixOptimizer]:
     """`busy`: the caller's stream has work, and takes and frees memory, between the steps."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [*SHAPES, (768, 1024), (768, 1024)]  # a QR of these takes far longer than the host needs for a step
+    shapes = [*shapes_for(cls), (768, 1024), (768, 1024)]  # a QR of these takes far longer than the host needs for a step
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes]
     optimizer = cls(params, lr=1e-2, precondition_frequency=2, refresh_method="qr", async_refresh=async_refresh)
     for _ in range(8):

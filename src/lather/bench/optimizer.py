@@ -65,6 +65,8 @@ class OptimizerBenchmark:
     """Where to run."""
     peers: tuple[str, ...] = ALL_PEERS
     """heavyball, pytorch_optimizer, torch, or none."""
+    refresh: bool = True
+    """On CUDA also measure the refresh of a whole transformer's factors."""
 
     def __post_init__(self) -> None:
         for option, names, known in (("--rules", self.rules, OPTIONS), ("--sets", self.sets, SETS)):
@@ -124,7 +126,7 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
             rates = measure_rates(rule, SETS[name], device)
             for frequency in options.frequencies if rule == "soap" else (1,):
                 yield _checked_and_measured(OptimizerCase(rule, SETS[name], frequency), options, device, rates, console)
-    if is_gpu(device) and "soap" in options.rules:
+    if is_gpu(device) and "soap" in options.rules and options.refresh:
         for hidden, mlp in refresh.HIDDEN_AND_MLP:
             try:
                 yield measure_refresh_case(hidden, mlp, options.rounds, device)

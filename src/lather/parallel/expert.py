@@ -69,9 +69,9 @@ def exchange_over(
 class ExpertExchange:
     """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
-    Without state, so that any number of layers and micro-batches can be on their way. T may differ between ranks and be 0; D, K and dtypes
-    may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator of their
-    own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
+    Any number of layers and micro-batches can be on their way, as nothing of them is kept here. T may differ between ranks and be 0; D, K
+    and dtypes may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator
+    of their own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class ExpertExchange:
                 f"{num_experts} experts cannot be spread evenly over {self.num_ranks} ranks: take an expert-parallel size that divides them"
             )
         self.num_local_experts = num_experts // self.num_ranks
+        self._sizes_stream: Any = None
 
     def dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing) -> Dispatched:
         """Tokens to the rows that this rank's experts see, differentiable for tokens and weights.
@@ -110,7 +111,10 @@ class ExpertExchange:
         Raises ValueError, before anything is sent, if experts are out of range (on CUDA this is asserted on the device).
         """
         check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
-        return _Planned(plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks), self.sizes_group)
+        plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
+        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # NCCL's own streams are among those of the other priority
+            self._sizes_stream = gpu_module(plan.sizes_P2).Stream(plan.sizes_P2.device, priority=-1)
+        return _Planned(plan, self.sizes_group, self._sizes_stream)
 
     @torch.no_grad()
     def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
@@ -186,20 +190,19 @@ class ExpertExchange:
 
 
 class _Planned:
-    """Numbers of rows that are on their way to the host."""
+    """Numbers of rows on their way to the host; on a GPU by `stream`, as the compute stream may be given more before they are read."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, stream: Any) -> None:
         self._plan = plan
         self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
         work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
         self._wait: Callable[[], object] = work.wait
-        if is_gpu(sizes_2P2):  # by a stream of its own: the compute stream may be given more before the host looks
-            gpu = gpu_module(sizes_2P2)
-            with gpu.stream(gpu.Stream(sizes_2P2.device, priority=-1)):  # NCCL's are among those of the other priority
+        if stream is not None:
+            with gpu_module(sizes_2P2).stream(stream):
                 work.wait()
                 _used_here(plan.sizes_P2, sizes_2P2)
                 self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
-                self._wait = gpu.current_stream(sizes_2P2.device).record_event().synchronize
+                self._wait = stream.record_event().synchronize
 
     def wait(self) -> Way:
         self._wait()

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -81,7 +81,7 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     Returns 1, after showing the traceback or the signal, if a rank raised or died; 128 + its number if a signal ended the launcher.
 
     Raises:
-        UserError: a rank raised it, or there are too few devices; the latter before anything is started.
+        UserError: a rank raised it; or, before anything is started, there are too few devices or `check_connections` raised.
         OSError: a rank found the disk full.
     """
     if nproc == 1:
@@ -91,7 +91,7 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     options = options or GroupOptions()
-    World(nproc - 1, nproc, nproc - 1, nproc).device(options.device)
+    check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     processes = _Processes(nproc)
     hub = Hub(LOCAL, nproc, lambda _: processes.kill(), watch=processes.failed, died=processes.end_of)
     config = LaunchConfig(
@@ -125,8 +125,10 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     """Run `worker` in this process, one of the ranks that another launcher has started; returns what it returns.
 
     If any rank fails, every rank leaves: the process ends with status 1, or 2 after a UserError. The first rank of each machine shows why.
+    Raises ConfigError as `check_connections`.
     """
     options = options or GroupOptions()
+    check_connections(options.device, os.environ)
     assert world.address is not None
     host, _ = world.address
     store = _store(world, options)
@@ -188,10 +190,34 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
     if is_gpu(device):
         gpu_module(device).set_device(device)
-        torch.cuda.init()  # DeviceMesh would choose a device by itself otherwise
-    backend = "cpu:gloo,cuda:nccl" if is_gpu(device) else "gloo"
-    timeout = timedelta(seconds=options.timeout)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
+    dist.init_process_group(
+        backends_for(device),
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=options.timeout),
+        device_id=device if is_gpu(device) else None,  # communicators are then made here, by all ranks, and not at a first send of two
+    )
+
+
+def backends_for(device: torch.device) -> str:
+    """The backends of a group whose tensors are on `device`: gloo for those on the CPU, and the GPU's own beside it."""
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if is_gpu(device) else "gloo"
+
+
+def check_connections(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can wait for each other for ever.
+
+    All streams of a GPU then share one hardware queue. A kernel of NCCL occupies it until the other ranks have launched the same operation,
+    and with several communicators (the pipeline's, the experts', the shards') two ranks may have launched two operations in either order.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if is_gpu(device) and environment.get(name) == "1":
+        raise ConfigError(
+            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several groups of ranks can wait for each other "
+            f"for ever, and none of them overlaps with compute: unset {name}, or set it to 8 (CUDA's default) or more"
+        )
 
 
 def _leave(world: World, failure: Failure | None) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lather.device import is_gpu
+from lather.device import gpu_module, is_gpu
 from lather.torch_private import set_timeout
 
 if TYPE_CHECKING:
@@ -117,8 +117,10 @@ class Mesh:
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
         sizes_group = _second_group(ep, world_size) if ep > 1 and is_gpu(device) else None
         groups = [group for device_mesh in (grid, data, dense, expert) for group in device_mesh.get_all_groups()]
-        for group in [*groups, *([sizes_group] if sizes_group else [])]:
+        groups += [sizes_group] if sizes_group else []
+        for group in groups:
             set_timeout(group, timedelta(seconds=config.timeout))
+        _meet(groups, device)
         return cls(
             pp=pp,
             dp=dp,
@@ -141,6 +143,18 @@ class Mesh:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
+
+
+def _meet(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """One collective operation on each group, so that its communicator is there before anything else is sent.
+
+    NCCL would make it at the first operation, and wait for all ranks of the group there, but a pipeline's first operation is a transfer
+    between two of them. Collective over all ranks, whose groups are in the same order.
+    """
+    for group in dict.fromkeys(groups):
+        dist.all_reduce(torch.zeros((), device=device), group=group)
+    if is_gpu(device):
+        gpu_module(device).synchronize(device)
 
 
 def _second_group(size: int, world_size: int) -> dist.ProcessGroup:

@@ -29,7 +29,7 @@ from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.engine.state import compute_dtype, kept_entries
 from lather.optim.sharded.owners import Share, Unit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
-from lather.torch_private import foreach_copy_
+from lather.torch_private import foreach_copy_, new_group_of
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Sharding:
             assert mesh is not None
             group = mesh.get_group() if mesh.ndim == 1 else None
             if group is None or tuple(dist.get_process_group_ranks(group)) != ranks:
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                group = new_group_of(ranks)
             self._groups[ranks] = group
         return self._groups[ranks]
 

@@ -1,0 +1,66 @@
+"""What has to be installed beside torch, by part; nothing is imported to find out, torch aside."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+TORCH, TRITON = "2.11", "3.4"
+MEASURING = {"numpy": "1.26", "rich": "13", "matplotlib": "3.8"}
+TRAINER = {**MEASURING, "safetensors": "0.5", "tokenizers": "0.20", "tyro": "1.0", "tomli-w": "1.0", "jinja2": "3.1"}
+MODULES = {"tomli-w": "tomli_w"}
+"""Where a module has another name than its wheel."""
+OF_OTHERS = {
+    "rich": ("markdown-it-py", "pygments"),
+    "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
+    "pytest": ("pluggy", "iniconfig"),
+}
+"""What wheels need that may be missing, too, where they are carried there one by one."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A wheel that is not installed, or is too old."""
+
+    wheel: str
+    minimum: str
+    found: str | None
+    """The version that is there."""
+
+    def __str__(self) -> str:
+        also = OF_OTHERS.get(self.wheel, ())
+        state = "is missing" if self.found is None else f"is {self.found}"
+        return f"{self.wheel} >= {self.minimum} ({state}" + (f"; it needs {', '.join(also)})" if also else ")")
+
+
+def missing(wheels: Mapping[str, str]) -> list[Missing]:
+    """Which of {wheel: least version} are not there."""
+    found = {wheel: installed(wheel) for wheel in wheels}
+    return [Missing(wheel, least, found[wheel]) for wheel, least in wheels.items() if not _is_enough(found[wheel], least)]
+
+
+def installed(wheel: str) -> str | None:
+    """The version of a wheel whose module can be imported; None: it cannot."""
+    if importlib.util.find_spec(MODULES.get(wheel, wheel)) is None:
+        return None
+    try:
+        return version(wheel)
+    except PackageNotFoundError:  # a module without a wheel's record is taken as it is
+        return "unknown"
+
+
+def _is_enough(found: str | None, least: str) -> bool:
+    return found is not None and (found == "unknown" or numbers(found) >= numbers(least))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The leading whole numbers of a version: (2, 11, 0) of "2.11.0+cu130"."""
+    return tuple(int(part) for part in re.match(r"\d*(?:\.\d+)*", text)[0].split(".") if part)  # type: ignore[index]
+
+
+def describe(lacks: Iterable[Missing]) -> str:
+    """One line for each wheel, each once."""
+    return "\n".join(f"  {line}" for line in dict.fromkeys(map(str, lacks)))

@@ -1,0 +1,263 @@
+"""`make gpu`: parts that fail, hang or are done stop nothing, and what it asks for is what the package asks for."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lather.bench import kernels
+from lather.bench.check import CheckError
+from lather.bench.gpu import __main__ as command
+from lather.bench.gpu import block, needs, parts, training
+from lather.bench.gpu.clock import Rates, peak_flops
+from lather.bench.gpu.parts import Part, all_parts
+from lather.bench.gpu.runner import Runner
+from lather.bench.gpu.summary import collect, rows_of
+from lather.bench.gpu.work import Settings, main
+
+CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def fake(name: str, code: str, seconds: float = 60.0) -> Part:
+    return Part(name, f"the part {name}", ("-c", code), seconds)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with nothing but a file of code."""
+    (tmp_path / "root/src/lather").mkdir(parents=True)
+    (tmp_path / "root/src/lather/code.py").write_text("x = 1\n")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def runner(tmp_path: Path, root: Path) -> Runner:
+    return Runner(tmp_path / "runs", lambda line: None, root)
+
+
+GOOD = "print('it is right')"
+BAD = "print('before'); raise SystemExit(3)"
+SLEEP = "import time; time.sleep(60)"
+START = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+HANGING = f"{START} print('waits'); {SLEEP}"
+
+
+def test_one_that_fails_or_hangs_does_not_stop_the_rest(runner: Runner) -> None:
+    begun = time.monotonic()
+    outcomes = runner.run([fake("bad", BAD), fake("slow", HANGING, 2.0), fake("good", GOOD)])
+    assert time.monotonic() - begun < 30
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {"bad": "failed", "slow": "out of time", "good": "done"}
+    assert outcomes["bad"].exit_status == 3
+    assert "waits" in runner.log("slow").read_text()
+
+
+def test_what_a_part_started_ends_with_it(runner: Runner, tmp_path: Path) -> None:
+    left = tmp_path / "pid"
+    code = f"{START} open({str(left)!r}, 'w').write(str(p.pid))"
+    assert runner.run([fake("leaves one", code)])["leaves one"].status == "done"
+    deadline = time.monotonic() + 20
+    while is_running(int(left.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(int(left.read_text()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_parts_that_are_done_are_not_done_again_until_the_code_changes(runner: Runner, root: Path, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    counting = fake("counting", f"open({str(count)!r}, 'a').write('x')")
+    for _ in range(2):
+        assert runner.run([counting, fake("bad", BAD)])["bad"].status == "failed"
+    assert count.read_text() == "x"
+    runner.run([counting], fresh=True)
+    assert count.read_text() == "xx"
+    (root / "src/lather/code.py").write_text("x = 2\n")
+    again = Runner(runner.folder, lambda line: None, root)
+    again.run([counting])
+    assert count.read_text() == "xxx"
+    assert json.loads((runner.folder / "state.json").read_text())["counting"]["status"] == "done"
+
+
+def test_a_part_whose_wheels_are_missing_is_not_started(runner: Runner) -> None:
+    part = replace(fake("wants", GOOD), needs={"no_such_wheel": "1.0"})
+    assert runner.run([part])["wants"].status == "not possible"
+    assert "no_such_wheel >= 1.0 (is missing)" in runner.log("wants").read_text()
+
+
+def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Path) -> None:
+    row = {
+        "benchmark": "refresh",
+        "config": {"hidden": 4, "mlp": 8},
+        "times_as_fast": 12.34,
+        "goal": 10.0,
+        "hardware": {"gpu": "G", "cpu": "C"},
+    }
+    chosen = [fake("refresh", GOOD), fake("bad", BAD), fake("slow", HANGING, 1.0), fake("never", GOOD)]
+    runner.run(chosen[:-1])
+    (runner.folder / "refresh.jsonl").write_text(json.dumps(row) + "\n")
+    table = collect(chosen, runner, tmp_path / "out", publish=False)
+    tmp_path /= "out"
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "summary.md").read_text().splitlines()[2:]]
+    assert [line[:2] for line in lines] == [["refresh", "done"], ["bad", "failed"], ["slow", "out of time"], ["never", "not run"]]
+    assert lines[0][3] == "4 / 8: 12.3 x as fast (goal 10)"
+    assert lines[1][3] == "before"
+    assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
+    assert (tmp_path / "summary.md").read_text() == table + "\n"
+    assert "=== bad\nbefore" in (tmp_path / "logs.txt").read_text()
+
+
+def test_rows_of_a_part_that_was_ended_count(runner: Runner) -> None:
+    (runner.folder / "kernels.partial.jsonl").write_text('{"a": 1}\n')
+    assert rows_of("kernels", runner) == [{"a": 1}]
+    (runner.folder / "kernels.jsonl").write_text('{"a": 2}\n')
+    assert rows_of("kernels", runner) == [{"a": 2}]
+
+
+def test_all_parts_are_over_within_25_minutes_and_take_every_file_of_tests(tmp_path: Path) -> None:
+    everything = all_parts("cuda", tmp_path, small=False)
+    assert sum(part.seconds for part in everything) <= 25 * 60
+    assert len({part.name for part in everything}) == len(everything)
+    assert set(parts.FILES.values()) == {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    assert parts.FILES.keys() == parts.TESTS.keys()
+
+
+def test_the_least_versions_are_those_of_the_package() -> None:
+    asked = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = dict(line.split(">=") for line in asked)
+    assert least["torch"] == needs.TORCH
+    assert {wheel: least[wheel] for wheel in needs.TRAINER} == needs.TRAINER
+
+
+def test_the_page_says_what_is_needed() -> None:
+    page = " ".join((REPOSITORY / "docs/gpu.md").read_text().split())
+    needed = {**needs.TRAINER, **next(part.needs for part in all_parts("cuda", Path(), small=False) if part.name == "tests-moe")}
+    for wheel, least in {"torch": needs.TORCH, "Triton": needs.TRITON, **needed}.items():
+        assert f"{wheel} {least}" in page, wheel
+    for of_others in needs.OF_OTHERS["rich"] + needs.OF_OTHERS["tyro"]:
+        assert of_others in page
+
+
+@pytest.mark.parametrize(("found", "least", "enough"), [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("13", "13", True)])
+def test_versions_are_compared_by_their_numbers(found: str, least: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "installed", lambda wheel: found)
+    assert (not needs.missing({"x": least})) is enough
+
+
+def test_what_is_missing_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = needs.installed
+    monkeypatch.setattr(needs, "installed", lambda wheel: None if wheel == "torch" else real(wheel))
+    assert command.main(["--device", "cpu", "--small"]) == 2
+    assert "torch >= 2.11 (is missing)" in capsys.readouterr().err
+    monkeypatch.setattr(needs, "installed", lambda wheel: "0.1" if wheel == "rich" else real(wheel))
+    assert command.main(["--device", "cpu", "--small"]) == 2
+    assert "rich >= 13 (is 0.1; it needs markdown-it-py, pygments)" in capsys.readouterr().out
+
+
+def test_only_and_list_choose_by_the_beginning_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--only", "training", "block"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "training-adamw",
+        "training-muon",
+        "training-soap_muon",
+        "block",
+    ]
+    assert command.main(["--only", "nothing"]) == 2
+
+
+def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -> None:
+    loaded = "print(sorted({'torch', 'numpy', 'rich', 'tyro'} & sys.modules.keys()))"
+    code = f"import sys; import lather.bench.gpu.__main__; {loaded}"
+
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+# --- the work of the parts ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kernels", "refresh", "block"])
+def test_rehearsal(name: str, tmp_path: Path) -> None:
+    assert main([name, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert rows
+    assert all(row.keys() >= {"commit", "hardware", "versions", "config", "baseline", "check"} for row in rows)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["training-adamw", "training-muon", "training-soap_muon", "optimizer"])
+def test_longer_rehearsal(name: str, tmp_path: Path) -> None:
+    assert main([name, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.read_text()
+
+
+def test_a_kernel_that_is_one_percent_off_is_not_measured() -> None:
+    draw = kernels.CASES["combine_forward"]
+    right, wrong = draw(kernels.CHECKED, CPU), draw(kernels.CHECKED, CPU)
+    error, limit = kernels._error("combine_forward", replace(wrong, run=lambda: 1.01 * wrong.run().float()), right)
+    assert error > limit
+    assert kernels._error("combine_forward", wrong, right)[0] <= limit
+
+
+def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(100))
+    monkeypatch.setattr(kernels.gather, "gather_rows", lambda x, index: x.index_select(0, index) * (1 + 0.02 * (next(calls) % 2)))
+    found = kernels.rows(Settings(CPU, small=True), "")
+    for _ in range(len(kernels.CASES) - 1):
+        next(found)
+    with pytest.raises(CheckError, match="gather"):
+        next(found)
+
+
+def test_a_block_that_is_off_is_not_measured() -> None:
+    x = torch.randn(100)
+    assert block._largest_error("saved", [x], [x]) == 0
+    with pytest.raises(CheckError, match="saved: differs"):
+        block._largest_error("saved", [1.1 * x], [x])
+
+
+def test_flops_of_a_token_are_counted_by_hand() -> None:
+    """benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V 500."""
+    from lather.models.families import build_model
+    from lather.parallel.local import local_parameters
+    from lather.parallel.mesh import Mesh
+    from lather.train.config_file import load_config
+
+    config = load_config(REPOSITORY / "benchmarks/gpu/small.toml")
+    model = build_model(config.model, None, torch.device("meta"))
+    infos = local_parameters(model, Mesh.single(CPU)).infos()
+    attention = 64 * 2 * 24 + 64 * (16 + 8) + 16 * 2 * (16 + 16) + 2 * 16 * 64
+    dense, expert, shared, router = 3 * 64 * 96, 3 * 64 * 32, 3 * 64 * 32, 64 * 8
+    parameters = 2 * attention + dense + 2 * expert + shared + router + 500 * 64
+    assert training.flops_per_token(infos, config) == 6 * parameters + 3 * 2 * 2 * 32 * (24 + 16)
+
+
+def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_flops(CPU, Rates(1.0, 2.0)) == (2.0, "measured matrix product")
+    for name, peak in {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA B200": 2250e12}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0))[0] == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0)) == (2.0, "measured matrix product")
+
+
+def test_training_gives_what_it_has_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "WARM_UP", 3)
+    (row,) = training.rows(Settings(CPU, small=True, seconds=0.0), "adamw")
+    assert row["config"]["steps"] == len(row["losses"]) == 4
+    assert 0 < row["mfu"] < 1
+    assert row["peak_bytes"] is None

@@ -1,0 +1,154 @@
+"""How the process groups of GPUs are made, and the stream on which numbers of rows come to the host; with stand-ins for the GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from lather.errors import ConfigError
+from lather.models.routing import Routing
+from lather.parallel import expert, launch, mesh
+from lather.parallel.expert import ExpertExchange
+from lather.parallel.launch import GroupOptions, check_connections
+from lather.parallel.mesh import Mesh
+from lather.parallel.world import World
+from lather.torch_private import new_group_of
+from lather.train.config import ParallelConfig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Gpu:
+    """What stands in for `torch.cuda`: streams are counted, and everything is done at once."""
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
+        self.num_streams = 0
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices.append(device)
+
+    def init(self) -> None:
+        assert self.devices, "the device is chosen first"
+
+    def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802
+        self.num_streams += 1
+        return SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+
+    def stream(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "bound"),
+    [(CPU, "gloo", None), (CUDA, "cpu:gloo,cuda:nccl", torch.device("cuda", 1))],
+    ids=["cpu", "cuda"],
+)
+def test_the_group_is_bound_to_the_ranks_own_gpu(
+    device: torch.device, backends: str, bound: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+    gpu = Gpu()
+    monkeypatch.setattr(launch, "gpu_module", lambda on: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
+    launch._enter_group(World(1, 2, 1, 2), GroupOptions(device, 7.0), "the store")
+    ((backend, options),) = made
+    assert backend == backends
+    assert options == {"store": "the store", "rank": 1, "world_size": 2, "timeout": timedelta(seconds=7), "device_id": bound}
+    assert gpu.devices == ([] if bound is None else [bound])
+
+
+def nothing(world: World) -> int:
+    raise AssertionError("this is not to be started")
+
+
+def test_one_connection_for_several_communicators_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8"):
+        launch.launch(nothing, (), 2, GroupOptions(CUDA))
+    with pytest.raises(ConfigError, match="unset CUDA_DEVICE_MAX_CONNECTIONS"):
+        launch.join(nothing, (), World(0, 2, 0, 2, ("127.0.0.1", 1)), GroupOptions(CUDA))
+
+
+@pytest.mark.parametrize(("device", "value"), [(CPU, "1"), (CUDA, "8"), (CUDA, None)], ids=["cpu", "8", "unset"])
+def test_other_numbers_of_connections_are_fine(device: torch.device, value: str | None) -> None:
+    check_connections(device, {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value})
+
+
+def groups_that_met(rank: int, world_size: int) -> list[tuple[bool, int]]:
+    """For pp = 2 and ep = 2: of which of the mesh's groups every rank took part in a collective operation while it was built."""
+    met: list[Any] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        met.append(options["group"])
+        return original(tensor, *args, **options)
+
+    mesh.dist.all_reduce = all_reduce  # type: ignore[assignment]
+    try:
+        built = Mesh.build(ParallelConfig(pp=2, ep=2), CPU)
+    finally:
+        mesh.dist.all_reduce = original
+    used = [built.pp_group, built.ep_group, built.data_group]
+    used += [group for axes in (built.dense_mesh, built.expert_mesh) if axes is not None for group in axes.get_all_groups()]
+    return [(group in met, met.count(group)) for group in used]
+
+
+def test_the_ranks_of_every_group_meet_while_the_mesh_is_built() -> None:
+    for results in run_ranks(groups_that_met, 4):
+        assert results
+        assert set(results) == {(True, 1)}
+
+
+def groups_beside_a_bound_one(rank: int, world_size: int) -> list[Any]:
+    """What `new_group_of` makes where the default group is bound to a device, of ranks 0 and 2 and of rank 1 alone."""
+    default: Any = dist.group.WORLD
+    default.bound_device_id = bound = torch.device("cuda", 0)
+    control = dist.new_group(backend="gloo")
+    ranks = (0, 2) if rank != 1 else (1,)
+    group: Any = new_group_of(ranks)
+    found = [dist.get_process_group_ranks(group) == list(ranks), group.bound_device_id is None, default.bound_device_id == bound]
+    default.bound_device_id = None  # the barrier at the end of a test would want a tensor there
+    total = torch.tensor(rank)
+    dist.all_reduce(total, group=group)
+    world = torch.tensor(rank)
+    dist.all_reduce(world, group=control)
+    return [*found, int(total) == sum(ranks), int(world) == 3]
+
+
+def test_a_group_that_only_its_ranks_make_is_not_split_from_a_bound_one() -> None:
+    assert run_ranks(groups_beside_a_bound_one, 3) == [[True] * 5] * 3
+
+
+def plans_on_one_stream(rank: int, world_size: int) -> tuple[int, list[Any], list[Any]]:
+    """The streams that two plans under way take, and what they say with the stand-in and without."""
+    group = dist.group.WORLD
+    assert group is not None
+    gpu = Gpu()
+    plain, exchange = ExpertExchange(group, 4), ExpertExchange(group, 4)
+    routings = [
+        Routing(torch.tensor(experts), torch.ones(2, 2), torch.zeros(4), torch.zeros(()), None)
+        for experts in ([[0, 3], [1, 2]], [[0, 1], [0, 1]])
+    ]
+    expected = [plain.start_plan(routing).wait() for routing in routings]
+    expert.gpu_module = lambda on: gpu
+    expert.is_gpu = lambda on: True
+    expert._used_here = lambda *tensors: None
+    pending = [exchange.start_plan(routing) for routing in routings]
+    found = [one.wait() for one in pending]
+    return gpu.num_streams, [vars(way) for way in expected], [vars(way) for way in found]
+
+
+def test_an_exchange_has_one_stream_for_all_of_its_plans() -> None:
+    for num_streams, expected, found in run_ranks(plans_on_one_stream, 2):
+        assert num_streams == 1
+        assert str(found) == str(expected)
