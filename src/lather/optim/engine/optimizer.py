@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -29,7 +29,7 @@ from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
 from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
-from lather.optim.engine.streams import matmul_precision, no_autocast, on_streams
+from lather.optim.engine.streams import no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
@@ -134,7 +134,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
         only: it creates the state and counts for nothing.
         """
-        self._finish_refreshes()
+        if self._pending.waiting or self._pending.launched:
+            self._finish_refreshes()
         if self._roster is None or not self._is_unchanged(self._roster):
             self._current_roster()
         roster = self._roster
@@ -280,6 +281,9 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def _finish_refreshes(self) -> None:
         self._pending.finish()
 
+    def _no_refreshes(self) -> PendingRefreshes:
+        return PendingRefreshes(self._count, matmul_precision)
+
     def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
         """The refreshes of this step, by the matmul precision that they ask for."""
         jobs: dict[str, list[DimRefresh]] = {}
@@ -318,6 +322,27 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
                 run.idle = marks if any(marks) else []
+
+
+FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+"""torch's three levels, for cuBLAS and for oneDNN."""
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
+
+    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
+    """
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
+            backend.fp32_precision = value
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
 
 
 def _is_any_thawed(params: Sequence[Tensor]) -> bool:

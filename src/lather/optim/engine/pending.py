@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from lather.device import gpu_module, is_gpu
 from lather.optim.engine.refresh import Count, DimRefresh, Launched, finish, launch
-from lather.optim.engine.streams import SideStreams, beside, join, matmul_precision, no_autocast
+from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
 
 CPU_PIECE_FLOPS = 5e8
 """Flops of a piece on a CPU, about; a piece is one matrix at least. Some milliseconds: a rank whose input has come meanwhile lets it wait
@@ -34,10 +34,13 @@ FIRST_RATE = 1e10
 class PendingRefreshes:
     """The refreshes of one optimizer that are still to be done, in order."""
 
-    def __init__(self, count: Count) -> None:
-        self._count, self._streams = count, SideStreams()
-        self._waiting: deque[tuple[str, DimRefresh]] = deque()
-        self._launched: list[tuple[str, Launched]] = []
+    def __init__(self, count: Count, under_precision: Callable[[str], AbstractContextManager[None]]) -> None:
+        """`under_precision` sets the fp32 matmul precision that a rule asks for."""
+        self._count, self._under_precision, self._streams = count, under_precision, SideStreams()
+        self.waiting: deque[tuple[str, DimRefresh]] = deque()
+        """Pieces that nobody has begun, and the precision of each."""
+        self.launched: list[tuple[str, Launched]] = []
+        """What is done but for what may have failed, or under way on a GPU."""
         self._last: Any = None
         """The event at the end of the last piece, on a GPU."""
         self._rate = FIRST_RATE
@@ -46,17 +49,12 @@ class PendingRefreshes:
 
     def __len__(self) -> int:
         """Pieces that nobody has begun."""
-        return len(self._waiting)
-
-    @property
-    def is_any_under_way(self) -> bool:
-        """Whether `finish` has anything to do."""
-        return bool(self._waiting or self._launched)
+        return len(self.waiting)
 
     def add(self, precision: str, jobs: Iterable[DimRefresh]) -> None:
         """Leave `jobs` to be done under this fp32 matmul precision."""
         if self.put_off:
-            self._waiting.extend((precision, piece) for job in jobs for piece in _pieces(job))
+            self.waiting.extend((precision, piece) for job in jobs for piece in _pieces(job))
         else:
             self._launch(precision, list(jobs))
 
@@ -67,11 +65,11 @@ class PendingRefreshes:
 
     def next_seconds(self) -> float:
         """How long the next piece will take on a CPU, by the rate of the last."""
-        return _flops(self._waiting[0][1]) / self._rate
+        return _flops(self.waiting[0][1]) / self._rate
 
     def work(self) -> None:
         """Do the next piece, or give it to the GPU; there must be one."""
-        precision, piece = self._waiting.popleft()
+        precision, piece = self.waiting.popleft()
         start = time.perf_counter()
         self._launch(precision, [piece])
         self._rate = _flops(piece) / (time.perf_counter() - start)
@@ -80,30 +78,30 @@ class PendingRefreshes:
         """Do what is left, wait for what is under way, and try again what failed."""
         while self:
             self.work()
-        if self._launched:
+        if self.launched:
             join(self._streams)
-        launched, self._launched, self._last = self._launched, [], None
+        launched, self.launched, self._last = self.launched, [], None
         by_precision: dict[str, Launched] = {}
         for precision, batches in launched:
             by_precision.setdefault(precision, []).extend(batches)
         for precision, batches in by_precision.items():
-            with torch.no_grad(), matmul_precision(precision), no_autocast():
+            with torch.no_grad(), self._under_precision(precision), no_autocast():
                 finish(batches, self._count)
 
     def forget(self) -> None:
         """Drop everything: the state that it was for is replaced."""
         join(self._streams)
-        self._waiting.clear()
-        self._launched, self._last = [], None
+        self.waiting.clear()
+        self.launched, self._last = [], None
 
     def _launch(self, precision: str, jobs: list[DimRefresh]) -> None:
         changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
         device = jobs[0].run.bucket.device
-        arithmetic = torch.no_grad(), no_autocast(), matmul_precision(precision)
+        arithmetic = torch.no_grad(), no_autocast(), self._under_precision(precision)
         with record_function("lather.optim.launch_refresh"), ExitStack() as stack:
             for setting in (*arithmetic, beside(self._streams, changed, device)):
                 stack.enter_context(setting)
-            self._launched.append((precision, launch(jobs, self._count)))
+            self.launched.append((precision, launch(jobs, self._count)))
             if is_gpu(device):
                 self._last = gpu_module(device).current_stream().record_event()
 

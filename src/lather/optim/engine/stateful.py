@@ -38,7 +38,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self._buckets: list[Bucket] = []
         self._streams = SideStreams()
         self._counts: dict[str, int] = {}
-        self._pending = PendingRefreshes(self._count)
+        self._pending = self._no_refreshes()
         super().__init__(params, rule)
 
     @torch.no_grad()
@@ -99,6 +99,10 @@ class StatefulOptimizer(GroupedOptimizer):
                 for name, view in views.items():
                     view.copy_(self.state[member.param][name])
                     self.state[member.param][name] = view
+
+    def _no_refreshes(self) -> PendingRefreshes:
+        """Pending refreshes, of which there are none yet."""
+        raise NotImplementedError
 
     def _finish_refreshes(self) -> None:
         """Wait for refreshes under way (`async_refresh`), before anything reads or changes the state."""
@@ -258,7 +262,7 @@ class StatefulOptimizer(GroupedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_pending" not in self.__dict__:
-            self._pending = PendingRefreshes(self._count)
+            self._pending = self._no_refreshes()
         self._reset_buckets()
         self.__dict__.setdefault("_sharding", Sharding(None))  # torch comes here when it loads, too
 

@@ -1,4 +1,4 @@
-"""The device settings under which a phase runs: matmul precision, no autocast, streams. All are as before afterwards."""
+"""The device settings under which a phase runs: no autocast, streams. All are as before afterwards."""
 
 from __future__ import annotations
 
@@ -19,27 +19,6 @@ SideStreams = dict[int, Any]
 
 BESIDE = -1
 """Number of the stream for work that goes on beside whatever the caller does next."""
-
-
-FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-"""torch's three levels, for cuBLAS and for oneDNN."""
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
-
-    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
-    """
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
-            backend.fp32_precision = value
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
 
 
 @contextmanager

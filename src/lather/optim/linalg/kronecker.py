@@ -95,7 +95,7 @@ def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | 
     n = k.shape[-1]
     if active is not None:
         k[active] = average_(k[active], x, beta, weight)
-    elif is_gpu(x) or min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16:
+    elif min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x):
         k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
     else:
         height = -(-n // SYMMETRIC_BLOCKS)
