@@ -33,13 +33,18 @@ communicator instead, for which it waits for ranks that do not call; the binding
 
 `linalg_eigh` is what `torch.linalg.eigh` is to a counter of operations, which has no formula for it; its flops would be left out.
 
+`register_python_device` gives torch a device whose operations are Python's: `lather bench launches` runs the branches for GPUs on it. The
+public way to add a device wants a library in C++. `fake_tensors` are tensors of any device without storage: without them shapes could be
+run on the meta device alone, for which nothing branches as for a GPU. While they are in use `fake_tensors_behave` mends two things: their
+`tolist()` reads element by element, and `torch.tensor` would want memory on the device.
+
 `memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`), a second opinion in benchmarks; else ours would be alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
@@ -57,6 +62,8 @@ __all__ = [
     "check_torch_version",
     "disable_dynamo",
     "dualpipev_actions",
+    "fake_tensors",
+    "fake_tensors_behave",
     "finish_gradient_reduction",
     "foreach_add_",
     "foreach_copy_",
@@ -67,6 +74,7 @@ __all__ = [
     "memory_tracker",
     "new_group_of",
     "prepare_sharding",
+    "register_python_device",
     "saved_tensors_hooks_in_force",
     "set_timeout",
     "start_gradient_reduction",
@@ -119,6 +127,39 @@ class _NoModules(nullcontext[None]):
     def register_user_hooks(self, *hooks: object) -> None: ...
 
     def clear_user_hooks(self) -> None: ...
+
+
+def register_python_device(name: str, module: object) -> None:
+    """torch knows a device `name` afterwards, driven by `module` as CUDA is by `torch.cuda`; there can be one in a process. Autocast leaves
+    its operations as they are."""
+    import_module("torch.utils.backend_registration")._setup_privateuseone_for_python_backend(name, module)
+    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    library.fallback(torch.library.fallthrough_kernel)
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""What they register is gone when they are."""
+
+
+def fake_tensors() -> tuple[type[Tensor], type[TorchDispatchMode]]:
+    """Their class, and the mode in which operations on them run. Imported only here: it takes a while."""
+    module = import_module("torch._subclasses.fake_tensor")
+    return module.FakeTensor, module.FakeTensorMode
+
+
+@contextmanager
+def fake_tensors_behave() -> Iterator[None]:
+    """Inside, `tolist()` of fake tensors copies to the CPU and reads that, and `torch.tensor` makes its elements there, on any device."""
+    fake: Any = fake_tensors()[0]
+    own, lifts = fake.tolist, torch._C._only_lift_cpu_tensors()
+    fake.tolist = lambda x: x.cpu().tolist()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        fake.tolist = own
+        torch._C._set_only_lift_cpu_tensors(lifts)
 
 
 def check_torch_version() -> None:

@@ -1,4 +1,4 @@
-"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | convergence | data [options]`."""
+"""`lather bench optimizer | memory | pipeline | distributed | gaps | calls | launches | convergence | data [options]`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ usage: lather bench BENCHMARK [OPTIONS]
   gaps        refreshes of the optimizer while ranks of a pipeline wait for each other
   distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
   calls       Python calls of one optimizer step, counted
+  launches    kernel launches, bytes and host waits on a GPU, counted without one
   data        how fast data sets are made and read, and in how much memory
   convergence which rule learns how fast: runs a study of many trainings (benchmarks/studies)
 
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "gaps": ("lather.bench.gaps", "GapsBenchmark"),
     "distributed": ("lather.bench.distributed", "DistributedBenchmark"),
     "calls": ("lather.bench.calls", "CallsBenchmark"),
+    "launches": ("lather.bench.launches.command", "LaunchesBenchmark"),
     "data": ("lather.bench.data", "DataBenchmark"),
     "convergence": ("lather.bench.convergence.command", "ConvergenceBenchmark"),
 }

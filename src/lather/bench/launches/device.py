@@ -1,0 +1,159 @@
+"""A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA.
+
+It is registered with torch under the name "standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `counter`.
+Streams and events exist, order nothing, and tell a listener when the host waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lather.torch_private import register_python_device
+
+NAME = "standin"
+
+HOPPER = (9, 0)
+"""The compute capability that the device says it has."""
+
+
+class StandInStream:
+    """A queue that is always empty."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
+
+    @property
+    def device(self) -> torch.device:
+        return standin()
+
+    def synchronize(self) -> None:
+        module.waited("stream.synchronize()")
+
+    def wait_stream(self, other: StandInStream) -> None: ...
+
+    def wait_event(self, event: StandInEvent) -> None: ...
+
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        return event or StandInEvent()
+
+    def query(self) -> bool:
+        return True
+
+
+class StandInEvent:
+    """A moment that has passed."""
+
+    def __init__(self, enable_timing: bool = False, **options: bool) -> None:
+        self.options = {"enable_timing": enable_timing, **options}
+
+    def record(self, stream: StandInStream | None = None) -> None: ...
+
+    def wait(self, stream: StandInStream | None = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        module.waited("event.synchronize()")
+
+    def elapsed_time(self, other: StandInEvent) -> float:
+        return 0.0
+
+
+class StandIn:
+    """What `torch.get_device_module("standin")` gives: the part of `torch.cuda` that a training step asks for."""
+
+    Stream, Event = StandInStream, StandInEvent
+    nvtx = SimpleNamespace(range=lambda *_: nullcontext(), range_push=lambda *_: 0, range_pop=lambda: 0, mark=lambda *_: None)
+
+    def __init__(self) -> None:
+        self.waited: Callable[[str], None] = lambda what: None
+        """Listener to waits of the host."""
+        self.peak: Callable[[], int] = lambda: 0
+        """Where `max_memory_allocated` is known."""
+        self.capability = HOPPER
+        self._current = StandInStream()
+
+    def stream(self, stream: StandInStream | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def device_of(self, x: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device: object = None) -> StandInStream:
+        return self._current
+
+    default_stream = current_stream
+
+    def synchronize(self, device: object = None) -> None:
+        self.waited("synchronize()")
+
+    def set_stream(self, stream: StandInStream) -> None: ...
+
+    def set_device(self, device: object) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def reset_peak_memory_stats(self, device: object = None) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        return self.peak()
+
+    memory_allocated = max_memory_allocated
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        """An H200's, of which nothing is taken."""
+        return 141 * 10**9, 141 * 10**9
+
+    def get_device_capability(self, device: object = None) -> tuple[int, int]:
+        return self.capability
+
+    def get_device_name(self, device: object = None) -> str:
+        return NAME
+
+    def get_device_properties(self, device: object = None) -> Any:
+        major, minor = self.capability
+        return SimpleNamespace(
+            name=NAME, major=major, minor=minor, multi_processor_count=132, total_memory=self.mem_get_info()[1], L2_cache_size=50 * 2**20
+        )
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+module = StandIn()
+
+
+def standin() -> torch.device:
+    """The device, registered with torch at the first call. That cannot be undone: a process that has done it is for counting only."""
+    if getattr(torch, NAME, None) is None:
+        register_python_device(NAME, module)
+    return torch.device(NAME, 0)

@@ -1,0 +1,188 @@
+"""What is decided above torch's operations, as CUDA would decide it: attention's kernel, Triton's launches, compiled functions."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lather.bench.launches import operations
+
+if TYPE_CHECKING:
+    from lather.bench.launches.counter import Counter
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Functions(TorchFunctionMode):
+    """Attention takes the kernel that it takes on CUDA; marks for the allocator of streams are passed over."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.record_stream:
+            return None
+        if func is F.scaled_dot_product_attention and self.counter.is_here(args[0]):
+            return self._attention(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in (torch.isfinite, Tensor.isfinite) and self.counter.is_here(out):
+            out.lather_truth = True
+        return out
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """By FlashAttention in bf16 and fp16, by the memory-efficient kernel in fp32, and else with (S, S) elements."""
+        aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
+        is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
+        y: Tensor
+        if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
+            y, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+            return y
+        if enable_gqa and query.shape[1] == key.shape[1]:
+            enable_gqa = False
+        if not enable_gqa and is_dense and not any(width * query.element_size() % 16 for width in widths) and query.dtype != torch.float64:
+            needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+            y, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)
+            return y
+        self.counter.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        y, _ = aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        return y
+
+
+@contextmanager
+def counted_triton(counter: Counter) -> Iterator[None]:
+    """Triton's kernels are counted in place of being compiled and launched."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+    before = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        if missing := [
+            name for name in self.arg_names if name not in bound and self.signature.parameters[name].default is inspect.Parameter.empty
+        ]:
+            raise TypeError(f"{self.fn.__name__} is launched without {missing}")
+        tensors = {name: x for name, x in bound.items() if isinstance(x, Tensor)}
+        if wrong := {name: str(x.device) for name, x in tensors.items() if not counter.is_here(x)}:
+            raise RuntimeError(f"{self.fn.__name__} is launched with tensors that are elsewhere: {wrong}")
+        blocks = grid(bound) if callable(grid) else grid
+        if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
+            raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
+        read, written = _traffic(inspect.getsource(self.fn), tensors)
+        counter.launch(f"triton {self.fn.__name__}", read, written, triton=True)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = before
+
+
+def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Bytes of the tensors that a kernel's source loads and stores; those that it does neither with by name are read."""
+    read, written, seen = 0, 0, set[tuple[int, int]]()
+    for name, x in tensors.items():
+        place = (id(x.untyped_storage()), int(x.storage_offset()))
+        if place in seen:
+            continue  # given twice, for a pointer that is not followed
+        seen.add(place)
+        stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
+        loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
+        read += operations.nbytes(x) if loads or not stores else 0
+        written += operations.nbytes(x) if stores else 0
+    return read, written
+
+
+@contextmanager
+def counted_compile(counter: Counter) -> Iterator[None]:
+    """`torch.compile` gives flex attention as a kernel forward and two backward, a block mask as one; anything else runs as it is."""
+    before = torch.compile
+
+    def compiled(function: Any = None, **options: Any) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "flex_attention":
+            return lambda *args, **kwargs: _flex_attention(counter, *args, **kwargs)
+        if name == "create_block_mask":
+            return lambda *args, **kwargs: _block_mask(counter, *args, **kwargs)
+        return function if function is not None else (lambda given: given)
+
+    torch.compile = compiled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = before
+
+
+def _flex_attention(
+    counter: Counter, q: Tensor, k: Tensor, v: Tensor, *, block_mask: object, scale: float, enable_gqa: bool, return_aux: Any = None
+) -> Any:
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError(f"flex attention got {q.shape[1]} and {k.shape[1]} heads")
+    y, lse = _Flex.apply(counter, q, k, v)  # type: ignore[no-untyped-call]
+    return y if return_aux is None else (y, type("Aux", (), {"lse": lse if return_aux.lse else None})())
+
+
+class _Flex(torch.autograd.Function):
+    """Shapes, bytes and flops of flex attention, every block counted as seen."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: Counter, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        y, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.counter, ctx.flops = counter, 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        counter.launch(
+            "flex attention", sum(map(operations.nbytes, (q, k, v))), operations.nbytes(y) + operations.nbytes(lse), flops=ctx.flops
+        )
+        return y, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        gradients, delta = [torch.empty_like(x) for x in (q, k, v)], torch.empty_like(lse)
+        ctx.counter.launch("flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta))
+        size = sum(map(operations.nbytes, (q, k, v)))
+        ctx.counter.launch("flex attention's backward", size + 2 * operations.nbytes(y), size, flops=5 * ctx.flops // 2)
+        return None, *gradients
+
+
+def _block_mask(
+    counter: Counter, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
+) -> object:
+    """Runs the rule on scalars, to see that it can be."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    if not counter.is_here(rule(zero, zero, zero, zero)):
+        raise RuntimeError("the rule of a block mask answers on another device")
+    blocks = (batch or 1, heads or 1, -(-queries // 128), -(-keys // 128))
+    for shape in (blocks[:3], blocks) * 4:
+        torch.empty(shape, dtype=torch.int32, device=device)
+    counter.launch("block mask", 0, 8 * math.prod(blocks))
+    return object()
