@@ -40,7 +40,7 @@ def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_T
         pair_G, options = pair_of_row(row_TK, len(rows_GD)), _options(rows_GD)
         with launching_on(rows_GD):
             _backward_kernel[(triton.cdiv(len(rows_GD), options["ROWS"]),)](
-                grad_TD, rows_GD, pair_G, weights_TK, grad_rows_GD, grad_weights_TK, *rows_GD.shape, row_TK.shape[1], **options
+                grad_TD, rows_GD, pair_G, weights_TK, grad_rows_GD, grad_weights_TK, *rows_GD.shape, K=max(1, row_TK.shape[1]), **options
             )
     return grad_rows_GD, grad_weights_TK
 
@@ -137,7 +137,7 @@ def _backward_kernel(
     grad_weight_ptr,
     num_rows,
     num_columns,
-    num_slots,
+    K: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,7 +146,7 @@ def _backward_kernel(
     pair = tl.load(pair_ptr + row, mask=row < num_rows, other=-1)
     has_pair = pair >= 0
     weight = tl.load(weight_ptr + pair, mask=has_pair, other=0.0).to(WIDE)[:, None]
-    token = (pair // num_slots)[:, None]
+    token = (pair // K)[:, None]
     partial = tl.zeros((ROWS, BLOCK), dtype=WIDE)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]

@@ -46,7 +46,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
         _ends_kernel[(1,)](count_E, start_E, end_E, num_experts, alignment, BLOCK=triton.next_power_of_2(num_experts))
         if num_pairs:
             _scatter_kernel[(num_blocks,)](
-                experts_TK, count_EP, start_E, token_G, row_TK, num_pairs, num_slots, num_blocks, BLOCK_N=BLOCK_N
+                experts_TK, count_EP, start_E, token_G, row_TK, num_pairs, num_blocks, K=num_slots, BLOCK_N=BLOCK_N
             )
     return token_G, row_TK, count_E, end_E
 
@@ -95,7 +95,7 @@ def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: t
 
 @triton.jit
 @no_type_check
-def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_pairs, num_slots, num_blocks, BLOCK_N: tl.constexpr):
+def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_pairs, num_blocks, K: tl.constexpr, BLOCK_N: tl.constexpr):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
     pair = block.to(tl.int64) * BLOCK_N + lane
@@ -106,7 +106,7 @@ def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_p
     before = tl.load(before_ptr + expert * num_blocks + block, mask=has_row, other=0)
     start = tl.load(start_ptr + expert, mask=has_row, other=0)
     row = (start + before + rank).to(tl.int64)
-    tl.store(token_ptr + row, pair // num_slots, mask=has_row)
+    tl.store(token_ptr + row, pair // K, mask=has_row)
     tl.store(row_ptr + pair, tl.where(has_row, row, -1), mask=pair < num_pairs)
 
 

@@ -1,0 +1,119 @@
+"""Triton's kernels compile for the GPUs they are meant for, within their limits, and the committed table says with what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lather.bench.ahead_of_time import SHARED_KIB, complaints, counted
+
+triton = pytest.importorskip("triton")
+
+COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/results/kernels-ahead.jsonl"
+Row = dict[str, Any]
+
+WITHOUT_A_CASE = """
+from lather.bench import ahead_of_time, kernel_cases
+
+launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"])
+assert not ahead_of_time.unreached(one.kernel for one in launches)
+without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module__]
+print(*sorted(ahead_of_time.unreached(without)))
+"""
+
+
+def python(*arguments: str, timeout: float = 220) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as Triton's interpreter is on in this one, and with Triton's own settings."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+
+
+def compile_all(out: Path, *options: str, timeout: float = 220) -> list[Row]:
+    result = python("-m", "lather.bench.ahead_of_time", "--out", str(out), *options, timeout=timeout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def by_code(rows: list[Row]) -> dict[str, Row]:
+    """The counts of a row by what was compiled; which cases led to it depends on the choice of models."""
+    keys = ("kernel", "architecture", "types", "constants", "warps")
+    return {json.dumps([row[key] for key in keys], sort_keys=True): {k: v for k, v in row.items() if k != "cases"} for row in rows}
+
+
+def committed() -> list[Row]:
+    rows = [json.loads(line) for line in COMMITTED.read_text().splitlines()]
+    if rows[0]["triton"] != triton.__version__:
+        pytest.skip(f"the rows are those of Triton {rows[0]['triton']}, this is {triton.__version__}")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """Both gates on every architecture: compiling it ends with an error if a kernel exceeds a limit or has no case."""
+    return compile_all(tmp_path_factory.mktemp("ahead") / "rows.jsonl", "--models", "DeepSeek-V2-Lite", "GPT-OSS-20B")
+
+
+def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
+    assert {row["architecture"] for row in rows} == set(SHARED_KIB)
+    assert not [complaints(row) for row in rows if complaints(row)]
+    assert min(row["registers"] for row in rows) > 0
+
+
+def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits(rows: list[Row]) -> None:
+    """By each thread; the address and the length of a row allow it in these models."""
+    narrow = [(row["kernel"], row["cases"]) for row in rows if "*bf16" in row["types"] and "128" not in row["loads"]]
+    assert not narrow
+    assert not [row["kernel"] for row in rows if row["divisions"]]
+
+
+def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
+    """After a change: `python -m lather.bench.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
+    kept = by_code(committed())
+    assert by_code(rows).items() <= kept.items()
+
+
+def test_a_kernel_without_a_case_is_noticed() -> None:
+    """A function that another kernel calls needs none of its own, unless nobody calls it."""
+    result = python("-c", WITHOUT_A_CASE)
+    assert result.returncode == 0, result.stderr
+    missed = {"_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves"}
+    assert set(result.stdout.split()) == {f"swiglu.{name}" for name in missed}
+
+
+LOG = "0 bytes stack frame, {stores} bytes spill stores, 8 bytes spill loads\nptxas info    : Used 40 registers, used 0 barriers"
+PTX = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.b16 { %rs1 }, [ %rd2 + 0 ];
+    st.global.v2.b32 [ %rd3 + 0 ], { %r1, %r2 };
+    ld.shared.b32 %r5, [%r6];
+    div.s64 %rd4, %rd5, %rd6;
+"""
+
+
+def test_counts_of_a_log_and_ptx() -> None:
+    row = counted(LOG.format(stores=4), PTX)
+    assert (row["registers"], row["spilled_bytes"], row["stack_bytes"], row["divisions"]) == (40, 12, 0, 1)
+    assert (row["loads"], row["stores"]) == ({"16": 1, "128": 1}, {"64": 1})
+    with pytest.raises(RuntimeError, match="neither registers nor spills"):
+        counted("", PTX)
+
+
+@pytest.mark.parametrize("architecture", sorted(SHARED_KIB))
+def test_what_exceeds_a_limit_is_complained_about(architecture: int) -> None:
+    row = {"kernel": "a.kernel", "architecture": architecture, "spilled_bytes": 0, "shared_bytes": 1024 * SHARED_KIB[architecture]}
+    assert not complaints(row)
+    assert "spills 4 bytes" in complaints(row | {"spilled_bytes": 4})[0]
+    assert "shared memory" in complaints(row | {"shared_bytes": row["shared_bytes"] + 1})[0]
+    assert "does not compile" in complaints(row | {"error": "ValueError: no"})[0]
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+def test_all_models(tmp_path: Path) -> None:
+    assert by_code(compile_all(tmp_path / "rows.jsonl", timeout=880)) == by_code(committed())
