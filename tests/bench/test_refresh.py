@@ -9,6 +9,7 @@ from torch import Tensor
 from lather.bench import refresh
 from lather.bench.check import CheckError
 from lather.bench.refresh import Factors, check_refreshes, refresh_batched_by_lather, refresh_one_by_one, transformer_factors
+from lather.optim.linalg import orthogonal
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,9 @@ def test_a_transformer_of_twelve_layers_has_96_factors() -> None:
     assert [tuple(f.k.shape) for f in transformer_factors(4, 6, CPU)] == [(72, 4, 4), (24, 6, 6)]
 
 
-def test_both_refreshes_agree(factors: list[Factors]) -> None:
+@pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "gpu"])
+def test_both_refreshes_agree(factors: list[Factors], as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonal, "is_gpu", lambda on: as_on_a_gpu)
     for ours, baseline in zip(refresh_batched_by_lather(factors), refresh_one_by_one(factors), strict=True):
         torch.testing.assert_close((ours.mT @ baseline).abs(), torch.eye(ours.shape[-1]).expand_as(ours), atol=1e-2, rtol=0)
     assert check_refreshes(factors)["off_diagonal_share"].keys() == {"lather", "one_by_one"}

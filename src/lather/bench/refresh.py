@@ -21,7 +21,7 @@ from lather.shapes import Float
 
 NUM_LAYERS = 12
 HIDDEN_AND_MLP = ((1024, 4096), (2048, 4096))
-ORTHONORMAL = 1e-4
+ORTHONORMAL = 1e-5
 """Most that an element of Q^T Q may differ from the identity's."""
 AS_DIAGONAL = 1.02
 """Most off-diagonal mass of ours relative to the baseline's."""

@@ -44,8 +44,6 @@ class KLSOAPRule(BasisRule):
     _: KW_ONLY
     precondition_frequency: Interval = 1
     """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
-    refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "qr"
-    """qr, cholesky_qr, root_qr or auto: orthogonal iteration; eigh: whole eigendecompositions."""
     adam_warmup_steps: Steps = 1
     """Plain Adam for this many steps, while statistics gather; the first bases come in the step after. 0: at once."""
     initial_eigenvalue: Positive = 1.0
@@ -144,7 +142,7 @@ class REKLS(KLSOAP):
 
 
 class StackedSOAP(KLSOAP):
-    """KLSOAP in which a stack of experts (b, m, n) is one matrix with shared factors, refreshed by QR at every step."""
+    """KLSOAP in which a stack of experts (b, m, n) is one matrix with shared factors, refreshed at every step."""
 
     rule = StackedSOAPRule
 
