@@ -50,7 +50,7 @@ MODEL = Qwen3MoeConfig(
     num_experts=8,
     num_experts_per_tok=2,
 )
-SEQUENCES, LENGTH, MICRO_BATCH = 16, 128, 4
+SEQUENCES, LENGTH, MICRO_BATCH = 16, 512, 4
 """Four micro-batches, the fewest that two ranks take: the longest gaps."""
 CONTESTANTS = ("filled", "at once")
 WARM_UP = 3

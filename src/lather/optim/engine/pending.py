@@ -23,7 +23,7 @@ from lather.device import gpu_module, is_gpu
 from lather.optim.engine.refresh import Count, DimRefresh, Launched, finish, launch
 from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
 
-CPU_PIECE_FLOPS = 5e8
+CPU_PIECE_FLOPS = 2e8
 """Flops of a piece on a CPU, about; a piece is one matrix at least. Some milliseconds: a rank whose input has come meanwhile lets it wait
 for so long, and smaller batches are slower."""
 
