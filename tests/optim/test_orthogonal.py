@@ -129,6 +129,22 @@ def test_auto_depends_on_size_and_kind_of_device() -> None:
     assert [pick_refresh_method(n, gpu) for n in (8, 4096, 10**5)] == ["root_qr", "root_qr", "qr"]
 
 
+def test_auto_takes_qr_for_the_matrices_on_which_cholesky_qr_would_fail() -> None:
+    """Near bases of a flat spectrum, and of one whose least eigenvalues are rounding errors; by turns, in one batch."""
+    n = 64
+    easy, hard = torch.linspace(2, 1, n).double(), torch.logspace(0, -12, n).double()
+    u = basis(n, 1)[:1]
+    k = torch.cat([(u * (easy if number % 2 else hard)) @ u.mT for number in range(4)]).float()
+    q = torch.linalg.qr(u + 1e-3 * randn(1, n, n)).Q.float().expand(4, n, n).contiguous()
+    found, order, failed = iterate(k, q, 2, "auto")
+    assert not failed.any()
+    assert iterate(k, q, 2, "cholesky_qr")[2].tolist() == [True, False] * 2
+    for number in range(4):
+        alone, order_alone, _ = iterate(k[number : number + 1], q[number : number + 1], 2, "cholesky_qr" if number % 2 else "qr")
+        torch.testing.assert_close(found[number], alone[0], rtol=0, atol=1e-6)
+        assert torch.equal(order[number], order_alone[0])
+
+
 # --- the root ---------------------------------------------------------------------------------------------------------------------------
 
 SPECTRA = {
