@@ -25,6 +25,11 @@ def gpu_module(on: Tensor | torch.device) -> Any:
     return torch.get_device_module(on.device if isinstance(on, Tensor) else on)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, if x is not there. To a GPU it goes from pinned memory, and the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
+
+
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
     """The GPU of `x`, if it is on one, as the current one: Triton launches on that, whatever its arguments say."""
     return cast(AbstractContextManager[object], gpu_module(x).device_of(x)) if is_gpu(x) else nullcontext()

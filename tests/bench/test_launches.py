@@ -29,3 +29,24 @@ def test_launches_do_not_grow_and_nobody_waits(rows: dict[str, Any], case: str, 
     assert 100 < rows[case]["launches"] <= at_most
     assert rows[case]["host_waits"] == 0
     assert rows[case]["triton"] > 0
+
+
+STEPS = """
+import json
+from lather.bench.launches.cases import step_case
+from lather.bench.launches.command import count
+rows = [row for packed in (False, True) for row in count(step_case("DeepSeek-V2-Lite", "muon", 2, 1024, packed=packed))]
+print("\\n" + json.dumps([row["waits"] for row in rows]))
+"""
+
+
+def test_the_model_makes_the_host_wait_once_in_a_step() -> None:
+    """When forward and backward are done, for the losses; with packed documents, too."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True, timeout=300, env=environment)
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert len(steps) == 6
+    outside = ("train/step.py", "optim/", "parallel/gradients.py")
+    for waits in steps:
+        of_model = [(wait["what"], wait["times"]) for wait in waits if not wait["where"].startswith(outside)]
+        assert of_model == [("copy to the host", 1)]

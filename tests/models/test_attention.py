@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, attend, flexible_attention
+from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, attend, flex_options, flexible_attention
 from lather.models.layout import SequenceLayout, check_boundaries
 from lather.models.rotary import Rotary
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
@@ -122,6 +122,18 @@ def test_flex_attention_gives_the_same(num_kv_heads: int, packed: bool, window: 
     expected = plain_attention(q, k, v, sink, window=window, packed=packed)
     assert actual.dtype in FLEX_DTYPES
     assert error(actual.transpose(1, 2), expected.float()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "fits"), [(192, torch.float32, True), (128, torch.float32, False), (192, torch.bfloat16, False)]
+)
+def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(width: int, dtype: torch.dtype, fits: bool) -> None:
+    """Of query, key and value, in memory that every GPU's blocks have."""
+    options = flex_options(torch.empty(1, 1, 4, width, dtype=dtype))
+    assert (options is not None) == fits
+    if options is not None:
+        rows = options["fwd_BLOCK_M"] + 2 * options["fwd_BLOCK_N"] * options["fwd_num_stages"]  # type: ignore[typeddict-item]
+        assert rows * 256 * 4 <= 99 * 1024
 
 
 def test_grouped_queries_keep_no_more_than_the_formula_says() -> None:

@@ -68,6 +68,15 @@ def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(capability
     torch.testing.assert_close(zeroed, expected, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("capability", "sound"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)], ids=str)
+def test_grouped_mm_is_for_gpus_that_have_its_kernel(capability: tuple[int, int], sound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On others it loops over experts, and the host waits for the ends of their runs."""
+    monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
+    monkeypatch.setattr(grouped, "gpu_module", lambda x: SimpleNamespace(get_device_capability=lambda device: capability))
+    assert grouped._sound(torch.ones(8, 16, dtype=torch.bfloat16)) == sound
+    assert not grouped._sound(torch.ones(8, 16))
+
+
 def test_sum_is_each_experts_own_and_zero_without_rows(case: Case) -> None:
     x_GI = case.x_GI.nan_to_num(1e30)  # rows of nobody go to a sum of their own
     expected = torch.stack([x_GI[rows].sum(0) for rows in case.rows])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from lather.device import is_gpu
 from lather.models.cache import CachedLayout
@@ -36,6 +36,8 @@ LATENT_EPS = 1e-6
 """The latents' norms have this eps in the published models, whatever `rms_norm_eps` is."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
+FLEX_WIDE = 128
+FLEX_TILES_WIDE_FP32: FlexKernelOptions = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}  # type: ignore[typeddict-unknown-key]
 
 
 def attend(
@@ -107,12 +109,26 @@ def flexible_attention(
     grouped = q_BHSN.shape[1] != k_BGSN.shape[1]
     y_BHSU: Tensor
     y_BHSU, aux = attention(
-        q_BHSN, k_BGSN, v_BGSU, block_mask=block_mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=sinks_H is not None)
+        q_BHSN,
+        k_BGSN,
+        v_BGSU,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=grouped,
+        return_aux=AuxRequest(lse=sinks_H is not None),
+        kernel_options=flex_options(q_BHSN),
     )
     if sinks_H is None:
         return y_BHSU
     share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
     return y_BHSU * share_BHS.unsqueeze(-1).to(y_BHSU.dtype)
+
+
+def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
+    """Tiles of flex attention's forward kernel where torch's own, 64 x 64 in three stages, exceed a block's shared memory: for fp32 heads
+    wider than 128, which count as 256. These take 32 + 32 + 32 KiB with values as wide, of the 99 KiB that the smallest GPUs have. None:
+    torch's choice. (Its backward takes tiles of 16 x 16 in fp32.)"""
+    return FLEX_TILES_WIDE_FP32 if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE else None
 
 
 def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float, recipe: Recipe | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """Products of rows grouped by expert with one matrix per expert.
 
-`F.grouped_mm` does them where it is sound: in bf16 on CUDA (compute capability 8 and up), in fp32, fp16 and bf16 on CPU, with matrices
-whose rows are a multiple of 16 bytes. Elsewhere a loop over experts does, which has to read the runs' ends on the host.
+`F.grouped_mm` does them where it is sound: in bf16 on CUDA (compute capabilities 9 and 10; for all others it loops over experts itself, and
+waits for the runs' ends), in fp32, fp16 and bf16 on CPU, with matrices whose rows are a multiple of 16 bytes. Elsewhere a loop over experts
+does, which has to read the runs' ends on the host.
 
 Letters: G rows grouped by expert, E experts, I input and O output size. `end_E` (int32) is where each expert's run ends, padding included.
 Rows from the last end on belong to nobody: they are neither read nor written, so results are undefined there.
@@ -18,6 +19,8 @@ from torch import Tensor
 from lather.device import gpu_module, is_gpu
 from lather.shapes import Float, Int
 
+GROUPED_MM_MAJORS = (9, 10)
+"""Compute capabilities for which torch has a grouped kernel."""
 ROW_BYTES = 16
 """grouped_mm wants every row of a matrix, and on CUDA the start of every run, at a multiple of this."""
 
@@ -96,7 +99,8 @@ def _sound(*operands: Tensor) -> bool:
 def _operand_is_sound(operand: Tensor) -> bool:
     dtypes: tuple[torch.dtype, ...]
     if is_gpu(operand):
-        dtypes = (torch.bfloat16,) if gpu_module(operand.device).get_device_capability(operand.device) >= (8, 0) else ()
+        major, _ = gpu_module(operand.device).get_device_capability(operand.device)
+        dtypes = (torch.bfloat16,) if major in GROUPED_MM_MAJORS else ()
     else:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
     strides = sorted(operand.stride()[-2:])

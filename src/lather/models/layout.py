@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
-from lather.device import is_gpu
+from lather.device import is_gpu, to_device
 from lather.models.rotary import Rotary
 from lather.shapes import Bool, Float, Int
 
@@ -27,7 +27,8 @@ class SequenceLayout:
 
     `cu_seqlens` packs several documents into the batch as in flash-attention's varlen functions: the boundaries of the documents among the
     B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token sees its own document
-    only, and positions restart with each. The ends of the rows are boundaries anyway. Reading `cu_seqlens` waits for the device.
+    only, and positions restart with each. The ends of the rows are boundaries anyway. Their values are read on the host: give a tensor that
+    is there, or it waits for the device.
 
     Raises TypeError if `cu_seqlens` is not of integers and ValueError if it is not such boundaries.
     """
@@ -48,7 +49,7 @@ class SequenceLayout:
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
         rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1))
-        starts = torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1].to(self.device)
+        starts = to_device(torch.cat((cu_seqlens.cpu().long(), rows)).unique()[:-1], self.device)
         if len(starts) > self.batch:
             token_T = torch.arange(self.batch * self.length, device=self.device)
             document_T = torch.searchsorted(starts, token_T, right=True) - 1

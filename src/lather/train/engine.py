@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
-from lather.device import is_gpu
+from lather.device import to_device
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
@@ -161,7 +161,7 @@ class Engine:
         device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
         begins = batch.begins_BS
         layouts = [self._layout] * (len(batch.inputs_BS) // size) if begins is None else [self._packed(x_BS) for x_BS in begins.split(size)]
-        on_device = (_to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
+        on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
         for number, (x_BS, y_BS, layout) in enumerate(zip(*on_device, layouts, strict=True)):
             share = 0.0 if shares is None else shares[number]
             weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
@@ -180,7 +180,7 @@ class Engine:
         counts_LE = found[2:].view(len(layers), experts)
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
-        share_M = torch.tensor(shares, dtype=torch.float64).to(self.mesh.device)
+        share_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
         for stage in self.part.share.own_stages:
             for number, layer in enumerate(self._moe_layers_of(stage)):
                 summaries = [output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))]
@@ -201,11 +201,6 @@ class Engine:
 
     def _moe_layers_of(self, stage: int) -> list[int]:
         return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that the host does not wait for a GPU that is still at work."""
-    return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
 
 
 def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) -> Engine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -198,24 +198,29 @@ def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400
     return Case("the loss", {"part": "loss", "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "precision": precision}, rows)
 
 
-def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS) -> Case:
-    """Training steps of one process in bf16, four sequences of a micro-batch."""
+def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> Case:
+    """Training steps of one process in bf16, four sequences of a micro-batch; `packed`: each of two documents."""
     config = Config(
         model=model_config(model, num_hidden_layers=layers),
         train=LoopConfig(batch_size=4, micro_batch_size=4, sequence_length=tokens // 4, precision="bf16"),
         moe=MoEConfig(),
         optim=optim_config(rule, **rule_options(rule)),
     )
-    described = {"part": "step", "model": model, "rule": rule, "layers": layers, "tokens": tokens, "precision": "bf16"}
-    return Case(f"a training step, {layers} layers of {model}, {rule}", described, lambda counter: training_steps(counter, config))
+    described = {"part": "step", "model": model, "rule": rule, "layers": layers, "tokens": tokens, "precision": "bf16", "packed": packed}
+    name = f"a training step, {layers} layers of {model}, {rule}" + (", packed" if packed else "")
+    return Case(name, described, lambda counter: training_steps(counter, config, packed=packed))
 
 
-def training_steps(counter: Counter, config: Config) -> Iterator[str]:
+def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
     """Steps of a whole engine, each a row: with first bases, without, with a refresh."""
     counter.integers = rows_of_experts(config.train.batch_size * config.train.sequence_length, config.model)
     engine = build_engine(config, Mesh.single(counter.device))
     step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
     batch = Batch.of_tokens(torch.zeros(config.train.batch_size, config.train.sequence_length + 1, dtype=torch.long))
+    if packed:
+        begins_BS = torch.zeros_like(batch.inputs_BS, dtype=torch.bool)
+        begins_BS[:, [0, begins_BS.shape[1] // 2]] = True
+        batch = replace(batch, begins_BS=begins_BS)
     for name in STEPS.values():
         counter.restart()
         step(batch, 1e-3)

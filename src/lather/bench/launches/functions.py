@@ -141,7 +141,16 @@ def counted_compile(counter: Counter) -> Iterator[None]:
 
 
 def _flex_attention(
-    counter: Counter, q: Tensor, k: Tensor, v: Tensor, *, block_mask: object, scale: float, enable_gqa: bool, return_aux: Any = None
+    counter: Counter,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: object,
+    scale: float,
+    enable_gqa: bool,
+    return_aux: Any = None,
+    **options: Any,
 ) -> Any:
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -177,8 +186,8 @@ class _Flex(torch.autograd.Function):
 def _block_mask(
     counter: Counter, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
 ) -> object:
-    """Runs the rule on scalars, to see that it can be."""
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+    """Runs the rule, to see that it can be. (Scalars would be read when they are indices.)"""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     if not counter.is_here(rule(zero, zero, zero, zero)):
         raise RuntimeError("the rule of a block mask answers on another device")
     blocks = (batch or 1, heads or 1, -(-queries // 128), -(-keys // 128))
