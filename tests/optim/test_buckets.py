@@ -254,18 +254,18 @@ def test_refreshes_on_a_gpu_take_a_quarter_of_what_is_free_within_limits(free: i
     optimizer = SOAP(params)
     run(optimizer, params, range(1))
     (bucket,) = {id(run.bucket): run.bucket for run in optimizer._plan.runs}.values()
-    assert bucket.refresh_bytes == 2**28
-    del bucket.refresh_bytes
+    assert bucket.temporary_bytes == 2**28
+    del bucket.temporary_bytes
     asked: list[object] = []
     module = SimpleNamespace(mem_get_info=lambda device: (asked.append(device), (free * 2**30, 0))[1])
     monkeypatch.setattr(buckets, "is_gpu", lambda on: True)
     monkeypatch.setattr(buckets, "gpu_module", lambda on: module)
-    assert [bucket.refresh_bytes for _ in range(2)] == [expected * 2**30] * 2
+    assert [bucket.temporary_bytes for _ in range(2)] == [expected * 2**30] * 2
     assert len(asked) == 1
 
 
 def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
-    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), refresh_bytes=2**32)
+    bucket = SimpleNamespace(inner=(2048, 1408), device=torch.device("meta"), temporary_bytes=2**32)
     job = DimRefresh(SimpleNamespace(bucket=bucket, rule=SOAPRule()), 0, range(64), ("auto",))  # type: ignore[arg-type]
     assert len(next(job.batches()).rows) >= 20
 

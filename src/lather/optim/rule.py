@@ -116,8 +116,8 @@ class Rule:
     batched: bool = True
     """Work on equal matrices together; off: one by one, with the same result to rounding."""
     bucket_bytes: Bytes = None
-    """Bound on the temporary memory of a step, bytes (that of one matrix is the least). None: 256 MiB, and for refreshes on a GPU a quarter
-    of what is free there at the first of them, 2 to 4 GiB."""
+    """Bound on the temporary memory of a step, bytes (that of one matrix is the least). None: 256 MiB, and on a GPU a quarter of what is
+    free there at the first step, 2 to 4 GiB."""
     num_streams: Count = 1
     """CUDA streams over which batches are spread (the most that any group asks for)."""
     fp32_matmul_prec: Precision = "highest"

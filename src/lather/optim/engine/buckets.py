@@ -20,8 +20,8 @@ from lather.optim.engine.state import kept_entries
 BUCKET_BYTES = 2**28
 """Temporary memory of a step where `bucket_bytes` does not say."""
 
-LEAST_GPU_REFRESH_BYTES = 2**31
-"""Temporary memory of a refresh on a GPU: at most twice this, so that about 20 matrices of 2048 rows make a batch."""
+LEAST_GPU_BYTES = 2**31
+"""The same on a GPU: at least this and at most twice this, so that about 20 matrices of 2048 rows make a batch."""
 
 
 class Bucket:
@@ -42,13 +42,13 @@ class Bucket:
         ]
 
     @cached_property
-    def refresh_bytes(self) -> int:
-        """Temporary memory of a refresh where `bucket_bytes` does not say; asked for once, so that batches stay as they are."""
+    def temporary_bytes(self) -> int:
+        """Temporary memory of a phase where `bucket_bytes` does not say; asked for once, so that batches stay as they are."""
         if not is_gpu(self.device):
             return BUCKET_BYTES
         ask = getattr(gpu_module(self.device), "mem_get_info", None)
         free = ask(self.device)[0] if ask is not None else 0
-        return min(max(free // 4, LEAST_GPU_REFRESH_BYTES), 2 * LEAST_GPU_REFRESH_BYTES)
+        return min(max(free // 4, LEAST_GPU_BYTES), 2 * LEAST_GPU_BYTES)
 
     def holds(self, number: int, state: Mapping[str, Tensor]) -> bool:
         """Whether the state of member `number` is still its views."""

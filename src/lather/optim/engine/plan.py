@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.optim.engine.buckets import BUCKET_BYTES, Bucket
+from lather.optim.engine.buckets import Bucket
 from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import NORM, compute_dtype
@@ -80,7 +80,7 @@ class Run:
         copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
-        count = (rule.bucket_bytes or BUCKET_BYTES) // rule.num_streams // per_matrix
+        count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
         if bucket.device.type == "cpu":
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
             count = min(count, cpu_count(fitting) if fitting else 1)  # one that is too large is divided among the threads by itself
@@ -224,11 +224,13 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
     if not weights:
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
-    wide = weights if dtype == weights[0].dtype else [weight.to(dtype) for weight in weights]
+    wide = weights if dtype == weights[0].dtype else [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    if wide is not weights:
+        foreach_copy_(wide, weights)
     if decay:
         foreach_mul_(wide, 1 - decay)
     foreach_add_(wide, updates, alpha=-lr)
-    if dtype != weights[0].dtype:
+    if wide is not weights:
         foreach_copy_(weights, wide)
 
 

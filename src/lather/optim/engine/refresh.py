@@ -53,7 +53,7 @@ class DimRefresh:
         bucket, rule = self.run.bucket, self.rule
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         per_matrix = numel * compute_dtype(rule).itemsize
-        count = (rule.bucket_bytes or bucket.refresh_bytes) // per_matrix
+        count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
         if bucket.device.type == "cpu":
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
         count = max(1, count) if rule.batched else 1

@@ -86,6 +86,18 @@ def update_kronecker_factors_kl(
         average_(k, unfold(x, dim), beta, (1 - beta) * k.shape[-1] / math.prod(g.shape[1:]), active)
 
 
+def gram(x: Tensor) -> Tensor:
+    """x x^T for x (B, n, rest)."""
+    if is_formed_whole(x):
+        return x @ x.mT
+    return average_(x.new_zeros(len(x), x.shape[1], x.shape[1]), x, 0.0, 1.0)
+
+
+def is_formed_whole(x: Tensor) -> bool:
+    """Whether x x^T for x (B, n, rest) is one product, not one of each block row."""
+    return min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x)
+
+
 def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None = None) -> Tensor:
     """k = beta k + weight x x^T in place, for x (B, n, rest), on the batch entries `active`; returns k.
 
@@ -95,7 +107,7 @@ def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | 
     n = k.shape[-1]
     if active is not None:
         k[active] = average_(k[active], x, beta, weight)
-    elif min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x):
+    elif is_formed_whole(x):
         k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
     else:
         height = -(-n // SYMMETRIC_BLOCKS)

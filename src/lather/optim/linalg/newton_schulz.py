@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.optim.linalg.kronecker import average_
+from lather.optim.linalg.kronecker import average_, gram, is_formed_whole
 from lather.shapes import Float
 
 QUINTIC = ((3.4445, -4.7750, 2.0315),)
@@ -61,14 +61,18 @@ def orthogonalize(
             also for fp32 on a CPU that is faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
-    y = (y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)).to(iteration_dtype(x, dtype))
+    norm = torch.linalg.matrix_norm(y, keepdim=True) + 1e-7
+    y = torch.div(y, norm, out=torch.empty_like(y, dtype=iteration_dtype(x, dtype)))
     table = COEFFICIENTS[coefficients]
     if y.dtype == torch.bfloat16 and coefficients == "polar_express":
         table = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in table[:-1]), table[-1])
     for step in range(steps):
         a, b, c = table[min(step, len(table) - 1)]
-        gram = average_(y.new_zeros(len(y), y.shape[1], y.shape[1]), y, 0.0, 1.0)
-        polynomial = average_(gram.clone(), gram, b, c)
+        square = gram(y)
+        if is_formed_whole(square):
+            polynomial = torch.baddbmm(square, square, square.mT, beta=b, alpha=c)
+        else:
+            polynomial = average_(square.clone(), square, b, c)
         y = torch.baddbmm(y, polynomial, y, beta=a)
     return (y.mT if x.shape[-2] > x.shape[-1] else y).to(x.dtype)
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
 from lather.optim.linalg.newton_schulz import with_norm_of
@@ -55,8 +56,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
         update_kronecker_factors(s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active)
         if t > self.muon_warmup_steps and (bases := s.by_dim("basis")):
             x = precondition(n, bases, "in")
-            v = s["exp_avg_sq"].mul_(self.beta2).addcmul_(x, x, value=1 - self.beta2)
-            y = x / (v / (1 - self.beta2**t)).sqrt_().add_(self.eps)
+            y = adam_in_basis(x, x, s["exp_avg_sq"], t, (0.0, self.beta2), self.eps)  # x is an average of its own
             x = precondition(with_norm_of(x, y), bases, "out")
         return self.finished(x, s)
 

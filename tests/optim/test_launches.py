@@ -1,0 +1,85 @@
+"""Kernel launches of an update's chunk on a GPU, counted on a stand-in: as many for a hundred matrices as for two."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+COUNT = """
+import json, sys, warnings
+import torch
+from lather.bench.launches.counter import Counter
+from lather import optim
+
+warnings.simplefilter("ignore")
+
+
+def count(name, shapes, dtype, options):
+    frequency = {} if name in ("Muon", "AdamW") else {"precondition_frequency": 100}
+    with Counter() as counter:
+        params = [torch.nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device=counter.device)) for shape in shapes]
+        optimizer = getattr(optim, name)(params, lr=1e-3, **frequency, **options)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.empty_like(p)
+            counter.restart()
+            optimizer.step()
+        found = {}
+        for phase, counts in counter.phases.items():
+            products = sum(number for kernel, number in counts.kernels.items() if "bmm" in kernel)
+            found[phase.rpartition(".")[2]] = (counts.launches, products, counts.host_waits)
+        return found
+
+
+print(json.dumps([count(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+MATRICES, EXPERTS = [[1024, 512]], [[16, 1024, 512]]
+PER_EXPERT = {"matrix_layout": "per_expert"}
+NEWTON_SCHULZ = 15
+"""Products of its five steps."""
+
+CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
+    "soap": ("SOAP", MATRICES * 2, "float32", {}, 10),
+    "soap, 100 matrices": ("SOAP", MATRICES * 100, "float32", {}, 10),
+    "soap, bf16 weights": ("SOAP", MATRICES * 2, "bfloat16", {}, 12),
+    "soap, experts": ("SOAP", EXPERTS, "float32", PER_EXPERT, 9),
+    "klsoap": ("KLSOAP", MATRICES * 100, "float32", {}, 19),
+    "klsoap, experts": ("KLSOAP", EXPERTS, "float32", PER_EXPERT, 17),
+    "muon": ("Muon", MATRICES * 100, "float32", {}, 10 + NEWTON_SCHULZ),
+    "muon, bf16 weights": ("Muon", MATRICES * 100, "bfloat16", {}, 12 + NEWTON_SCHULZ),
+    "soap_muon": ("SOAPMuon", MATRICES * 100, "float32", {}, 19 + NEWTON_SCHULZ),
+    "soap_muon, experts": ("SOAPMuon", EXPERTS, "float32", PER_EXPERT, 18 + NEWTON_SCHULZ),
+    "soap_muon, both sides": ("SOAPMuon", MATRICES * 100, "float32", {"sides": "both"}, 22 + NEWTON_SCHULZ),
+    "adamw": ("AdamW", MATRICES * 100, "float32", {}, 2),
+    "adamw, bf16 weights": ("AdamW", MATRICES * 100, "bfloat16", {}, 6),
+}
+"""Name -> class, shapes, dtype, options, and most launches of statistics and update, all of which fit one chunk."""
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, dict[str, list[int]]]:
+    """From a process of its own: the stand-in is registered with torch for as long as a process lives."""
+    cases = json.dumps([case[:-1] for case in CASES.values()])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    command = [sys.executable, "-c", COUNT, cases]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chunk_is_few_launches_whatever_the_number_of_matrices(counts: dict[str, dict[str, list[int]]], case: str) -> None:
+    found = {phase: counts[case][phase] for phase in ("statistics", "update") if phase in counts[case]}
+    assert 1 < sum(launches for launches, _, _ in found.values()) <= CASES[case][-1]
+    assert not any(waits for _, _, waits in found.values())
+
+
+def test_gradients_are_looked_at_with_one_wait(counts: dict[str, dict[str, list[int]]]) -> None:
+    for case, found in counts.items():
+        launches, _, waits = found["collect"]
+        assert waits == 1, case
+        assert launches <= 5, case
