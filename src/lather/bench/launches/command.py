@@ -27,7 +27,7 @@ class LaunchesBenchmark:
     """What to count."""
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Whose sizes; of DeepSeek-V2-Lite and Qwen3-30B-A3B."""
-    rules: tuple[str, ...] = ("soap", "kl_soap", "soap_muon", "muon")
+    rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
     """Rules of the optimizer; all but the first for the first model on the most ranks alone."""
     ranks: tuple[int, ...] = (8, 16)
     """Of how many ranks the optimizer's step is one's."""

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import flop_registry
 
 import lather
 from lather.bench.launches import device, operations
-from lather.bench.launches.functions import Functions, counted_compile, counted_triton
+from lather.bench.launches.functions import Functions, counted_compile, counted_triton, unmarked_for_streams
 from lather.memory.live_bytes import PeakBytes
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
@@ -86,7 +86,7 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Counter:
         device.module.waited, device.module.peak = self.wait, lambda: self.peak_bytes
-        for context in (fake_tensors_behave(), counted_triton(self), counted_compile(self), Functions(self)):
+        for context in (fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked_for_streams(), Functions(self)):
             self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,7 +24,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Functions(TorchFunctionMode):
-    """Attention takes the kernel that it takes on CUDA; marks for the allocator of streams are passed over."""
+    """Attention takes the kernel that it takes on CUDA."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -33,8 +34,6 @@ class Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.record_stream:
-            return None
         if func is F.scaled_dot_product_attention and self.counter.is_here(args[0]):
             return self._attention(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -71,6 +70,13 @@ class Functions(TorchFunctionMode):
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         y, _ = aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
         return y
+
+
+@contextmanager
+def unmarked_for_streams() -> Iterator[None]:
+    """Marks for the allocator, that a stream reads a tensor, are passed over: torch would take no stream but its own."""
+    with patch.object(Tensor, "record_stream", lambda x, stream: None):
+        yield
 
 
 @contextmanager

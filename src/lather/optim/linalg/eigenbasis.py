@@ -128,7 +128,8 @@ def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[T
 def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
     """Which matrices (B,) are refreshed by QR at once (`MIN_TURN`), by the rows of Q^T K and their products with those of Q^T."""
     cosines = w / torch.linalg.vector_norm(rows, dim=-1)
-    return ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))
+    is_hard: Tensor = ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # where a cosine is no number, too
+    return is_hard
 
 
 def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[Tensor, Tensor]:

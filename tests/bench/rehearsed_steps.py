@@ -1,0 +1,138 @@
+"""Whole training steps with the branches that a GPU takes, on the stand-in device: a process of its own, which prints what was found.
+
+    python tests/bench/rehearsed_steps.py         a line of JSON for each case
+
+Three steps a case: with first bases, without, with a refresh; two where there are no bases. Tensors have no values, but shapes, dtypes
+and devices that torch checks; a kernel of Triton is launched with the arguments that it would get.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lather.bench.launches.cases import STEPS, rows_of_experts, rule_options
+from lather.bench.launches.counter import Counter
+from lather.data.batches import Batch
+from lather.models.families import FAMILIES
+from lather.models.lora import LoraConfig
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config, LoopConfig, MoEConfig
+from lather.train.engine import build_engine
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
+
+SEQUENCES, LENGTH = 4, 128
+WIDE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 4},
+    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4, "sliding_window": 64, "intermediate_size": 128},
+}
+"""Sizes that a GPU's fast paths take."""
+COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2}
+NARROW = {"vocab_size": 259, "hidden_size": 72, "moe_intermediate_size": 36}
+"""Sizes that no kernel is made for."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A training run to be rehearsed."""
+
+    family: str = "deepseek_v2"
+    precision: str = "bf16"
+    rule: str = "soap"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
+    moe: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    packed: bool = False
+
+    @property
+    def name(self) -> str:
+        default = Rehearsal()
+        others = [f"{key} {getattr(self, key)}" for key in ("sizes", "loop", "moe", "optim") if getattr(self, key)]
+        others += ["adapters"] * (self.lora != default.lora) + ["packed"] * self.packed
+        return ", ".join([self.family, self.precision, self.rule, *others])
+
+    def config(self) -> Config:
+        sizes = {**COMMON, **WIDE[self.family], **self.sizes}
+        if self.family != "gpt_oss":
+            sizes = {"moe_intermediate_size": 128, "intermediate_size": 256, **sizes}
+        return Config(
+            model=FAMILIES[self.family].config(**sizes),
+            train=LoopConfig(
+                batch_size=SEQUENCES,
+                micro_batch_size=SEQUENCES // 2,
+                sequence_length=LENGTH,
+                precision=self.precision,  # type: ignore[arg-type]
+                **self.loop,
+            ),
+            moe=MoEConfig(**self.moe),
+            lora=self.lora,
+            optim=optim_config(self.rule, **{**rule_options(self.rule), **self.optim}),
+        )
+
+
+def rehearsals() -> list[Rehearsal]:
+    """Every family, precision and rule, and every choice that a GPU could take otherwise; AdamW where it is the model's."""
+    recomputed = {"recompute": ("attention", "experts", "shared_experts")}
+    return [
+        Rehearsal(),
+        Rehearsal("qwen3_moe"),
+        *(Rehearsal(family, "fp32", "adamw") for family in WIDE),
+        *(Rehearsal(rule=rule) for rule in ("klsoap", "soap_muon", "muon")),
+        Rehearsal(sizes=NARROW),
+        Rehearsal(precision="fp32", sizes=NARROW),
+        Rehearsal(optim={"stagger_refresh": True, "async_refresh": True}),
+        Rehearsal(rule="adamw", loop=recomputed),
+        Rehearsal(rule="adamw", packed=True),
+        Rehearsal("gpt_oss", rule="adamw"),
+        Rehearsal("gpt_oss", rule="adamw", packed=True),
+        Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, "z_loss_coefficient": 0.01}),
+        Rehearsal("qwen3_moe", rule="adamw", moe={"balance_level": "global_batch", "balance_coefficient": 0.1}),
+        Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),
+    ]
+
+
+def batch(packed: bool) -> Batch:
+    whole = Batch.of_tokens(torch.zeros(SEQUENCES, LENGTH + 1, dtype=torch.long))
+    begins = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
+    begins[:, [0, 40]] = True
+    return replace(whole, begins_BS=begins) if packed else whole
+
+
+def rehearse(case: Rehearsal) -> list[dict[str, Any]]:
+    """By step: launches, host waits with their places, and oddities."""
+    config, found = case.config(), []
+    with Counter(rows_of_experts(SEQUENCES // 2 * LENGTH, config.model)) as counter:
+        engine = build_engine(config, Mesh.single(counter.device))
+        step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
+        for name in list(STEPS.values())[: 3 if rule_options(case.rule) else 2]:
+            counter.restart()
+            step(batch(case.packed), 1e-3)
+            waits = {f"{what}, {where}": times for (what, where), times in counter.waits.items()}
+            found.append({"step": name, "launches": counter.total.launches, "waits": waits, "notes": dict(counter.notes)})
+    return found
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for case in rehearsals():
+        try:
+            result: dict[str, Any] = {"steps": rehearse(case)}
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        print(json.dumps({"case": case.name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Whole training steps as a GPU would take them, rehearsed on tensors without values: see `rehearsed_steps.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
+
+CASES = rehearsals()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """By case, from a process of its own: the stand-in is registered with torch for as long as a process lives."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_gpu_would_take_the_step(found: dict[str, Any], case: Rehearsal) -> None:
+    """No wrong device, dtype or shape; no product in fp64, no attention with S x S elements; in bf16 next to no wait of the host."""
+    result = found[case.name]
+    assert "error" not in result, result["error"]
+    for step in result["steps"]:
+        assert step["notes"] == {}
+        assert 500 < step["launches"] < 5000
+    if case.precision == "bf16" and case.sizes != NARROW and case.rule != "klsoap":
+        between = result["steps"][1]
+        most = 8 if case.moe.get("bias_update_rate") else 7
+        assert sum(between["waits"].values()) <= most, between["waits"]
