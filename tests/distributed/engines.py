@@ -38,6 +38,9 @@ class Case:
     """Per data rank; 0: as few as the schedule takes, plus one."""
     schedule: str = "dualpipev"
     dtype: torch.dtype = torch.float64
+    precision: str = "fp32"
+    """bf16: products are, of weights that have `dtype`."""
+    rounded_weights: str = "step"
     frees: bool = True
     poison: bool = False
     defer: bool = True
@@ -139,7 +142,13 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     fill(part, plain.named_parameters())
     moe = MoEConfig(memory=case.memory, balance_coefficient=0.05, balance_level=case.balance_level, z_loss_coefficient=case.z_loss)
     batch = mesh.data_size * schedule.num_micro_batches
-    loop = LoopConfig(batch_size=batch, sequence_length=LENGTH, recompute=case.recompute)
+    loop = LoopConfig(
+        batch_size=batch,
+        sequence_length=LENGTH,
+        recompute=case.recompute,  # type: ignore[arg-type]
+        precision=case.precision,  # type: ignore[arg-type]
+        rounded_weights=case.rounded_weights,  # type: ignore[arg-type]
+    )
     frees = Frees(enabled=case.frees, poison=case.poison)
     engine = Engine(part, mesh, schedule, loop, moe, frees=frees)
     if not case.defer:

@@ -7,6 +7,7 @@ The subset that always runs has every axis at 1 and 2, every family and every op
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,3 +191,30 @@ def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
         assert short == f"the batch's inputs have shape (5, 5), not (5, 6): {remedy}"
         assert few == f"the batch's inputs have shape (4, 6), not (5, 6): {remedy}"
         assert validation == f"the batch's inputs have shape (2, 5), not (2, 6): {remedy}"
+
+
+def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bool]:
+    """Whether two steps that keep rounded weights have the bits of steps that round anew, for each case."""
+    equal = []
+    for case in cases:
+        mesh, found = mesh_of(case), []
+        for keep in ("step", "product"):
+            pair = make_pair(replace(case, rounded_weights=keep), mesh=mesh)
+            optimizer = torch.optim.SGD([entry.parameter for entry in pair.engine.parameters], lr=0.5)
+            gradients: list[Tensor] = []
+            for step in range(2):
+                pair.engine.gradients(pair.engine.share_of(pair.tokens(step)))
+                gradients += [entry.parameter.grad.clone() for entry in pair.engine.parameters if entry.parameter.grad is not None]
+                optimizer.step()
+                pair.engine.clear_gradients()
+            assert pair.engine._segments.rounded_weights.nbytes == 0
+            found.append(gradients)
+        assert len(found[0]) == len(found[1]) > 10
+        equal.append(all(one.equal(other) for one, other in zip(*found, strict=True)))
+    return equal
+
+
+def test_rounded_weights_are_those_that_were_gathered() -> None:
+    """FSDP2 gathers into the same parameters step after step, without counting versions."""
+    cases = [Case(dtype=torch.float32, precision="bf16", layers=2), Case(pp=2, dtype=torch.float32, precision="bf16")]
+    assert run_ranks(gradients_of_steps, 2, cases) == [[True, True]] * 2

@@ -111,6 +111,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "train.recompute": [["router"]],
     "train.compile": [],
     "train.precision": ["fp16"],
+    "train.rounded_weights": ["never"],
     "train.device": ["tpu"],
     "parallel.pp": [*AT_LEAST_1, 4],
     "parallel.ep": [*AT_LEAST_1, 3],

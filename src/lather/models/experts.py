@@ -32,11 +32,12 @@ from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped import expert_of_row, grouped_sum, grouped_weight_gradient, run_alignment
 from lather.models.layers import compute_dtype, no_autocast, without_autocast
 from lather.models.lora import AdaptedStack, Adapter
+from lather.models.rounded import RoundedWeights, Rounding, to_round
 from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
 
-class Experts(Deferrable, nn.Module):
+class Experts(Deferrable, Rounding, nn.Module):
     """E gated MLPs as stacked weights, gate and up in one: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), biases if asked for.
 
     `gate` says how gate and up make the hidden product and how their columns lie. `gate_up_lora` and `down_lora` are adapters of the two
@@ -84,7 +85,7 @@ class Experts(Deferrable, nn.Module):
         plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
-        call = _Call(plan, self.gate, dtype, self.weight_gradients, scales, keep_gate_up=self.memory == "saved")
+        call = _Call(plan, self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
         weights = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else (adapter.A, adapter.B))]
         with no_autocast(x_RD):
@@ -131,13 +132,17 @@ class _Call:
     queue: WeightGradients | None
     scales: tuple[float, ...]
     """alpha / rank of the adapters of gate/up and of down."""
+    kept: RoundedWeights | None = None
     keep_gate_up: bool = False
 
     def stacks(self, gate_up_EHD: Tensor, down_EDF: Tensor, factors: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
         """Both with their adapters, of which `factors` are A and B."""
         gate_up_a, gate_up_b, down_a, down_b = factors
         end_E, (scale, down_scale) = self.route.end_E, self.scales
-        return AdaptedStack(gate_up_EHD, gate_up_a, gate_up_b, scale, end_E), AdaptedStack(down_EDF, down_a, down_b, down_scale, end_E)
+        return (
+            AdaptedStack(gate_up_EHD, gate_up_a, gate_up_b, scale, end_E, self.kept),
+            AdaptedStack(down_EDF, down_a, down_b, down_scale, end_E, self.kept),
+        )
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -155,7 +160,7 @@ class _RoutedExperts(torch.autograd.Function):
         del h_GF
         y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
         kept_GH = gate_up_GH if call.keep_gate_up else None
-        route, ctx.options = call.route, (call.gate, call.dtype, call.queue, call.scales)
+        route, ctx.options = call.route, (call.gate, call.dtype, call.queue, call.scales, call.kept)
         ctx.parameters = parameters
         ctx.save_for_backward(x_RD, weights_RK, kept_GH, route.token_G, route.row_TK, route.count_E, route.end_E, *parameters)
         return y_RD.to(x_RD.dtype)
@@ -166,8 +171,10 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
         x_RD, weights_RK, gate_up_GH, *saved = ctx.saved_tensors
-        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = saved[4:]
         call = _Call(Route(*saved[:4]), *ctx.options)
+        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = to_round(call.kept, ctx.parameters, saved[4:])
+        assert gate_up_EHD is not None
+        assert down_EDF is not None
         route, dtype, queue, end_E = call.route, call.dtype, call.queue, call.route.end_E
         gate_up_stack, down_stack = call.stacks(gate_up_EHD, down_EDF, factors)
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
 from lather.models.remade import Remaking
+from lather.models.rounded import RoundedWeights, Rounding, rounded, to_round
 from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
 
@@ -102,7 +103,7 @@ class RMSNorm(nn.Module):
         return y
 
 
-class Linear(Deferrable, nn.Linear):
+class Linear(Deferrable, Rounding, nn.Linear):
     """x W^T + b: `nn.Linear` with the same names and initial values. With memory="reference" it is plain autograd.
 
     `lora` is the adapter of its weight, if it has one.
@@ -134,30 +135,30 @@ def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Ten
     ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
     if len(ours) != len(layers):
         return tuple(layer(x) for layer in layers)
-    products = [_Product(layer.weight, layer.bias, layer.weight_gradients) for layer in ours]
-    adapters = [(index, layer.lora, layer.weight_gradients) for index, layer in enumerate(ours) if layer.lora is not None]
-    outputs = list(_project(x, [*products, *(_Product(adapter.A, None, queue) for _, adapter, queue in adapters)]))
-    for (index, adapter, queue), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
-        (added,) = _project(x_Tr, [_Product(adapter.B, None, queue)])
+    products = [_Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights) for layer in ours]
+    adapters = [(index, layer.lora, product) for index, (layer, product) in enumerate(zip(ours, products, strict=True)) if layer.lora]
+    outputs = list(_project(x, [*products, *(replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters)]))
+    for (index, adapter, product), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
+        (added,) = _project(x_Tr, [replace(product, weight=adapter.B, bias=None)])
         outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
     return tuple(outputs[: len(ours)])
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A weight, its bias, and what their gradients are given to."""
+    """A weight, its bias, what their gradients are given to, and what keeps the rounded weight."""
 
     weight: Tensor
     bias: Tensor | None
     queue: WeightGradients | None
+    kept: RoundedWeights | None
 
 
 def _project(x: Tensor, products: list[_Product]) -> tuple[Tensor, ...]:
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
-    queues = [product.queue for product in products]
     dtype = compute_dtype(x)
     with no_autocast(x):
-        outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, queues, *parameters)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -165,17 +166,15 @@ class _Linears(torch.autograd.Function):
     """`parameters` are a weight and a bias or None, layer by layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, queues: list[WeightGradients | None], *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, products: list[_Product], *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
-        rounded = x.to(dtype)
+        narrow = x.to(dtype)
         ctx.save_for_backward(x, *weights)  # x, which in a block is made again (`Remaking`), and not what it is rounded to
-        ctx.parameters, ctx.queues, ctx.dtype = parameters, queues, dtype
+        ctx.products, ctx.dtype = products, dtype
         ctx.set_materialize_grads(False)
         return tuple(
-            F.linear(rounded, weight.to(dtype), None if bias is None else bias.to(dtype))
-            for weight, bias in zip(weights, biases, strict=True)
+            F.linear(narrow, rounded(product.kept, weight, dtype), None if bias is None else bias.to(dtype))
+            for weight, bias, product in zip(weights, biases, products, strict=True)
             if weight is not None
         )
 
@@ -183,21 +182,27 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weights = [to_round(product.kept, [product.weight], [weight])[0] for product, weight in zip(ctx.products, saved, strict=True)]
         needs_x, _, _, *needs = ctx.needs_input_grad
         x_TI = x.detach().to(ctx.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_x_TI: Tensor | None = None
         returned: list[Tensor | None] = []
-        for index, (grad, weight_OI, queue) in enumerate(zip(grads, weights, ctx.queues, strict=True)):
+        for index, (grad, weight_OI, product) in enumerate(zip(grads, weights, ctx.products, strict=True)):
             if grad is None:
                 returned += [None, None]
                 continue
             grad_TO = grad.reshape(len(x_TI), len(weight_OI))
             if needs_x:
-                part_TI = (grad_TO @ weight_OI.to(ctx.dtype)).to(x.dtype)
+                part_TI = (grad_TO @ rounded(product.kept, weight_OI, ctx.dtype)).to(x.dtype)
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
-            for at, compute in ((2 * index, partial(weight_product, grad_TO, x_TI)), (2 * index + 1, partial(torch.sum, grad_TO, dim=0))):
-                returned.append(weight_gradient(queue, ctx.parameters[at], compute) if needs[at] else None)
+            of_weight, of_bias = partial(weight_product, grad_TO, x_TI), partial(torch.sum, grad_TO, dim=0)
+            returned += [
+                weight_gradient(product.queue, parameter, compute) if needed else None
+                for parameter, compute, needed in zip(
+                    (product.weight, product.bias), (of_weight, of_bias), needs[2 * index : 2 * index + 2], strict=True
+                )
+            ]
         return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
 
 
@@ -214,24 +219,24 @@ class _GatedMLP(torch.autograd.Function):
         gate_FD: Tensor,
         up_FD: Tensor,
         down_DF: Tensor,
-        dtype: torch.dtype,
-        keep_gate_up: bool,
-        queue: WeightGradients | None,
+        call: _MLPCall,
     ) -> Tensor:
-        gate_up_TH = _gate_up(x_TD.to(dtype), gate_FD, up_FD)
-        ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if keep_gate_up else None)
-        ctx.dtype, ctx.parameters, ctx.queue = dtype, (gate_FD, up_FD, down_DF), queue
-        return gate_forward(gate_up_TH, SWIGLU) @ down_DF.to(dtype).T
+        gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
+        ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None)
+        ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
+        return gate_forward(gate_up_TH, SWIGLU) @ call.rounded(down_DF).T
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, gate_FD, up_FD, down_DF, gate_up_TH = ctx.saved_tensors
-        x_TD, grad_TD = x_TD.detach(), grad_TD.to(ctx.dtype)  # what waits for its turn must not keep the graph
+        x_TD, *saved, gate_up_TH = ctx.saved_tensors
+        call: _MLPCall = ctx.call
+        gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
+        x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # what waits for its turn must not keep the graph
         if gate_up_TH is None:
-            gate_up_TH = _gate_up(x_TD.to(ctx.dtype), gate_FD, up_FD)
-        grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ down_DF.to(ctx.dtype), gate_up_TH, SWIGLU)
+            gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
+        grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
         products = (
             partial(weight_product, grad_gate_TF, x_TD),
@@ -240,24 +245,37 @@ class _GatedMLP(torch.autograd.Function):
         )
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
-            weight_gradient(ctx.queue, parameter, product) if needed else None
+            weight_gradient(call.queue, parameter, product) if needed else None
             for parameter, product, needed in zip(ctx.parameters, products, needs, strict=True)
         ]
         grad_x = None
         if needs_x:
-            grad_x = (grad_gate_TF @ gate_FD.to(ctx.dtype)).addmm_(grad_up_TF, up_FD.to(ctx.dtype)).to(x_TD.dtype)
-        return grad_x, *grads, None, None, None
+            grad_x = (grad_gate_TF @ call.rounded(gate_FD)).addmm_(grad_up_TF, call.rounded(up_FD)).to(x_TD.dtype)
+        return grad_x, *grads, None
 
 
-def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _MLPCall:
+    """Everything that a call of the autograd function needs besides tensors with gradients."""
+
+    dtype: torch.dtype
+    keep_gate_up: bool
+    queue: WeightGradients | None
+    kept: RoundedWeights | None
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return rounded(self.kept, weight, self.dtype)
+
+
+def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: _MLPCall) -> Tensor:
     f = len(gate_FD)
     gate_up_TH = x_TD.new_empty(len(x_TD), 2 * f)
-    torch.mm(x_TD, gate_FD.to(x_TD.dtype).T, out=gate_up_TH[:, :f])
-    torch.mm(x_TD, up_FD.to(x_TD.dtype).T, out=gate_up_TH[:, f:])
+    torch.mm(x_TD, call.rounded(gate_FD).T, out=gate_up_TH[:, :f])
+    torch.mm(x_TD, call.rounded(up_FD).T, out=gate_up_TH[:, f:])
     return gate_up_TH
 
 
-class GatedMLP(Deferrable, nn.Module):
+class GatedMLP(Deferrable, Rounding, nn.Module):
     """down(silu(gate(x)) * up(x)): the dense feed-forward layer, and the shared experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
@@ -274,11 +292,9 @@ class GatedMLP(Deferrable, nn.Module):
         if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
             return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        dtype = compute_dtype(x)
+        call = _MLPCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
         with no_autocast(x):
-            y: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
-                x.flatten(0, -2), *weights, dtype, self.memory == "saved", self.weight_gradients
-            )
+            y: Tensor = _GatedMLP.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
         return y.view(x.shape)
 
     def _with_adapters(self, x: Tensor) -> Tensor:

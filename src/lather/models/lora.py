@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lather.errors import require
 from lather.models.grouped import grouped_linear, grouped_linear_transposed, grouped_weight_gradient
+from lather.models.rounded import RoundedWeights, rounded
 from lather.shapes import Float, Int
 
 
@@ -74,29 +75,31 @@ class AdaptedStack:
     scale: float
     end_E: Int[Tensor, " e"]
     """Where each expert's rows end."""
+    kept: RoundedWeights | None = None
+    """What keeps the rounded weights."""
 
     def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
         """x (W_e + s B_e A_e)^T, in the dtype of x."""
-        y_GO = grouped_linear(x_GI, self.weight_EOI.to(x_GI.dtype), self.end_E)
+        y_GO = grouped_linear(x_GI, rounded(self.kept, self.weight_EOI, x_GI.dtype), self.end_E)
         if self.a_ErI is not None and self.b_EOr is not None:
-            x_Gr = grouped_linear(x_GI, self.a_ErI.to(x_GI.dtype), self.end_E)
-            y_GO.add_(grouped_linear(x_Gr, self.b_EOr.to(x_GI.dtype), self.end_E), alpha=self.scale)
+            x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
+            y_GO.add_(grouped_linear(x_Gr, rounded(self.kept, self.b_EOr, x_GI.dtype), self.end_E), alpha=self.scale)
         return y_GO
 
     def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
         """grad (W_e + s B_e A_e), what `linear` sends back to its rows."""
-        grad_GI = grouped_linear_transposed(grad_GO, self.weight_EOI.to(grad_GO.dtype), self.end_E)
+        grad_GI = grouped_linear_transposed(grad_GO, rounded(self.kept, self.weight_EOI, grad_GO.dtype), self.end_E)
         if self.a_ErI is not None and self.b_EOr is not None:
-            grad_Gr = grouped_linear_transposed(grad_GO, self.b_EOr.to(grad_GO.dtype), self.end_E)
-            grad_GI.add_(grouped_linear_transposed(grad_Gr, self.a_ErI.to(grad_GO.dtype), self.end_E), alpha=self.scale)
+            grad_Gr = grouped_linear_transposed(grad_GO, rounded(self.kept, self.b_EOr, grad_GO.dtype), self.end_E)
+            grad_GI.add_(grouped_linear_transposed(grad_Gr, rounded(self.kept, self.a_ErI, grad_GO.dtype), self.end_E), alpha=self.scale)
         return grad_GI
 
     def factor_gradients(self, grad_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"]) -> tuple[Tensor, Tensor]:
         """The gradients of A and B; a weight of each row may be in either argument."""
         assert self.a_ErI is not None
         assert self.b_EOr is not None
-        x_Gr = grouped_linear(x_GI, self.a_ErI.to(x_GI.dtype), self.end_E)
-        grad_Gr = grouped_linear_transposed(grad_GO, self.b_EOr.to(grad_GO.dtype), self.end_E)
+        x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
+        grad_Gr = grouped_linear_transposed(grad_GO, rounded(self.kept, self.b_EOr, grad_GO.dtype), self.end_E)
         grad_a_ErI = grouped_weight_gradient(grad_Gr, x_GI, self.end_E)
         grad_b_EOr = grouped_weight_gradient(grad_GO, x_Gr, self.end_E)
         return grad_a_ErI.mul_(self.scale).to(self.a_ErI.dtype), grad_b_EOr.mul_(self.scale).to(self.b_EOr.dtype)

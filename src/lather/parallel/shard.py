@@ -59,6 +59,11 @@ class Unit:
         """Whether other ranks take part in what it does."""
         return self.root is not None
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a stage has asked for the parameters and not let go of them."""
+        return self._holding > 0
+
     def unshard(self, *, async_op: bool = False) -> None:
         """Whole parameters on this rank, as at the last optimizer step. With `async_op` they are there after `wait`.
 

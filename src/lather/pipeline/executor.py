@@ -134,13 +134,14 @@ class Executor:
             raise RuntimeError("an error ended an earlier step half-way, and what other ranks sent since is unknown: restart all ranks")
         walk = self.walk = _Walk(self, micro_batches, schedule)
         try:
-            for action in schedule.ranks[self.rank]:
-                walk.wait_for_input(action)
-                with self.record.action(action):
-                    walk.do(action)
-                if self.is_on_gpu and action.kind in COMPUTE and self.filler and not self.filler.is_busy:
-                    self.fill()
-            walk.finish()
+            with self.segments.rounded_weights.kept():
+                for action in schedule.ranks[self.rank]:
+                    walk.wait_for_input(action)
+                    with self.record.action(action):
+                        walk.do(action)
+                    if self.is_on_gpu and action.kind in COMPUTE and self.filler and not self.filler.is_busy:
+                        self.fill()
+                walk.finish()
             while self.filler:  # others may still compute, and what is left has to be done before the next step
                 self.fill()
         except BaseException:
@@ -303,6 +304,8 @@ class _Walk:
                 unit.unshard(async_op=self.executor.is_on_gpu)
             elif action.kind == Kind.RESHARD:
                 unit.reshard()
+                if not unit.is_gathered:
+                    self.segments.rounded_weights.forget(unit.modules.parameters())
             else:
                 unit.reduce_gradients()
 

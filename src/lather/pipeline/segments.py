@@ -31,6 +31,7 @@ from lather.models.decoder import Attended, Block
 from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.remade import Again
+from lather.models.rounded import RoundedWeights
 from lather.models.routing import Routing
 from lather.models.weight_gradients import WeightGradients
 from lather.pipeline.part import Stage
@@ -107,8 +108,10 @@ class Segments:
         frees: Frees | None = None,
         recompute: Sequence[str] = (),
         autocast: torch.dtype | None = None,
+        rounded_weights: RoundedWeights | None = None,
     ) -> None:
-        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of products.
+        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of products;
+        `rounded_weights`: what the layers were given to keep their weights in that dtype, for as long as `lather.pipeline.Executor` runs.
 
         Raises ValueError for a segment that cannot be recomputed.
         """
@@ -118,6 +121,7 @@ class Segments:
         self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients  # an empty queue is false
         self.frees = Frees() if frees is None else frees
         self.recompute, self.autocast = frozenset(recompute), autocast
+        self.rounded_weights = RoundedWeights() if rounded_weights is None else rounded_weights
 
     def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
         """What the stage makes of its input (None for the first stage, which reads tokens); of the last stage, the loss.

@@ -42,6 +42,7 @@ FREE = (
     "train.max_skipped_steps",
     "train.micro_batch_size",
     "train.recompute",
+    "train.rounded_weights",
     "train.validation_every",
     "train.validation_sequences",
 )

@@ -69,6 +69,8 @@ class LoopConfig:
     """Compile norms, rotary embeddings and the like with torch.compile; takes a while at the start."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32. fp64: the model, slowly, to compare two runs."""
+    rounded_weights: Literal["step", "product"] = "step"
+    """With bf16: weights are rounded once in a step, 2 bytes per weight of a rank more while it runs; product: anew for each product."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is one."""
 

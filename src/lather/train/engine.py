@@ -20,6 +20,7 @@ from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
 from lather.models.families import build_model
 from lather.models.layout import SequenceLayout
+from lather.models.rounded import RoundedWeights, keep_rounded
 from lather.models.routing import counting_step
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.expert import exchange_over
@@ -70,6 +71,8 @@ class Engine:
         prepare_experts(part, moe, mesh.data_group)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
+        rounded = RoundedWeights()
+        keep_rounded(part, rounded if loop.rounded_weights == "step" else None)
         self.units = shard(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
@@ -81,6 +84,7 @@ class Engine:
             frees=frees,
             recompute=loop.recompute,
             autocast=torch.bfloat16 if loop.precision == "bf16" else None,
+            rounded_weights=rounded,
         )
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)

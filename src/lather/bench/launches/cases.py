@@ -20,6 +20,7 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
+from lather.models.rounded import RoundedWeights, keep_rounded
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.optim import parameters_by_kind
 from lather.optim.engine.layout import layout_of
@@ -166,7 +167,9 @@ def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes:
         block = next(block for block in map(part.block, range(len(part.layers))) if isinstance(block.mlp, MoE))
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
-        segments = Segments(weight_gradients=queue, autocast=torch.bfloat16 if precision == "bf16" else None)
+        kept = RoundedWeights()
+        keep_rounded(part, kept)
+        segments = Segments(weight_gradients=queue, autocast=torch.bfloat16 if precision == "bf16" else None, rounded_weights=kept)
         stage, layout = Stage(0, (block,)), SequenceLayout(1, tokens, counter.device)
         tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
@@ -175,8 +178,9 @@ def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes:
                 p.grad = None
             x_BSD, tape = torch.empty(1, tokens, part.hidden_size, device=counter.device), ChunkTape(batch)
             counter.restart()
-            y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
-            _finish(segments.backward(tape, torch.empty_like(y_BSD)))
+            with kept.kept():
+                y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
+                _finish(segments.backward(tape, torch.empty_like(y_BSD)))
         yield "forward and backward"
 
     return Case(f"an MoE block of {model}", {"part": "block", "model": model, "tokens": tokens, "precision": precision}, rows)

@@ -1,0 +1,135 @@
+"""Weights rounded once in a step: the bits of rounding them for each product, as often as there are weights, and nothing kept after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lather.data.batches import Batch
+from lather.models.adapted import add_adapters
+from lather.models.families import build_model
+from lather.models.lora import LoraConfig, fresh_adapters
+from lather.models.rounded import RoundedWeights, rounded, to_round
+from lather.parallel.mesh import Mesh
+from lather.pipeline.part import Share, empty_part, fill
+from lather.pipeline.schedule import sequential
+from lather.torch_private import TorchDispatchMode
+from lather.train.config import LoopConfig, MoEConfig
+from lather.train.engine import Engine
+from models.tiny import random_normal, random_tokens, tiny_family_config, tiny_family_model
+
+ALL = ("attention", "experts", "shared_experts", "dense")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"recompute": ("attention", "experts", "shared_experts")}),
+    ("deepseek_v2", {"lora": LoraConfig(rank=2, targets=ALL)}),
+    ("qwen3_moe", {"lora": LoraConfig(rank=2)}),
+    ("gpt_oss", {}),
+]
+
+
+def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: LoraConfig | None = None) -> Engine:
+    whole = tiny_family_model(family)
+    empty = build_model(tiny_family_config(family), None, torch.device("meta"))
+    for model in (whole, empty):
+        add_adapters(model, lora or LoraConfig())
+    part = empty_part(empty, Share((range(len(whole.layers)),)), torch.device("cpu"))
+    fill(part, whole.named_parameters())
+    fill(part, fresh_adapters(whole, torch.Generator().manual_seed(1)))
+    for name, p in part.named_parameters():
+        if name.endswith(".B"):
+            nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(2))
+        p.requires_grad_(lora is None or name.endswith((".A", ".B")))
+    loop = LoopConfig(batch_size=4, sequence_length=6, precision="bf16", rounded_weights=keep, recompute=recompute)  # type: ignore[arg-type]
+    return Engine(part, Mesh.single(torch.device("cpu")), sequential(4), loop, MoEConfig(balance_coefficient=0.0))
+
+
+def step(engine: Engine, seed: int) -> list[Tensor | float]:
+    result = engine.gradients(Batch.of_tokens(random_tokens(4, 7, seed=seed)))
+    found = [result.loss, *(p.grad.clone() for p in engine.part.parameters() if p.grad is not None)]
+    with torch.no_grad():
+        for p in engine.part.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+    engine.clear_gradients()
+    return found
+
+
+class Roundings(TorchDispatchMode):
+    """Counts how often tensors of some shapes are rounded to bf16."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes, self.number = shapes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16 and args[0].shape in self.shapes:
+            self.number += 1
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_steps_have_the_bits_of_rounding_each_time(family: str, options: dict[str, Any]) -> None:
+    """Two steps, so that a copy of the first step's weights would show in the second."""
+    engines = [engine_of(family, keep, **options) for keep in ("step", "product")]
+    for seed in (3, 4):
+        kept, plain = (step(engine, seed) for engine in engines)
+        assert len(kept) == len(plain) > 10
+        assert kept[0] == plain[0]
+        assert all(one.equal(other) for one, other in zip(kept[1:], plain[1:], strict=True))  # type: ignore[union-attr, arg-type]
+    validation = [engine.validation_loss(Batch.of_tokens(random_tokens(4, 7, seed=5))) for engine in engines]
+    assert validation[0] == validation[1]
+    assert engines[0]._segments.rounded_weights.nbytes == 0
+
+
+def test_each_stack_of_experts_is_rounded_once_in_a_step() -> None:
+    numbers = {}
+    for keep in ("step", "product"):
+        engine = engine_of("qwen3_moe", keep)
+        experts = [module.experts for module in engine.part.modules() if hasattr(module, "experts") and isinstance(module, nn.Module)]
+        shapes = {p.shape for layer in experts for p in layer.parameters()}
+        with Roundings(shapes) as counted:
+            step(engine, 3)
+        numbers[keep] = counted.number
+    assert numbers == {"step": 2 * 3, "product": 2 * 3 * 4 * 2}  # two stacks, three layers; four micro-batches, forward and backward
+
+
+def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
+    kept, weight = RoundedWeights(), nn.Parameter(random_normal(3, 4).float())
+    assert rounded(kept, weight, torch.bfloat16) is not rounded(kept, weight, torch.bfloat16)
+    with kept.kept():
+        first = rounded(kept, weight, torch.bfloat16)
+        assert first is rounded(kept, weight, torch.bfloat16)
+        assert not first.requires_grad
+        assert kept.nbytes == 3 * 4 * 2
+        with torch.no_grad():
+            weight.add_(1)
+        assert rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
+        with torch.no_grad():  # as FSDP2 gathers: without a new version
+            weight.data.add_(1)
+        assert not rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
+        kept.forget([weight])
+        assert kept.nbytes == 0
+        assert rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
+        with kept.kept():
+            pass
+        assert kept.nbytes > 0
+        other = weight.detach()
+        assert rounded(kept, other, torch.bfloat16) is not rounded(kept, other, torch.bfloat16)
+        assert rounded(kept, weight, torch.float32).data_ptr() == weight.data_ptr()
+        assert to_round(kept, [weight, other, None], [other, weight, None]) == [weight, weight, None]
+    assert kept.nbytes == 0
+    assert to_round(kept, [weight], [other])[0] is other
+
+
+def test_an_error_leaves_nothing_kept() -> None:
+    kept, weight = RoundedWeights(), nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="half-way"), kept.kept():
+        kept.of(weight, torch.bfloat16)
+        raise RuntimeError("half-way")
+    assert kept.nbytes == 0
+    assert not kept.keeps(weight)
