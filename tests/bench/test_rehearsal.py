@@ -12,6 +12,9 @@ import pytest
 from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
 
 CASES = rehearsals()
+ONCE = ["train/engine.py", "train/step.py"]
+"""Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. A step after a refresh beside it looks how that
+went."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,6 @@ def test_a_gpu_would_take_the_step(found: dict[str, Any], case: Rehearsal) -> No
         assert step["notes"] == {}
         assert 500 < step["launches"] < 5000
     if case.precision == "bf16" and case.sizes != NARROW and case.rule != "klsoap":
-        between = result["steps"][1]
-        most = 8 if case.moe.get("bias_update_rate") else 7
-        assert sum(between["waits"].values()) <= most, between["waits"]
+        waits = result["steps"][1]["waits"]
+        late = ["optim/engine/gradients.py"] if "async_refresh" in case.optim else []
+        assert sorted(where.split(", ")[1].split(":")[0] for where in waits) == sorted([*ONCE, *late]), waits

@@ -128,8 +128,13 @@ def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
 
 def test_an_error_leaves_nothing_kept() -> None:
     kept, weight = RoundedWeights(), nn.Parameter(torch.ones(2))
-    with pytest.raises(RuntimeError, match="half-way"), kept.kept():
-        kept.of(weight, torch.bfloat16)
-        raise RuntimeError("half-way")
+
+    def half_a_step() -> None:
+        with kept.kept():
+            kept.of(weight, torch.bfloat16)
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        half_a_step()
     assert kept.nbytes == 0
     assert not kept.keeps(weight)

@@ -92,13 +92,9 @@ class LocalParameters:
         """Those collected, of rows that are here."""
         return [grad for entry in self.entries if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
 
-    def unique_gradients(self) -> list[Tensor]:
-        """Without the copies of what other ranks count."""
-        return [
-            grad
-            for entry in self.entries
-            if (grad := entry.parameter.grad) is not None and not entry.info.is_empty and entry.info.replica == 0
-        ]
+    def unique(self) -> list[LocalParameter]:
+        """Those with gradients, without the copies of what other ranks count."""
+        return [entry for entry in self.entries if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
 
 
 def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:

@@ -51,6 +51,15 @@ class BatchResult:
     num_labels: int
 
 
+@dataclass(frozen=True)
+class UnreadResult:
+    """What forward and backward over a rank's share gave, on the device."""
+
+    found: Tensor
+    """Loss, balance loss, and rows by block and expert, one after the other, fp64, to be added up over all ranks."""
+    num_labels: int
+
+
 class Engine:
     """This rank's part of a model and what runs it."""
 
@@ -101,6 +110,10 @@ class Engine:
         return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
 
     def gradients(self, batch: Batch) -> BatchResult:
+        """As `launch_gradients`, and wait for the result."""
+        return self.read(self.launch_gradients(batch))[0]
+
+    def launch_gradients(self, batch: Batch) -> UnreadResult:
         """Forward and backward of the global batch, of which this is the rank's share; leaves the gradients of the whole step in
         `parameters`.
 
@@ -119,7 +132,7 @@ class Engine:
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
         self.parameters.collect_gradients()
-        return self._summary(output, shares, num_labels)
+        return UnreadResult(self._summary(output, shares), num_labels)
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float:
@@ -177,29 +190,39 @@ class Engine:
         batch, length = begins_BS.shape
         return SequenceLayout(batch, length, self.mesh.device, document_boundaries(begins_BS))
 
-    def _summary(self, output: StepOutput, shares: Sequence[float], num_labels: int) -> BatchResult:
-        """What all ranks found together, by one all-reduce."""
+    def _summary(self, output: StepOutput, shares: Sequence[float]) -> Tensor:
+        """`UnreadResult.found`."""
         layers, experts = self.part.moe_layers, self.part.num_experts
         found = torch.zeros(2 + len(layers) * experts, dtype=torch.float64, device=self.mesh.device)
         counts_LE = found[2:].view(len(layers), experts)
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
-        share_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
-        for stage in self.part.share.own_stages:
-            for number, layer in enumerate(self._moe_layers_of(stage)):
-                summaries = [output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))]
-                balance_M = torch.stack([summary.balance_loss for summary in summaries]).double()
-                found[1] += (balance_M * share_M).sum() / len(layers)
-                counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in summaries]).sum(0)
+        own = [(stage, number, layer) for stage in self.part.share.own_stages for number, layer in enumerate(self._moe_layers_of(stage))]
+        if own:
+            summaries_LM = [[output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))] for stage, number, _ in own]
+            balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
+            found[1] = (balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)).sum() / len(layers)
+            for (_, _, layer), row in zip(own, summaries_LM, strict=True):
+                counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in row]).sum(0)
+        return found
+
+    def read(self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None) -> tuple[BatchResult, Tensor, Tensor]:
+        """What all ranks found together, and on the CPU `sums`, added up over all ranks, and `own`, both 1-D and fp64: by one all-reduce
+        and one wait for the device."""
+        nothing = result.found.new_zeros(0)
+        sums, own = (nothing if more is None or not len(more) else more.to(nothing.device) for more in (sums, own))
+        total = torch.cat((result.found, sums))
         if self.mesh.size > 1:
-            dist.all_reduce(found)
-        found = found.cpu()
+            dist.all_reduce(total)
+        found, sums, own = torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
         loss, balance = found[:2].tolist()
-        return BatchResult(loss, balance, found[2:].view(len(layers), experts).long(), num_labels)
+        counts_LE = found[2:].view(len(self.part.moe_layers), self.part.num_experts).long()
+        return BatchResult(loss, balance, counts_LE, result.num_labels), sums, own
 
     def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
         """Loss-free balancing, after a step in which the experts had these rows."""
         if self.moe.bias_update_rate:
+            counts_LE = to_device(counts_LE, self.mesh.device)
             for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
                 router.update_correction_bias(counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate)
 

@@ -14,8 +14,9 @@ from lather.data.batches import Batch
 from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
-from lather.parallel.gradients import clip_, grad_norm
-from lather.train.engine import Engine
+from lather.optim.engine.gradients import GradientNorms
+from lather.parallel.gradients import clip_, norm_dtype, squared_norm
+from lather.train.engine import BatchResult, Engine
 from lather.train.optim_config import OptimConfig
 from lather.train.optimizer import LR_FACTOR
 
@@ -74,16 +75,18 @@ class TrainStep:
 
         A step that is not finite changes nothing, on any rank.
         """
-        result = self.engine.gradients(batch)
-        norm = grad_norm(self.engine.parameters, self.engine.mesh)
+        result, norm, norms = self._gradients(batch)
         finite = math.isfinite(result.loss + norm.item())
-        start = self._now()
+        start = time.perf_counter()  # nothing is under way on a GPU: the gradients have just been waited for
         if finite:
             if self.max_grad_norm:
                 clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
-            self.optimizer.step()
+            if isinstance(self.optimizer, MatrixOptimizer):
+                self.optimizer.step(norms=norms)
+            else:
+                self.optimizer.step()
             self.engine.balance(result.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
@@ -100,6 +103,17 @@ class TrainStep:
             refreshes_skipped=skipped,
             skipped=not finite,
         )
+
+    def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
+        """Forward and backward; the norm of all gradients, on the CPU; and what the optimizer will want to know of them. The device is
+        waited for once."""
+        engine, unread = self.engine, self.engine.launch_gradients(batch)
+        norms = self.optimizer.measure_gradients() if isinstance(self.optimizer, MatrixOptimizer) else None
+        square = squared_norm(engine.parameters, engine.mesh, *([] if norms is None else [norms.of]))
+        result, (square,), own = engine.read(unread, sums=square[None], own=None if norms is None else norms.values)
+        if norms is not None:
+            norms.values = own
+        return result, square.sqrt().to(norm_dtype(engine.parameters)), norms
 
     def _refreshes(self) -> tuple[int, int]:
         if not isinstance(self.optimizer, MatrixOptimizer):

@@ -1,6 +1,8 @@
-"""Checks of the gradients before a step changes anything: whether they are dense, real and finite, and which experts got no
-token. One pass over each gradient, and one synchronisation with the device in all; with parameters that are spread over ranks, one more for
-each mesh, in which its ranks agree.
+"""Checks of the gradients before a step changes anything: whether they are dense, real and finite, and which experts got no token.
+
+One pass over each gradient, and one synchronisation with the device in all; with parameters that are spread over ranks, one more for each
+mesh, in which its ranks agree. A caller that reads other values of the device anyway has the pass made first (`measure_gradients`), and
+reads its findings with them: the step itself then waits for nothing.
 
 Both are read off the 2-norm. It is infinite also where only the squares overflow, which second moments and factors would not survive, and
 zero also where they all underflow, which adds nothing to a factor. Of a spread parameter the squares of all parts are added.
@@ -9,8 +11,9 @@ zero also where they all underflow, which adds nothing to a factor. Of a spread 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.device import to_device
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
@@ -38,24 +42,86 @@ class Inspection:
     """Gradients that are passed over since they are not finite."""
 
 
-def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspection:
+@dataclass(eq=False)
+class _Measured:
+    """Findings about the gradients of parameters of one mesh, or of this process alone."""
+
+    params: Sequence[ParamInfo]
+    own: dict[int, Tensor]
+    """id -> the norms that were measured here, on the device."""
+    found: Tensor
+    """All findings, 1-D."""
+    lengths: Sequence[int]
+    """The numbers of findings that belong together: of each parameter; of a mesh first of all whether a rank must raise, and who has a
+    gradient."""
+
+    def read(self) -> tuple[dict[int, list[float]], bool]:
+        """id -> norms of those parameters that have a gradient, anywhere, and whether any other rank must raise."""
+        if self.params and self.params[0].spread is not None:
+            flags, *squared = self.found.cpu().split(list(self.lengths))
+            elsewhere, *present = flags.tolist()
+            # infinite, too, where `wide` cannot hold them
+            roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(self.params, squared, strict=True)]
+            with_gradient = zip(self.params, present, roots, strict=True)
+            return {id(one): root for one, is_here, root in with_gradient if is_here}, elsewhere > 0
+        values = self.found.tolist()
+        stops = list(accumulate(self.lengths, initial=0))
+        return {id(one): values[start:stop] for one, (start, stop) in zip(self.params, pairwise(stops), strict=True)}, False
+
+
+@dataclass(eq=False)
+class GradientNorms:
+    """What a step has to know of its gradients, measured and not yet read: for a caller that reads other values of the device anyway. It
+    reads `values` with them, puts them back, on the host, and gives this to the step, which then does not wait for the device."""
+
+    params: Sequence[ParamInfo]
+    measured: list[_Measured]
+
+    @property
+    def values(self) -> Tensor:
+        """All findings, fp64, 1-D; to be set to the same on the host."""
+        parts = [some.found.double() for some in self.measured if len(some.found)]
+        return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        for some, found in zip(self.measured, values.split([len(some.found) for some in self.measured]), strict=True):
+            some.found = found
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """2-norms of the gradient that is here of a parameter, or of each of its experts, on the device; None: they were not measured."""
+        return self._by_param.get(id(param))
+
+    @cached_property
+    def _by_param(self) -> dict[int, Tensor]:
+        return {id(one.param): some.own[id(one)] for some in self.measured for one in some.params if id(one) in some.own}
+
+
+def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms | None:
+    """Have the device find what `inspect_gradients` has to know, without waiting for it.
+
+    None: a group says what is to happen to gradients that are not finite, which ranks agree on mesh by mesh. Raises TypeError like it.
+    """
+    if any(one.settings.rule.nonfinite != "ignore" for one in params):
+        return None
+    _check_all(params)
+    return GradientNorms(params, [_measure(some, group_of, raises=False) for some in _by_mesh(params)])
+
+
+def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: GradientNorms | None = None) -> Inspection:
     """A spread parameter is used if any rank has a gradient of it; every rank of its mesh finds the same.
 
     Raises TypeError for a gradient that is sparse, complex or spread otherwise than its parameter, and ValueError, on all ranks of the
-    meshes, for a non-finite one whose group says "raise".
+    meshes, for a non-finite one whose group says "raise". `known`: what was measured of these gradients, and read.
     """
-    for one in params:
-        grad = one.param.grad
-        if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
-            _check(one, grad)
+    if known is not None and known.params is params:
+        return _inspection(params, {key: norms for some in known.measured for key, norms in some.read()[0].items()}, set())
+    _check_all(params)
     norms: dict[int, list[float]] = {}
     bad: set[int] = set()
     offender: str | None = None
     for some in _by_mesh(params):
-        if some[0].spread is None:
-            found, elsewhere = _read([one for one in some if one.param.grad is not None]), False
-        else:
-            found, elsewhere = _agree(some, group_of(some[0].spread), raises=offender is not None)
+        found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
         norms |= found
         if not all(map(math.isfinite, chain.from_iterable(found.values()))):
             more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
@@ -67,6 +133,10 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Inspect
             f"gradient of {offender} is not finite, or its square is not; nothing was changed. Skip such steps, lower the "
             "learning rate, or set nonfinite='skip' to pass over the parameter"
         )
+    return _inspection(params, norms, bad)
+
+
+def _inspection(params: Sequence[ParamInfo], norms: Mapping[int, list[float]], bad: set[int]) -> Inspection:
     usable = [one for one in params if id(one) in norms and id(one) not in bad]
     idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
     return Inspection(usable, idle, len(bad))
@@ -91,6 +161,14 @@ def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
     return zero
 
 
+def _check_all(params: Sequence[ParamInfo]) -> None:
+    """Raises TypeError if there is a gradient that no rule takes."""
+    for one in params:
+        grad = one.param.grad
+        if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
+            _check(one, grad)
+
+
 def _check(one: ParamInfo, grad: Tensor) -> None:
     """Raises TypeError for a gradient that no rule takes."""
     if one.spread is not None and grad.dtype != one.param.dtype:
@@ -108,21 +186,21 @@ def _check(one: ParamInfo, grad: Tensor) -> None:
         )
 
 
-def _read(here: Sequence[ParamInfo]) -> dict[int, list[float]]:
-    """The norms of gradients that this process has to itself."""
-    measured = _norms(here)
-    found: dict[int, list[float]] = {id(one): [] for one in here}
-    for (some, _), norms in zip(measured, read_together([norms for _, norms in measured]), strict=True):
-        found.update({id(some[0]): norms} if some[0].has_experts else zip(map(id, some), [[norm] for norm in norms], strict=True))
-    return found
-
-
-def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool) -> tuple[dict[int, list[float]], bool]:
-    """Findings that the ranks of a mesh share: the norms of those parameters that have a gradient, and whether any rank must raise."""
-    device, own = local(some[0].param).device, dict[int, Tensor]()
-    for measured, norms in _norms(some):
-        own.update({id(measured[0]): norms} if measured[0].has_experts else zip(map(id, measured), norms.split(1), strict=True))
-    parts = [torch.tensor([float(raises), *(float(one.param.grad is not None) for one in some)], dtype=torch.float64, device=device)]
+def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
+    """Of parameters of one mesh, where ranks tell each other whether one `raises`, or of this process alone."""
+    spread = some[0].spread
+    if spread is None:
+        some = [one for one in some if one.param.grad is not None]
+    measured, own = _norms(some), dict[int, Tensor]()
+    for alike, norms in measured:
+        own.update({id(alike[0]): norms} if alike[0].has_experts else zip(map(id, alike), norms.split(1), strict=True))
+    if spread is None:
+        order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
+        found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured]) if measured else torch.zeros(0)
+        return _Measured(order, own, found, [len(own[id(one)]) if id(one) in own else 0 for one in order])
+    device = local(some[0].param).device
+    flags = [float(raises), *(float(one.param.grad is not None) for one in some)]
+    parts = [to_device(torch.tensor(flags, dtype=torch.float64), device)]
     for one in some:
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
@@ -131,11 +209,8 @@ def _agree(some: Sequence[ParamInfo], group: dist.ProcessGroup, *, raises: bool)
             squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(one.spread.positions_of[one.spread.box])
         parts.append(squares)
     found = torch.cat(parts)
-    dist.all_reduce(found, group=group)
-    found, *squared = found.cpu().split(list(map(len, parts)))
-    elsewhere, *present = found.tolist()
-    roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(some, squared, strict=True)]  # infinite, too, where `wide` cannot hold them
-    return {id(one): root for one, is_here, root in zip(some, present, roots, strict=True) if is_here}, elsewhere > 0
+    dist.all_reduce(found, group=group_of(spread))
+    return _Measured(some, own, found, list(map(len, parts)))
 
 
 def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.gradients import are_zero, inspect_gradients
+from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.members import Member
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
@@ -101,18 +101,22 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     @torch.no_grad()
     @disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, norms: GradientNorms | None = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        Raises TypeError for sparse or complex gradients and, under `nonfinite="raise"`, ValueError for non-finite ones; in both cases
-        nothing has been changed.
+        `norms`: what `measure_gradients` found of these gradients, its `values` on the host; the step then does not look at them.
+
+        Raises TypeError for sparse or complex gradients and ValueError for both `norms` and a closure, which makes other gradients, and,
+        under `nonfinite="raise"`, for non-finite ones; in all cases nothing has been changed.
         """
+        if closure is not None and norms is not None:
+            raise ValueError("norms are of gradients that the closure makes anew: give one of the two")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with record_function("lather.optim.collect"):
-            plan = self._collect()
+            plan = self._collect(norms)
         if plan is None:
             return loss
         try:
@@ -128,7 +132,21 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             raise
         return loss
 
-    def _collect(self) -> Plan | None:
+    @torch.no_grad()
+    @disable_dynamo
+    def measure_gradients(self) -> GradientNorms | None:
+        """Have the device find what a step must know of the gradients, and return it unread, for a caller that reads other values anyway:
+
+            norms = optimizer.measure_gradients()
+            if norms is not None:
+                loss, norms.values = read_together(loss, norms.values)  # on the host
+            optimizer.step(norms=norms)
+
+        None if a group has `nonfinite` other than "ignore": the step then looks by itself. All ranks of a parameter call it.
+        """
+        return measure_gradients(self._current_roster().params, self._sharding.group_of)
+
+    def _collect(self, norms: GradientNorms | None) -> Plan | None:
         """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
 
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
@@ -140,7 +158,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._current_roster()
         roster = self._roster
         assert roster is not None
-        found = inspect_gradients(roster.params, self._sharding.group_of)
+        found = inspect_gradients(roster.params, self._sharding.group_of, norms)
         rates = [settings.lr for settings in roster.groups]
         if not self.state and not any(rates) and are_zero(roster.params, self._sharding.group_of):
             self._create_state(found.usable)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import to_device
 from lather.optim.engine.buckets import Bucket
 from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
@@ -242,8 +242,7 @@ def norms(x: Tensor) -> Tensor:
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     """The rows as an index on a device, which is not waited for."""
-    index = torch.tensor(rows, dtype=torch.long)
-    return index.pin_memory().to(device, non_blocking=True) if is_gpu(device) else index.to(device)
+    return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
 @dataclass
