@@ -17,6 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
@@ -45,9 +46,11 @@ def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
         remaking = Remaking()
         with remaking.watch():
             attended_BSD = block.self_attn(remaking.norm(block.input_layernorm, x_BSD), layout, remaking)
-            graph = block.post_attention_layernorm(x_BSD + attended_BSD).grad_fn
+            graph = get_gradient_edge(block.post_attention_layernorm(x_BSD + attended_BSD))
         del attended_BSD
-        return alive.now if graph is not None else 0
+        kept = alive.now
+        del graph  # an edge and not a `grad_fn`, which on torch 2.11 does not hold what a Function of Python's keeps
+        return kept
 
 
 @dataclass

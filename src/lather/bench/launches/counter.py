@@ -234,7 +234,7 @@ class Counter(TorchDispatchMode):
             phase.views += 1
         elif name not in operations.WITHOUT_KERNEL:
             read, written = operations.traffic(func, name, args, kwargs, inputs, made)
-            formula = flop_registry.get(func.overloadpacket)
+            formula = None if name.startswith(operations.ATTENTION) else flop_registry.get(func.overloadpacket)
             flops = formula(*args, **kwargs, out_val=out) if formula else operations.flops(name, args, out)
             times = operations.launches(name, args)
             self.launch(name, read, written, flops=flops, times=times)

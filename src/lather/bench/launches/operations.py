@@ -166,8 +166,17 @@ def launches(name: str, args: Sequence[Any]) -> int:
     return int(math.prod(args[0].shape[:-2])) if name in ONE_BY_ONE else 1
 
 
+ATTENTION = "_scaled_dot_product_"
+"""How the names of fused attention begin. torch 2.11's table refuses fewer heads of keys than of queries."""
+
+
 def flops(name: str, args: Sequence[Any], out: Any) -> int:
     """Of what torch's own table (`torch.utils.flop_counter`) lacks."""
+    if name.startswith(ATTENTION):
+        backward = name.endswith("_backward")
+        q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]
+        u, v = q_BHSU.shape[-1], v_BGTV.shape[-1]
+        return int(2 * math.prod(q_BHSU.shape[:3]) * k_BGTU.shape[2] * (3 * u + 2 * v if backward else u + v))
     if name == "_grouped_mm":  # rows by expert times a matrix each, or a product for each expert over its rows
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
     if name in ("addmm_", "baddbmm_"):

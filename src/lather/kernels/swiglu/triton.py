@@ -120,7 +120,7 @@ def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.
 @triton.jit
 @no_type_check
 def _clamp(g, u, LIMIT: tl.constexpr):
-    limit = tl.full((), LIMIT, g.dtype)  # a bare constant would be rounded to fp32
+    limit = tl.full((), LIMIT, g.dtype)  # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
     return tl.where(g > limit, limit, g), tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
 
 
@@ -189,8 +189,8 @@ def _backward_kernel(
             grad *= weight
             h *= weight
         d_gate = grad * (u + OFFSET) * (sigmoid + ALPHA * activated * (1 - sigmoid))
-        d_gate = tl.where(raw_g > LIMIT, 0.0, d_gate)
-        d_up = tl.where(tl.abs(raw_u) > LIMIT, 0.0, grad * activated)
+        d_gate = tl.where(raw_g > g, 0.0, d_gate)
+        d_up = tl.where(tl.abs(raw_u) > tl.abs(u), 0.0, grad * activated)
         _store_halves(grad_gate_up_ptr, d_gate, d_up, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK)
         if STORE_H:
             tl.store(h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside)
