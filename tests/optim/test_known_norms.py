@@ -16,7 +16,7 @@ RULES = [SOAP, KLSOAP, Muon, SOAPMuon, AdamW]
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (3, 5, 4), (7,))]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (3, 5, 4), (4, 6))]
 
 
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
@@ -32,7 +32,9 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
 @pytest.mark.parametrize("cls", RULES, ids=lambda cls: cls.__name__)
 def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told, plain = parameters(), parameters()
-    optimizers = [cls([{"params": some[:1]}, {"params": some[1:]}], lr=0.1, nonfinite="ignore") for some in (told, plain)]
+    optimizers = [
+        cls([{"params": some[:1]}, {"params": some[1:]}], lr=0.1, nonfinite="ignore", matrix_layout="per_expert") for some in (told, plain)
+    ]
     for step in range(4):
         give_gradients(told, step)
         give_gradients(plain, step)
@@ -49,7 +51,7 @@ def test_a_step_with_known_norms_has_the_same_bits_and_does_not_look(cls: Any, m
 
 def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
     params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore")
+    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
     norms = optimizer.measure_gradients()
     assert norms is not None
@@ -61,7 +63,7 @@ def test_norms_of_experts_are_measured_one_by_one_and_no_others() -> None:
 
 def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> None:
     params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="skip")
+    optimizer = SOAP(params, lr=0.1, nonfinite="skip", matrix_layout="per_expert")
     give_gradients(params, 0)
     assert optimizer.measure_gradients() is None
     optimizer.step(norms=None)
@@ -70,7 +72,7 @@ def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> Non
 def test_other_parameters_are_looked_at_again() -> None:
     """Norms that were measured before a group was added are of other parameters."""
     params, added = parameters(), nn.Parameter(torch.ones(3, 2))
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore")
+    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
     norms = optimizer.measure_gradients()
     optimizer.add_param_group({"params": [added]})
@@ -81,7 +83,7 @@ def test_other_parameters_are_looked_at_again() -> None:
 
 def test_a_closure_makes_other_gradients() -> None:
     params = parameters()
-    optimizer = SOAP(params, lr=0.1, nonfinite="ignore")
+    optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)
     before = [p.clone() for p in params]
 
