@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from engines import Case, make_pair, mesh_of
 from ranks import run_ranks
 from torch import Tensor
 
 from lather.parallel.expert import ExpertExchange
 from lather.parallel.mesh import Mesh
+from lather.pipeline import executor
 from lather.train.optim_config import optim_config
 from lather.train.optimizer import build_optimizer
 from lather.train.step import TrainStep
@@ -218,3 +221,25 @@ def test_rounded_weights_are_those_that_were_gathered() -> None:
     """FSDP2 gathers into the same parameters step after step, without counting versions."""
     cases = [Case(dtype=torch.float32, precision="bf16", layers=2), Case(pp=2, dtype=torch.float32, precision="bf16")]
     assert run_ranks(gradients_of_steps, 2, cases) == [[True, True]] * 2
+
+
+def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
+    """Dtypes of what was sent and received, and errors relative to one process in fp32."""
+    pair = make_pair(case)
+    tokens = pair.tokens()
+    loss = pair.plain_gradients(tokens)
+    with mock.patch.object(executor.dist, "P2POp", wraps=dist.P2POp) as operations:
+        found = pair.engine.gradients(pair.engine.share_of(tokens))
+        dtypes = {call.args[1].dtype for call in operations.call_args_list}
+    return dtypes, abs(found.loss - loss) / abs(loss), pair.largest_error("grad")
+
+
+def test_a_pipeline_in_bf16_sends_bf16() -> None:
+    """Poisoned: what was narrowed to be sent is not read again."""
+    case = Case(pp=2, dtype=torch.float32, precision="bf16", poison=True)
+    for dtypes, loss, gradients in run_ranks(travelling, 2, case):
+        assert dtypes == {torch.bfloat16}
+        assert 0 < loss < 0.01
+        assert 0 < gradients < 0.3
+    for dtypes, *_ in run_ranks(travelling, 2, replace(case, precision="fp32")):
+        assert dtypes == {torch.float32}

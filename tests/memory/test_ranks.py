@@ -78,11 +78,11 @@ def test_what_travels_is_gone_in_the_end() -> None:
     for schedule in (dualpipev(1, 2), dualpipev(3, 7), sequential(3)):
         chunks = [ChunkBytes(5, 3)] * schedule.num_stages
         for rank in range(schedule.num_ranks):
-            walk = ranks._Walk(schedule, chunks, 1)
+            walk = ranks._Walk(schedule, rank, chunks, 1, 1)
             for action in schedule.ranks[rank]:
                 walk.do(action)
                 assert min(walk.alive.values(), default=0) >= 0
-            assert +walk.alive == Counter({("boundary", -1): len(walk.sends)} if walk.sends else {})
+            assert +walk.alive == Counter({("travels", -1): len(walk.sends)} if walk.sends else {})
             assert len(walk.sends) <= MOST_SENDS_UNDER_WAY
 
 

@@ -62,7 +62,9 @@ class ModelChunks:
     head: ChunkBytes
     """Final norm, head and loss. The embedding keeps its tokens alone, which are the batch's."""
     boundary: int
-    """Of what travels between stages, an activation or its gradient."""
+    """Of what a stage gives to the next, an activation or its gradient."""
+    travels: int | None = None
+    """Of the same on its way to another rank; None: as many."""
     tables: int = 0
     """Masks and rotary tables of a chunk; 0 where all micro-batches share them."""
 
@@ -106,7 +108,9 @@ class ChunkMeter:
             head = self._chunk(Stage(1, (), None, self.model.norm, self.model.lm_head), segments, backward=backward)
         finally:
             defer_weight_gradients(self.model, None)
-        return ModelChunks(tuple(found[at] for at in self.layer_at), head, self._hidden().nbytes, tables)
+        hidden = self._hidden()
+        travels = hidden.nbytes if self.autocast is None else hidden.to(self.autocast).nbytes
+        return ModelChunks(tuple(found[at] for at in self.layer_at), head, hidden.nbytes, travels, tables)
 
     def _stage(self, at: int) -> Stage:
         block = self.model.layers[at]

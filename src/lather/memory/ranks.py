@@ -55,7 +55,7 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
     of_stage = chunks.of_stages(layers)
     found = []
     for rank in range(schedule.num_ranks):
-        walk = _Walk(schedule, of_stage, chunks.boundary)
+        walk = _Walk(schedule, rank, of_stage, chunks.boundary, chunks.boundary if chunks.travels is None else chunks.travels)
         for action in schedule.ranks[rank]:
             walk.do(action)
         stages = tuple(
@@ -69,16 +69,19 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
             )
             for stage in schedule.stages_of(rank)
         )
-        found.append(RankBytes(rank, stages, schedule.peak_live_chunks(rank), walk.at_peak["boundary", -1], walk.peak))
+        found.append(
+            RankBytes(rank, stages, schedule.peak_live_chunks(rank), walk.at_peak["boundary", -1] + walk.at_peak["travels", -1], walk.peak)
+        )
     return found
 
 
 class _Walk:
     """The bytes of a rank, action by action."""
 
-    def __init__(self, schedule: Schedule, of_stage: Sequence[ChunkBytes], boundary: int) -> None:
-        self.schedule = schedule
-        self.sizes: dict[tuple[str, int], int] = {("boundary", -1): boundary}
+    def __init__(self, schedule: Schedule, rank: int, of_stage: Sequence[ChunkBytes], boundary: int, travels: int) -> None:
+        """`boundary` and `travels`: bytes of what a stage gives to the next on this rank, and of what is sent or received."""
+        self.schedule, self.own = schedule, schedule.stages_of(rank)
+        self.sizes: dict[tuple[str, int], int] = {("boundary", -1): boundary, ("travels", -1): travels}
         for stage, chunk in enumerate(of_stage):
             self.sizes["kept", stage], self.sizes["waiting", stage] = chunk.kept, chunk.waiting
         self.alive: Counter[tuple[str, int]] = Counter()
@@ -96,20 +99,29 @@ class _Walk:
         kind, stage, last = action.kind, action.stage, self.schedule.num_stages - 1
         if kind is Kind.FORWARD:
             self.alive["kept", stage] += 1  # its input, which was a boundary, among it
-            self.alive["boundary", -1] += (stage < last) - (stage > 0)
+            self.alive["boundary", -1] += stage < last
+            self._taken_from(stage - 1)
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self.alive["kept", stage] -= 1
             self.alive["waiting", stage] += kind is Kind.BACKWARD_INPUT
-            self.alive["boundary", -1] += (stage > 0) - (stage < last)
+            self.alive["boundary", -1] += stage > 0
+            self._taken_from(stage + 1)
         elif kind is Kind.BACKWARD_WEIGHT:
             self.alive["waiting", stage] -= 1
         elif kind in (Kind.RECV_F, Kind.RECV_B):
-            self.alive["boundary", -1] += 1
+            self.alive["travels", -1] += 1
         elif kind in (Kind.SEND_F, Kind.SEND_B):
+            self.alive["boundary", -1] -= 1
+            self.alive["travels", -1] += 1
             self.sends.append(action)
             if len(self.sends) > MOST_SENDS_UNDER_WAY:
                 self.sends.popleft()
-                self.alive["boundary", -1] -= 1
+                self.alive["travels", -1] -= 1
+
+    def _taken_from(self, stage: int) -> None:
+        """What this stage gave has found its reader."""
+        if 0 <= stage < self.schedule.num_stages:
+            self.alive["boundary" if stage in self.own else "travels", -1] -= 1
 
 
 def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:

@@ -70,12 +70,14 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Activation:
-    """What travels between stages."""
+    """What stages give each other."""
 
     shape: tuple[int, int, int]
     """(B, S, D) of every micro-batch."""
     dtype: torch.dtype
     device: torch.device
+    travels_as: torch.dtype | None = None
+    """To another rank and back; None: as it is."""
 
 
 @dataclass
@@ -279,13 +281,13 @@ class _Walk:
     def _travel(self, action: Action) -> None:
         key = _key(action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            x = self.outgoing.pop((action.kind, key)).contiguous()
+            x = self._narrowed(self.outgoing.pop((action.kind, key)).contiguous(), key)
             self.sends.append((self._start(dist.isend, x, self.schedule.sends_to(action)), x, self.tapes.get(key)))
             while len(self.sends) > MOST_SENDS_UNDER_WAY or (is_gpu(x) and self.sends and self.sends[0][0].is_completed()):
                 self._finish_oldest_send()
             return
         like = self.executor.activation
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
         arriving = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.receives_from(action)))
         (self.inputs if action.kind == Kind.RECV_F else self.gradients)[key] = arriving
 
@@ -293,10 +295,20 @@ class _Walk:
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.executor.group, group_peer=peer)])
         return work
 
+    def _narrowed(self, x: Tensor, key: Key) -> Tensor:
+        """What travels of a chunk's output or gradient, which is given back if that is a copy."""
+        narrow = x.to(self.executor.activation.travels_as or x.dtype)
+        if narrow is not x:
+            self._give_back(x, self.tapes.get(key))
+        return narrow
+
+    def _give_back(self, x: Tensor, tape: ChunkTape | None) -> None:
+        self.segments.frees.release(x, held=[] if tape is None else tape.held)
+
     def _finish_oldest_send(self) -> None:
         work, x, tape = self.sends.popleft()
         work.wait()
-        self.segments.frees.release(x, held=[] if tape is None else tape.held)
+        self._give_back(x, tape)
 
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:
@@ -330,7 +342,7 @@ class _Walk:
             executor.last_waits[key] = arrived.result() - start
         else:
             arriving.work.wait()
-        return arriving.buffer
+        return arriving.buffer.to(executor.activation.dtype)
 
 
 def in_thread(wait: Callable[[], object]) -> Future[float]:

@@ -85,14 +85,15 @@ class Engine:
         self.units = shard(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
-        self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device)
+        narrow = torch.bfloat16 if loop.precision == "bf16" else None
+        self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
         frees = Frees() if frees is None else frees
         self._segments = Segments(
             exchange_over(mesh.ep_group, part.num_experts, give_back=frees.give_back, sizes_group=mesh.sizes_group),
             weight_gradients=queue,
             frees=frees,
             recompute=loop.recompute,
-            autocast=torch.bfloat16 if loop.precision == "bf16" else None,
+            autocast=narrow,
             rounded_weights=rounded,
         )
         group = mesh.pp_group if mesh.pp > 1 else None
