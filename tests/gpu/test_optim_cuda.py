@@ -34,7 +34,7 @@ def trained(cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: 
     "options", [{}, {"refresh_method": "qr"}, {"refresh_method": "cholesky_qr"}, {"first_bases": "iteration"}, {"num_streams": 3}], ids=str
 )
 def test_cuda_agrees_with_the_cpu(cls: type[MatrixOptimizer], options: dict[str, Any]) -> None:
-    options = {"first_bases": "eigh", **options}  # "auto" is another method on another kind of device
+    options = {"first_bases": "eigh", "fp32_matmul_prec": "highest", **options}  # "auto" is another one on another kind of device
     on_cuda, _ = trained(cls, "cuda", **options)
     on_cpu, _ = trained(cls, "cpu", **options)
     for p, expected in zip(on_cuda, on_cpu, strict=True):

@@ -2,10 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from optim_helpers import KINDS, all_same, clones, make, parameters, run
+from torch import Tensor
+
+from lather.optim import KLSOAP, SOAP
+from lather.optim.engine import precision
+from lather.optim.engine.precision import matmul_precision
+from lather.optim.rules import bases
+from lather.optim.rules.kl_soap import KLSOAPRule
 
 PROBE = """
 import os, sys
@@ -21,17 +30,25 @@ def now():
     return [backend.fp32_precision for backend in backends]
 
 
+def words():
+    try:
+        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32]
+    except RuntimeError:  # the caller has set one backend alone
+        return None
+
+
 def probe(setting):
     exec(setting)
     seen = []
-    soap.SOAPRule.update = lambda *a: (seen.append(now()), update(*a))[1]
-    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(now()), turn(*a, **k))[1]
-    before = now()
+    soap.SOAPRule.update = lambda *a: (seen.append(now() + words()), update(*a))[1]
+    bases.update_eigenbasis_and_momentum = lambda *a, **k: (seen.append(now() + words()), turn(*a, **k))[1]
+    before = now(), words()
     p = torch.nn.Parameter(torch.randn(4, 4))
     p.grad = torch.randn(4, 4)
     SOAP([p], precondition_frequency=1, fp32_matmul_prec="highest", qr_fp32_matmul_prec="medium").step()
-    assert seen == [["ieee", "ieee"], ["tf32", "bf16"], ["tf32", "bf16"]], (setting, seen)
-    assert now() == before, (setting, now(), before)
+    medium = ["tf32", "bf16", "medium", True]
+    assert seen == [["ieee", "ieee", "highest", False], medium, medium], (setting, seen)
+    assert (now(), words()) == before, (setting, now(), words(), before)
 
 
 torch.set_num_threads(1)
@@ -68,3 +85,64 @@ def test_autocast_does_not_reach_the_update(kind: str) -> None:
         run(a, inside, range(3))
     run(b, outside, range(3))
     assert all_same(inside, outside)
+
+
+def settings() -> list[str]:
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    return [backend.fp32_precision for backend in backends]
+
+
+@pytest.mark.parametrize(("on_gpu", "given", "expected"), [(True, "auto", "tf32"), (True, "highest", "ieee"), (False, "auto", "ieee")])
+def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str, expected: str
+) -> None:
+    seen: dict[str, str] = {}
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = settings()[0]
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(precision, "is_gpu", lambda _: on_gpu)
+    monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
+    monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
+    monkeypatch.setattr(bases, "update_eigenbasis_and_momentum", recorded("refresh", bases.update_eigenbasis_and_momentum))
+    params = parameters([(4, 6)])
+    run(KLSOAP(params, lr=1e-3, fp32_matmul_prec=given), params, range(3))  # type: ignore[arg-type]
+    assert seen == {"statistics": expected, "update": expected, "refresh": "ieee"}
+
+
+def test_the_caller_has_its_precision_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Tensor:
+        assert settings() == ["tf32", "tf32"]
+        raise RuntimeError("half-way")
+
+    before, word = settings(), torch.get_float32_matmul_precision()
+    params = parameters([(4, 6)])
+    optimizer = SOAP(params, fp32_matmul_prec="high")
+    monkeypatch.setattr("lather.optim.rules.soap.SOAPRule.update", fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        run(optimizer, params, range(1))
+    assert (settings(), torch.get_float32_matmul_precision()) == (before, word)
+
+
+def test_compiled_code_is_compiled_once_under_the_callers_precision_and_may_run_inside() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        seen.append(settings())
+        return graph.forward
+
+    before, params = settings(), parameters([(4, 6)])
+    loss = torch.compile(lambda w: w.square().sum(), backend=backend)
+    optimizer = SOAP(params, precondition_frequency=1, fp32_matmul_prec="high")
+    for _ in range(4):
+        loss(params[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [before]
+    with matmul_precision("high"):
+        loss(params[0])  # its guards read the word, and that it is another one
+    assert seen == [before, ["tf32", "tf32"]]

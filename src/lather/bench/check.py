@@ -3,7 +3,7 @@
 Ours: after the steps of two intervals and more, every parameter has moved as in a naive program of the rule, fp64 and matrix by matrix
 (`lather.bench.naive`), to `TOLERANCE` relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six steps
 instead of one, until the factors have full rank (the eigenvectors of a singular factor are not unique, and any two programs choose
-differently), and Muon iterates in fp32.
+differently), Muon iterates in fp32, and products are fp32 on a GPU, too.
 
 Peers: not the same numbers, as their rules differ in small points (`lather.bench.contestants`), but the updates of the last `COMPARED`
 steps have to point the same way as ours, cosine above `MIN_COSINE` over all parameters. All: in every window of f steps after the first
@@ -28,7 +28,12 @@ from lather.shapes import Float
 TOLERANCE = 1e-3
 MIN_COSINE = {"soap": 0.95, "muon": 0.99, "adamw": 0.9999}
 """Measured: 0.984 and more between the three SOAPs, 0.80 to 0.86 between SOAP and plain Adam; 0.9998 between Muon in fp32 and in bf16."""
-FOR_THE_CHECK: dict[str, dict[str, Any]] = {"soap": {"adam_warmup_steps": WARMUP}, "muon": {"newton_schulz_dtype": "float32"}, "adamw": {}}
+FP32 = {"fp32_matmul_prec": "highest"}
+FOR_THE_CHECK: dict[str, dict[str, Any]] = {
+    "soap": {"adam_warmup_steps": WARMUP, **FP32},
+    "muon": {"newton_schulz_dtype": "float32", **FP32},
+    "adamw": {},
+}
 """Options of ours while they are compared with the naive program."""
 COMPARED = 4
 LARGEST = 24

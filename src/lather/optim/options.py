@@ -78,7 +78,7 @@ Scale = Annotated[
     Range("'match_rms_adamw', 'spectral' or a number > 0", lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0)),
 ]
 Bytes = Annotated[int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))]
-Precision = Literal["highest", "high", "medium"]
+Precision = Literal["auto", "highest", "high", "medium"]
 StateDtype = Annotated[
     torch.dtype | Mapping[str, torch.dtype] | str,
     Range("torch.float32, torch.float64, torch.bfloat16 or {'moments': dtype, 'bases': dtype} of fp32 or bf16", _is_state_dtype),

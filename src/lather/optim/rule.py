@@ -120,8 +120,8 @@ class Rule:
     free there at the first step, 2 to 4 GiB."""
     num_streams: Count = 1
     """CUDA streams over which batches are spread (the most that any group asks for)."""
-    fp32_matmul_prec: Precision = "highest"
-    """torch's fp32 matmul precision for statistics and update."""
+    fp32_matmul_prec: Precision = "auto"
+    """torch's fp32 matmul precision for statistics and update; auto: high (TF32) on a GPU, highest on a CPU."""
     ownership: Literal["whole", "replicated"] = "whole"
     """Owner of a matrix spread over ranks: whole, one rank keeps its state and works on it; replicated, all keep rows of it, gather them
     in each step and compute the same, for state that no rank can keep."""
@@ -231,8 +231,8 @@ class RefreshingRule(Rule):
     async_refresh: bool = False
     """On CUDA refresh on a side stream beside the next forward and backward. It then follows the update, in every rule: the numbers are
     the same on every device, but for a rule that refreshes first not those of a refresh before the update."""
-    qr_fp32_matmul_prec: Precision = "highest"
-    """torch's fp32 matmul precision for refreshes; TF32 there loses small eigenvalues."""
+    qr_fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
+    """torch's fp32 matmul precision for refreshes, on every device; TF32 there loses small eigenvalues and orthonormality."""
 
     @property
     def first_refresh(self) -> int:

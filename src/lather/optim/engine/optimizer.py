@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import MISSING
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradi
 from lather.optim.engine.members import Member
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
+from lather.optim.engine.precision import matmul_precision, precision_on
 from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
@@ -273,7 +274,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         by_precision: dict[str, list[Run]] = {}
         for run in runs:
             if run.flat is None or not is_last or not run.take_whole():
-                by_precision.setdefault(run.rule.fp32_matmul_prec, []).append(run)
+                by_precision.setdefault(precision_on(run.bucket.device, run.rule.fp32_matmul_prec), []).append(run)
         for precision, some in by_precision.items():
             chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
             num_streams = max([run.rule.num_streams for run in some])
@@ -340,27 +341,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
                 run.idle = marks if any(marks) else []
-
-
-FP32_PRECISION = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-"""torch's three levels, for cuBLAS and for oneDNN."""
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
-
-    Set per backend: reading `torch.get_float32_matmul_precision` raises once a caller has set it that way.
-    """
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend, value in zip(backends, FP32_PRECISION[precision], strict=True):
-            backend.fp32_precision = value
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
 
 
 def _is_any_thawed(params: Sequence[Tensor]) -> bool:
