@@ -47,10 +47,10 @@ POOL = 4
 
 
 def lather_options(rule: str, frequency: int) -> dict[str, Any]:
-    """Further options of ours; they are part of each row's configuration."""
+    """Further options of ours; they are part of each row's configuration. Products are fp32 on a GPU, too, as those of others are."""
     return {
-        "soap": {"refresh_method": "auto", "momentum_in": "parameter" if frequency == 1 else "basis"},
-        "muon": {"newton_schulz_dtype": "fastest"},
+        "soap": {"refresh_method": "auto", "momentum_in": "parameter" if frequency == 1 else "basis", "fp32_matmul_prec": "highest"},
+        "muon": {"newton_schulz_dtype": "fastest", "fp32_matmul_prec": "highest"},
         "adamw": {},
     }[rule]
 

@@ -24,6 +24,7 @@ from lather.models.rounded import RoundedWeights, keep_rounded
 from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.optim import parameters_by_kind
 from lather.optim.engine.layout import layout_of
+from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
 from lather.parallel.mesh import Mesh
@@ -75,6 +76,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 FREQUENCY = 3
 """Steps between refreshes here: the first step has first bases, the second none, the third a refresh."""
 STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
+STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
+"""Of KL-SOAP."""
 TOKENS = 8192
 STEP_LAYERS = 3
 
@@ -106,7 +109,7 @@ def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None,
     def rows(counter: Counter) -> Iterator[str]:
         params = [(name, nn.Parameter(torch.empty(shape, device=counter.device))) for name, shape in shapes.items()]
         optimizer = build_optimizer(config, params)
-        for step, name in STEPS.items():
+        for step, name in (STEPS_AFTER_ADAM if issubclass(config.rules[""], KLSOAPRule) else STEPS).items():  # type: ignore[attr-defined]
             if step == FREQUENCY and "precondition_frequency" not in rule_options(rule):
                 return
             for _, p in params:
