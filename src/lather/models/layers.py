@@ -7,8 +7,6 @@
 
 Weight gradients of the latter two can be put off: see `lather.models.weight_gradients`.
 
-Source: RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
-
 Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
 
@@ -25,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
 from lather.models.remade import Remaking
@@ -70,26 +69,6 @@ def without_autocast(backward: B) -> B:
     return cast(B, run)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        inverse_rms_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x_TD, weight_D, inverse_rms_T1)
-        return weight_D * (wide_TD * inverse_rms_T1).to(x_TD.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_TD, weight_D, inverse_rms_T1 = ctx.saved_tensors
-        normed_TD = x_TD * inverse_rms_T1
-        grad_weight_D = (grad_TD * normed_TD).flatten(0, -2).sum(0)
-        scaled_TD = grad_TD * weight_D.to(normed_TD.dtype)
-        along_T1 = (scaled_TD * normed_TD).mean(-1, keepdim=True)
-        grad_x_TD = scaled_TD.sub_(normed_TD.mul_(along_T1)).mul_(inverse_rms_T1)
-        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32."""
 
@@ -99,8 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return y
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
