@@ -14,6 +14,7 @@ from torch import Tensor
 from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.backend import use_triton
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
+from lather.models.layers import weight_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -213,3 +214,11 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
         line = f"{name}: {time:.3f} ms, {num_bytes / time / 1e6:.0f} GB/s; device copy {num_bytes / copy / 1e6:.0f} GB/s"
         record_property(name, line)
         print(line)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(dtype: torch.dtype) -> None:
+    grad, x = (torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype) for width in (64, 48))
+    found = weight_product(grad[:, :32], x, torch.float32)  # a part of wider rows, as of gate/up
+    assert found.dtype == torch.float32
+    assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)

@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.device import is_gpu
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
@@ -174,7 +175,8 @@ class _Linears(torch.autograd.Function):
             if needs_x:
                 part_TI = (grad_TO @ rounded(product.kept, weight_OI, ctx.dtype)).to(x.dtype)
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
-            of_weight, of_bias = partial(weight_product, grad_TO, x_TI), partial(torch.sum, grad_TO, dim=0)
+            of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
+            of_bias = partial(torch.sum, grad_TO, dim=0, dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype))
             returned += [
                 weight_gradient(product.queue, parameter, compute) if needed else None
                 for parameter, compute, needed in zip(
@@ -184,9 +186,15 @@ class _Linears(torch.autograd.Function):
         return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
 
 
-def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"]) -> Float[Tensor, "o i"]:
-    """The gradient of the weight (O, I) of a linear layer."""
-    return grad_TO.T @ x_TI.to(grad_TO.dtype)
+def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype) -> Float[Tensor, "o i"]:
+    """The gradient of a weight (O, I) of this dtype, of operands in the gradient's: added up in the wider of the two and not rounded to
+    the narrower, which micro-batches that follow each other would sum."""
+    x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
+    if wide == grad_TO.dtype:
+        return grad_TO.T @ x_TI
+    if is_gpu(grad_TO) and wide == torch.float32:
+        return torch.mm(grad_TO.T, x_TI, out_dtype=wide)  # of the tensor cores' sums; torch has it for GPUs alone
+    return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -216,10 +224,11 @@ class _GatedMLP(torch.autograd.Function):
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
+        gate_dtype, up_dtype, down_dtype = (parameter.dtype for parameter in ctx.parameters)
         products = (
-            partial(weight_product, grad_gate_TF, x_TD),
-            partial(weight_product, grad_up_TF, x_TD),
-            partial(weight_product, grad_TD, h_TF),
+            partial(weight_product, grad_gate_TF, x_TD, gate_dtype),
+            partial(weight_product, grad_up_TF, x_TD, up_dtype),
+            partial(weight_product, grad_TD, h_TF, down_dtype),
         )
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
