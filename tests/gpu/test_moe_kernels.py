@@ -13,7 +13,10 @@ from torch import Tensor
 
 from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.backend import use_triton
+from lather.kernels.rms_norm import rms_norm
+from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
+from lather.models.layers import weight_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -213,3 +216,41 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
         line = f"{name}: {time:.3f} ms, {num_bytes / time / 1e6:.0f} GB/s; device copy {num_bytes / copy / 1e6:.0f} GB/s"
         record_property(name, line)
         print(line)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(dtype: torch.dtype) -> None:
+    grad, x = (torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype) for width in (64, 48))
+    found = weight_product(grad[:, :32], x, torch.float32)  # a part of wider rows, as of gate/up
+    assert found.dtype == torch.float32
+    assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(63, 33), (5, 2048), (1000, 128), (3, 4100), (0, 8)], ids=str)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(shape[1], generator=generator).to(torch.promote_types(dtype, torch.float32))
+    results = []
+    for device in ("cuda", "cpu"):
+        leaves = [one.to(device).requires_grad_() for one in (x, weight)]
+        y = rms_norm(*leaves, 1e-6)
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, grad.to(device, y.dtype))))
+    assert_same(*results, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("turn", [rotate_pairs, rotate_halves])
+def test_rotary(turn: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Of a part of each head, there and back."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, 63, 3, 20, generator=generator).to(dtype), torch.randn(2, 63, 3, 12, generator=generator).to(dtype)
+    angles = 6 * torch.rand(1, 63, 6, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
+    cos, sin = angles.cos(), angles.sin()
+    results = []
+    for device in ("cuda", "cpu"):
+        leaf = x.to(device).requires_grad_()
+        y = turn(leaf[..., 8:], cos.to(device), sin.to(device))
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, grad.to(device))))
+    assert_same(*results, dtype)

@@ -1,12 +1,13 @@
-"""RMSNorm against its formula in fp64."""
+"""RMSNorm and the gradients of weights against their formulas in fp64."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from lather.models.layers import RMSNorm
+from lather.models.layers import GatedMLP, Linear, RMSNorm, weight_product
 from models.tiny import error, random_normal
 
 
@@ -23,3 +24,44 @@ def test_rms_norm_squares_in_fp32() -> None:
     normed = RMSNorm(4, eps=1e-6).half()(torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16))
     assert normed.dtype == torch.float16
     assert normed.tolist() == [[1, -1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("operands", "weight", "tolerance"),
+    [
+        (torch.bfloat16, torch.float32, 1e-6),
+        (torch.float16, torch.float32, 1e-6),
+        (torch.bfloat16, torch.bfloat16, 4e-3),
+        (torch.float32, torch.bfloat16, 1e-6),
+        (torch.float32, torch.float64, 1e-14),
+    ],
+    ids=str,
+)
+def test_a_weights_gradient_is_added_up_in_the_wider_dtype(operands: torch.dtype, weight: torch.dtype, tolerance: float) -> None:
+    """Of the rounded operands; x is rounded to the gradient's dtype."""
+    grad, x = random_normal(500, 7).to(operands), random_normal(500, 11, seed=1)
+    found = weight_product(grad, x, weight)
+    assert found.dtype == torch.promote_types(operands, weight)
+    assert error(found, grad.double().T @ x.to(operands).double()) < tolerance
+    assert error(1.01 * found.double(), grad.double().T @ x.to(operands).double()) > tolerance
+
+
+def test_under_autocast_gradients_of_fp32_weights_and_biases_are_not_rounded_to_bf16() -> None:
+    linear, x = Linear(11, 7), random_normal(500, 11).float()
+    cotangent = random_normal(500, 7, seed=1).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x)
+    y.backward(cotangent)
+    assert linear.weight.grad is not None
+    assert linear.bias.grad is not None
+    assert error(linear.weight.grad, cotangent.double().T @ x.bfloat16().double()) < 1e-6
+    assert error(linear.bias.grad, cotangent.double().sum(0)) < 1e-6
+
+    mlp = GatedMLP(11, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mlp(x)
+    y.backward(random_normal(500, 11, seed=2).bfloat16())
+    for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        gradient = layer.weight.grad
+        assert gradient is not None
+        assert (gradient != gradient.bfloat16()).float().mean() > 0.9

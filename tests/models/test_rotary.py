@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lather.errors import ConfigError
-from lather.models.rotary import Rotary, YarnConfig, rotate_halves, rotate_pairs
+from lather.kernels.rotary import rotate_halves, rotate_pairs
+from lather.models.rotary import Rotary, YarnConfig
 from models.tiny import error, random_normal
 
 CPU = torch.device("cpu")

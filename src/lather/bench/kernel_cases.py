@@ -110,6 +110,24 @@ def _linear_cross_entropy(s: Sizes) -> Calls:
         yield softmax_gradient, tile, labels, width, _floats(num_tokens), _floats(num_tokens), {"z_loss": 1e-4, "dtype": s.dtype}
 
 
+def _rms_norm(s: Sizes) -> Calls:
+    from lather.kernels.rms_norm.triton import backward, forward
+
+    for width, copies in ((s.d, 1), (128, 16)):  # of the hidden state, and of a head's query
+        x, weight, inverse_rms = _on_meta(s.t * copies, width, dtype=s.dtype), _floats(width), _floats(s.t * copies, 1)
+        yield forward, x, weight, 1e-6
+        yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
+
+
+def _rotary(s: Sizes) -> Calls:
+    from lather.kernels.rotary.triton import turn
+
+    for width, rotary, halves in ((192, 64, False), (128, 128, True)):
+        heads, table = _on_meta(1, s.t, 16, width, dtype=s.dtype)[..., width - rotary :], _floats(1, s.t, rotary // 2)
+        for back in (False, True):
+            yield turn, heads, table, table, {"halves": halves, "back": back}
+
+
 def _route(s: Sizes) -> Calls:
     from lather.kernels.route.triton import check_range, plan_route
 
@@ -129,4 +147,14 @@ def _swiglu(s: Sizes) -> Calls:
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 
-CASES: tuple[Callable[[Sizes], Calls], ...] = (_adam_in_basis, _combine, _cross_entropy, _gather, _linear_cross_entropy, _route, _swiglu)
+CASES: tuple[Callable[[Sizes], Calls], ...] = (
+    _adam_in_basis,
+    _combine,
+    _cross_entropy,
+    _gather,
+    _linear_cross_entropy,
+    _rms_norm,
+    _rotary,
+    _route,
+    _swiglu,
+)

@@ -24,6 +24,8 @@ from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import use_triton
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.rms_norm import rms_norm
+from lather.kernels.rotary import rotate_pairs
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -143,6 +145,25 @@ def _gate_backward(s: Sizes, device: torch.device) -> Case:
     return Case(name, lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale), 2 * s.t * s.k * 6 * s.f)
 
 
+def _rms_norm(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    x_TD, grad_TD = draw.normal(s.t, s.d).requires_grad_(), draw.normal(s.t, s.d)
+    weight_D = draw.uniform(s.d).bfloat16().requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        y_TD = rms_norm(x_TD, weight_D, 1e-6)
+        return y_TD, *torch.autograd.grad(y_TD, (x_TD, weight_D), grad_TD)
+
+    return Case("rms_norm (forward and backward)", run, 2 * s.t * s.d * 5)
+
+
+def _rotary(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    heads, angles = draw.normal(1, s.t, s.d // 128, 192)[..., 128:], 6 * draw.uniform(1, s.t, 32)
+    cos, sin = angles.cos(), angles.sin()
+    return Case("rotary", lambda: rotate_pairs(heads, cos, sin), 2 * 2 * heads.numel())
+
+
 def _gather(s: Sizes, device: torch.device) -> Case:
     draw = _Draw(s, device)
     plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
@@ -226,6 +247,8 @@ CASES: dict[str, Callable[[Sizes, torch.device], Case]] = {
         _gate_forward,
         _gate_gradient,
         _gate_backward,
+        _rms_norm,
+        _rotary,
         _gather,
         _add_rows,
         _rows_sum,

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from lather.device import is_gpu
+from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.models.cache import CachedLayout
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.layout import SequenceLayout, for_device
 from lather.models.remade import NEVER, Make, Remaking
-from lather.models.rotary import Rotary, rotate_halves, rotate_pairs
+from lather.models.rotary import Rotary
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6

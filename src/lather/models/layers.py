@@ -7,8 +7,6 @@
 
 Weight gradients of the latter two can be put off: see `lather.models.weight_gradients`.
 
-Source: RMSNorm (Zhang and Sennrich, arXiv:1910.07467).
-
 Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
 
@@ -25,6 +23,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.device import is_gpu
+from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
 from lather.models.remade import Remaking
@@ -70,26 +70,6 @@ def without_autocast(backward: B) -> B:
     return cast(B, run)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        inverse_rms_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x_TD, weight_D, inverse_rms_T1)
-        return weight_D * (wide_TD * inverse_rms_T1).to(x_TD.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_TD, weight_D, inverse_rms_T1 = ctx.saved_tensors
-        normed_TD = x_TD * inverse_rms_T1
-        grad_weight_D = (grad_TD * normed_TD).flatten(0, -2).sum(0)
-        scaled_TD = grad_TD * weight_D.to(normed_TD.dtype)
-        along_T1 = (scaled_TD * normed_TD).mean(-1, keepdim=True)
-        grad_x_TD = scaled_TD.sub_(normed_TD.mul_(along_T1)).mul_(inverse_rms_T1)
-        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32."""
 
@@ -99,8 +79,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return y
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
@@ -196,7 +175,8 @@ class _Linears(torch.autograd.Function):
             if needs_x:
                 part_TI = (grad_TO @ rounded(product.kept, weight_OI, ctx.dtype)).to(x.dtype)
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
-            of_weight, of_bias = partial(weight_product, grad_TO, x_TI), partial(torch.sum, grad_TO, dim=0)
+            of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
+            of_bias = partial(torch.sum, grad_TO, dim=0, dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype))
             returned += [
                 weight_gradient(product.queue, parameter, compute) if needed else None
                 for parameter, compute, needed in zip(
@@ -206,9 +186,15 @@ class _Linears(torch.autograd.Function):
         return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
 
 
-def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"]) -> Float[Tensor, "o i"]:
-    """The gradient of the weight (O, I) of a linear layer."""
-    return grad_TO.T @ x_TI.to(grad_TO.dtype)
+def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype) -> Float[Tensor, "o i"]:
+    """The gradient of a weight (O, I) of this dtype, of operands in the gradient's: added up in the wider of the two and not rounded to
+    the narrower, which micro-batches that follow each other would sum."""
+    x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
+    if wide == grad_TO.dtype:
+        return grad_TO.T @ x_TI
+    if is_gpu(grad_TO) and wide == torch.float32:
+        return torch.mm(grad_TO.T, x_TI, out_dtype=wide)  # of the tensor cores' sums; torch has it for GPUs alone
+    return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -238,10 +224,11 @@ class _GatedMLP(torch.autograd.Function):
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
+        gate_dtype, up_dtype, down_dtype = (parameter.dtype for parameter in ctx.parameters)
         products = (
-            partial(weight_product, grad_gate_TF, x_TD),
-            partial(weight_product, grad_up_TF, x_TD),
-            partial(weight_product, grad_TD, h_TF),
+            partial(weight_product, grad_gate_TF, x_TD, gate_dtype),
+            partial(weight_product, grad_up_TF, x_TD, up_dtype),
+            partial(weight_product, grad_TD, h_TF, down_dtype),
         )
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [

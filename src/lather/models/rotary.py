@@ -6,8 +6,8 @@ What a field left out means is what Hugging Face transformers takes it for.
 
 Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
 
-Frequencies and angles are fp64, and the turn is made in fp32 or wider: an fp32 angle is off by 0.03 at position a million. The tables of
-cosines and sines are made once per forward pass for all layers.
+Frequencies and angles are fp64, and the turn (`lather.kernels.rotary`) is made in fp32 or wider: an fp32 angle is off by 0.03 at position
+a million. The tables of cosines and sines are made once per forward pass for all layers.
 """
 
 from __future__ import annotations
@@ -111,28 +111,3 @@ class Rotary:
         angles_BSP = positions.to(torch.float64).unsqueeze(-1) * self.frequencies(positions.device)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         return angles_BSP.cos() * magnitude, angles_BSP.sin() * magnitude
-
-
-def rotate_pairs(
-    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
-) -> Float[Tensor, "b s h r"]:
-    """Turn each pair of neighbours (x_2i, x_2i+1) of a head by its position's angle, in the tables' type or wider."""
-    even, odd = x_BSHR.to(_wide(x_BSHR, cos_BSP)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack(_turn(even, odd, cos_BSP, sin_BSP), dim=-1).flatten(-2).to(x_BSHR.dtype)
-
-
-def rotate_halves(
-    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
-) -> Float[Tensor, "b s h r"]:
-    """Turn each pair (x_i, x_P+i) of a head by its position's angle, in the tables' type or wider."""
-    first, second = x_BSHR.to(_wide(x_BSHR, cos_BSP)).chunk(2, dim=-1)
-    return torch.cat(_turn(first, second, cos_BSP, sin_BSP), dim=-1).to(x_BSHR.dtype)
-
-
-def _wide(x: Tensor, table: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, table.dtype)
-
-
-def _turn(x_BSHP: Tensor, y_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos_BSP.unsqueeze(-2), sin_BSP.unsqueeze(-2)
-    return x_BSHP * cos - y_BSHP * sin, x_BSHP * sin + y_BSHP * cos

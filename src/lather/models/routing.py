@@ -209,7 +209,7 @@ class _RouterLogits(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype) if needs_x else None
         weight, bias = ctx.parameters
-        product = partial(weight_product, grad_TE, x_TD.detach())
+        product = partial(weight_product, grad_TE, x_TD.detach(), weight.dtype)
         grad_weight = weight_gradient(ctx.queue, weight, product) if needs_weight else None
         grad_bias = weight_gradient(ctx.queue, bias, partial(torch.sum, grad_TE, dim=0)) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None

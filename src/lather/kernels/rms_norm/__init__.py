@@ -1,0 +1,70 @@
+"""RMSNorm: y = weight * x / rms(x), rows of the last dim, and its backward.
+
+Source: Zhang and Sennrich (arXiv:1910.07467). Letters: D width of a row; `...` the dims of the rows.
+
+Autograd keeps x, the weight and one number per row, 1 / rms, in fp32. On a GPU each direction reads and writes a row once; the weight's
+gradient is added up in two passes of a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lather.kernels.backend import use_triton
+from lather.kernels.rms_norm import reference
+from lather.shapes import Float
+
+__all__ = ["rms_norm", "validate"]
+
+WIDEST = 16384
+"""Columns of a row that a program of the kernels holds; wider rows are the reference's."""
+
+
+def rms_norm(x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: float) -> Float[Tensor, "*rows d"]:
+    """weight * (x / sqrt(mean(x^2) + eps)): the quotient in fp32 (fp64 for fp64), rounded to x's dtype; the product in the wider dtype.
+
+    Differentiable once. Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
+    """
+    validate(x, weight)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        if _by_triton(x, weight_D):
+            from lather.kernels.rms_norm import triton
+
+            y, inverse_rms = triton.forward(x, weight_D, eps)
+        else:
+            y, inverse_rms = reference.forward(x, weight_D, eps)
+        ctx.save_for_backward(x, weight_D, inverse_rms)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D, inverse_rms = ctx.saved_tensors
+        if _by_triton(x, weight_D):
+            from lather.kernels.rms_norm import triton
+
+            return *triton.backward(grad, x, weight_D, inverse_rms), None
+        return *reference.backward(grad, x, weight_D, inverse_rms), None
+
+
+def _by_triton(x: Tensor, weight_D: Tensor) -> bool:
+    """Not where torch compiles the caller: it fuses the reference with what is around it."""
+    return not torch.compiler.is_compiling() and use_triton(x, weight_D) and len(weight_D) <= WIDEST
+
+
+def validate(x: Tensor, weight_D: Tensor) -> None:
+    """ValueError for shapes that do not fit, TypeError for a dtype that is not floating point."""
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}: has to be floating point")
+    if x.dim() == 0 or weight_D.shape != x.shape[-1:]:
+        raise ValueError(f"weight has shape {tuple(weight_D.shape)} with x {tuple(x.shape)}: has to be one number for each column of x")

@@ -1,0 +1,150 @@
+"""RMSNorm on CUDA: a program holds whole rows (one, where they are long), so that each is read and written once.
+
+Backward: each of at most PROGRAMS programs goes through a run of rows and adds up its part of the weight's gradient; torch adds the parts.
+Letters: T rows, D columns; a tile is ROWS x BLOCK, BLOCK a power of 2 that holds a row.
+"""
+
+# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lather.device import launching_on
+
+TILE = 2048
+"""Elements of x in one tile, or a row."""
+ELEMENTS = 256
+"""Of a tile for each warp: with twice as many the backward kernel spills."""
+PROGRAMS = 512
+"""Parts of the weight's gradient: a few for each multiprocessor, and fixed, so that all GPUs add up alike."""
+
+
+def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x_TD = _as_rows(x)
+    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight_D.dtype), device=x.device)
+    inverse_rms = torch.empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if x.numel():
+        options = _options(x_TD, weight_D)
+        with launching_on(x):
+            _forward_kernel[(triton.cdiv(len(x_TD), options["ROWS"]),)](
+                x_TD, weight_D.contiguous(), y, inverse_rms, len(x_TD), x_TD.shape[1], x_TD.stride(0), EPS=eps, **options
+            )
+    return y, inverse_rms
+
+
+def backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.empty_like(x), torch.zeros_like(weight_D)
+    x_TD, grad_TD = _as_rows(x), _as_rows(grad)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    options = _options(x_TD, weight_D)
+    num_tiles = triton.cdiv(len(x_TD), options["ROWS"])
+    run = triton.cdiv(num_tiles, min(num_tiles, PROGRAMS)) * options["ROWS"]
+    num_programs = triton.cdiv(len(x_TD), run)
+    parts_PD = inverse_rms.new_empty(num_programs, len(weight_D))
+    with launching_on(x):
+        _backward_kernel[(num_programs,)](
+            grad_TD,
+            x_TD,
+            weight_D.contiguous(),
+            inverse_rms.contiguous(),
+            grad_x,
+            parts_PD,
+            len(x_TD),
+            x_TD.shape[1],
+            grad_TD.stride(0),
+            x_TD.stride(0),
+            run,
+            **options,
+        )
+    return grad_x, parts_PD.sum(0).to(weight_D.dtype)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(T, D) with neighbouring columns; rows of a part of a wider tensor stay where they are."""
+    rows_TD = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
+    return rows_TD if rows_TD.stride(1) == 1 else rows_TD.contiguous()
+
+
+def _options(x_TD: Tensor, weight_D: Tensor) -> dict[str, Any]:
+    block = triton.next_power_of_2(x_TD.shape[1])
+    rows = max(TILE // block, 1)
+    is_double = torch.float64 in (x_TD.dtype, weight_D.dtype)
+    return {
+        "WIDE": tl.float64 if is_double else tl.float32,
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": min(max(rows * block // ELEMENTS, 1), 16),
+    }
+
+
+@triton.jit
+@no_type_check
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    inverse_rms_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    EPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row[:, None] < num_rows) & (column < num_columns)
+    raw = tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(WIDE)
+    x = raw.to(WIDE)
+    eps = tl.full((), EPS, WIDE)  # a bare constant would be rounded to fp32
+    inverse_rms = 1 / tl.sqrt(tl.sum(x * x, axis=1) / num_columns + eps)
+    normed = (x * inverse_rms[:, None]).to(x_ptr.dtype.element_ty).to(WIDE)
+    tl.store(y_ptr + row[:, None] * num_columns + column, (weight * normed).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(inverse_rms_ptr + row, inverse_rms.to(inverse_rms_ptr.dtype.element_ty), mask=row < num_rows)
+
+
+@triton.jit
+@no_type_check
+def _backward_kernel(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    grad_x_ptr,
+    part_ptr,
+    num_rows,
+    num_columns,
+    grad_stride,
+    x_stride,
+    run,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(WIDE)
+    part = tl.zeros((ROWS, BLOCK), dtype=WIDE)
+    for start in range(0, run, ROWS):
+        row = program * run + start + tl.arange(0, ROWS)
+        inside = (row[:, None] < num_rows) & (column < num_columns)
+        grad = tl.load(grad_ptr + row[:, None] * grad_stride + column, mask=inside, other=0.0).to(WIDE)
+        x = tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0.0).to(WIDE)
+        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < num_rows, other=0.0).to(WIDE)[:, None]
+        normed = x * inverse_rms
+        part += grad * normed
+        scaled = grad * weight
+        along = tl.sum(scaled * normed, axis=1)[:, None] / num_columns
+        grad_x = (scaled - normed * along) * inverse_rms
+        tl.store(grad_x_ptr + row[:, None] * num_columns + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    total = tl.sum(part, axis=0)[None, :]
+    tl.store(part_ptr + program * num_columns + column, total.to(part_ptr.dtype.element_ty), mask=column < num_columns)

@@ -1,0 +1,77 @@
+"""The turn of rotary position embedding: each pair of a head's coordinates by its position's angle.
+
+Source: RoPE (Su et al., arXiv:2104.09864). Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
+
+Autograd keeps the tables alone: the gradient is turned back by the same angles. On a GPU each direction is one kernel, which reads the
+heads where they lie in a wider tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lather.kernels.backend import use_triton
+from lather.kernels.rotary import reference
+from lather.shapes import Float
+
+__all__ = ["rotate_halves", "rotate_pairs", "validate"]
+
+
+def rotate_pairs(
+    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
+) -> Float[Tensor, "b s h r"]:
+    """Turn each pair of neighbours (x_2i, x_2i+1) of a head by its position's angle, in the tables' type or wider; in x's dtype.
+
+    Differentiable once, by x. Shapes that do not fit are a ValueError.
+    """
+    return _turned(x_BSHR, cos_BSP, sin_BSP, halves=False)
+
+
+def rotate_halves(
+    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
+) -> Float[Tensor, "b s h r"]:
+    """The same for each pair (x_i, x_P+i)."""
+    return _turned(x_BSHR, cos_BSP, sin_BSP, halves=True)
+
+
+def _turned(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool) -> Tensor:
+    if torch.compiler.is_compiling():  # which fuses the reference, forward and backward, with what is around it
+        return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
+    validate(x_BSHR, cos_BSP, sin_BSP)
+    y: Tensor = _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, halves: bool) -> Tensor:
+        ctx.save_for_backward(cos_BSP, sin_BSP)
+        ctx.halves = halves
+        return _turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHR: Tensor) -> tuple[Tensor, None, None, None]:
+        return _turn(grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True), None, None, None
+
+
+def _turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool) -> Tensor:
+    if use_triton(x_BSHR, cos_BSP, sin_BSP):
+        from lather.kernels.rotary import triton
+
+        return triton.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
+    return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
+
+
+def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:
+    """ValueError for shapes that do not fit each other."""
+    fits = x_BSHR.dim() == 4 and cos_BSP.shape == sin_BSP.shape and x_BSHR.shape[-1] % 2 == 0
+    if not fits or cos_BSP.shape not in {(batch, x_BSHR.shape[1], x_BSHR.shape[3] // 2) for batch in (1, len(x_BSHR))}:
+        raise ValueError(
+            f"x has shape {tuple(x_BSHR.shape)} with tables {tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)}: x has to be (B, S, H, 2 P) "
+            "and both tables (B or 1, S, P)"
+        )
