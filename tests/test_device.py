@@ -1,11 +1,15 @@
 """Which devices count as GPUs, and that the package asks nowhere else."""
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.utils.deterministic
 
-from lather.device import is_gpu, launching_on
+from lather.device import deterministic, is_gpu, launching_on
 
 SOURCE = Path(__file__).parents[1] / "src" / "lather"
 ASKS = re.compile(r"\.is_cuda\b|\.type\s*[!=]=\s*\"cuda\"")
@@ -26,3 +30,32 @@ def test_nobody_asks_a_tensor_whether_it_is_on_cuda() -> None:
     assert ASKS.search('x.is_cuda and y.device.type == "cuda"')
     found = {f"{path.relative_to(SOURCE)}: {match[0]}" for path in SOURCE.rglob("*.py") for match in ASKS.finditer(path.read_text())}
     assert not found, f"ask lather.device.is_gpu instead: {sorted(found)}"
+
+
+def settings() -> tuple[object, ...]:
+    options: Any = torch.utils.deterministic
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        options.fill_uninitialized_memory,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+@pytest.mark.parametrize("own", [None, ":16:8"], ids=["unset", "the caller's"])
+def test_deterministic_algorithms_are_chosen_inside_and_the_callers_after(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if own:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)
+    before = settings()
+    with deterministic(enabled=False):
+        assert settings() == before
+
+    def fail_inside() -> None:
+        with deterministic():
+            assert settings() == (True, True, False, own or ":4096:8")
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
+    assert settings() == before

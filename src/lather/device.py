@@ -7,11 +7,17 @@ devices that are registered with torch (`torch.utils.rename_privateuse1_backend`
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Environment variable without which cuBLAS may take another kernel in the next run."""
 
 
 def is_gpu(on: Tensor | torch.device) -> bool:
@@ -33,3 +39,27 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
     """The GPU of `x`, if it is on one, as the current one: Triton launches on that, whatever its arguments say."""
     return cast(AbstractContextManager[object], gpu_module(x).device_of(x)) if is_gpu(x) else nullcontext()
+
+
+@contextmanager
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, if `enabled`, operations give the same bits each time; torch warns of those for which it has no such kernel.
+
+    To be entered before the first product on a GPU: cuBLAS reads its workspaces' sizes once. Nothing is changed without `enabled`.
+    """
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    options: Any = torch.utils.deterministic
+    fill, workspace = options.fill_uninitialized_memory, os.environ.get(CUBLAS_WORKSPACE)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        options.fill_uninitialized_memory = False  # what is not written is not read here
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        options.fill_uninitialized_memory = fill
+        if workspace is None:
+            del os.environ[CUBLAS_WORKSPACE]

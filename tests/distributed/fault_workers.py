@@ -33,7 +33,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "exchange": (ExpertExchange, "start_combine"),
     "backward": (Cut, "backward"),
     "raise": (Segments, "_attend"),
-    "shape": (Engine, "gradients"),
+    "shape": (Engine, "launch_gradients"),
     "save": (FolderWriter, "_write"),
     "save beside": (FolderWriter, "_write"),
     "kill in save": (FolderWriter, "_write"),
@@ -88,7 +88,7 @@ def work(folder: str, place: str, world: World) -> int:
 
 def _fail_in_step(number: int, folder: Path, place: str) -> None:
     steps, calls = 0, 0
-    gradients: Callable[..., Any] = Engine.gradients
+    gradients: Callable[..., Any] = Engine.launch_gradients
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
@@ -114,7 +114,7 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
             fail()
         return result
 
-    Engine.gradients = counting  # type: ignore[method-assign, assignment]
+    Engine.launch_gradients = counting  # type: ignore[method-assign, assignment]
     if place != "shape":
         setattr(owner, name, failing)
 

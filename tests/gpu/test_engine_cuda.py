@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.device import deterministic
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.expert import ExpertExchange
 from lather.parallel.mesh import Mesh
@@ -184,3 +185,16 @@ def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.Proce
             assert (gradients(exchanging)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
         plain.clear_gradients()
         exchanging.clear_gradients()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deterministic_gradients_have_the_same_bits_each_time(precision: str) -> None:
+    found: list[list[Tensor]] = []
+    for _ in range(2):
+        with deterministic():
+            engine = engine_on(cuda(), config(precision=precision))
+            generator = torch.Generator().manual_seed(7)
+            engine.gradients(engine.share_of(torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)))
+        found.append([p.grad.clone() for p in engine.part.parameters() if p.grad is not None])
+    assert len(found[0]) > 10
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))

@@ -110,6 +110,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "train.validation_sequences": AT_LEAST_1,
     "train.recompute": [["router"]],
     "train.compile": [],
+    "train.deterministic": [],
     "train.precision": ["fp16"],
     "train.rounded_weights": ["never"],
     "train.device": ["tpu"],

@@ -38,6 +38,7 @@ FREE = (
     "parallel",
     "run_dir",
     "train.compile",
+    "train.deterministic",
     "train.device",
     "train.max_skipped_steps",
     "train.micro_batch_size",

@@ -67,6 +67,8 @@ class LoopConfig:
     """Parts of a block whose activations are not kept for backward but computed again (activation checkpointing)."""
     compile: bool = False
     """Compile norms, rotary embeddings and the like with torch.compile; takes a while at the start."""
+    deterministic: bool = False
+    """On a GPU the same bits in every run, by torch.use_deterministic_algorithms: attention's backward, among others, is slower."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32. fp64: the model, slowly, to compare two runs."""
     rounded_weights: Literal["step", "product"] = "step"

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from lather.device import deterministic
 from lather.errors import DataError, UserError
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
@@ -149,7 +150,8 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
             if run_dir is not None:
                 run_dir.abandon()
             raise
-        return run.train(stop)
+        with deterministic(config.train.deterministic):
+            return run.train(stop)
     finally:
         if run_dir is not None:
             run_dir.close()
