@@ -11,8 +11,8 @@ from optim_helpers import KINDS, all_same, clones, make, parameters, run
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.engine import precision
-from lather.optim.engine.precision import matmul_precision
+from lather.optim.engine import plan
+from lather.optim.engine.optimizer import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
 
@@ -105,7 +105,7 @@ def test_on_a_gpu_products_are_tf32_by_default_and_refreshes_never(
 
         return call
 
-    monkeypatch.setattr(precision, "is_gpu", lambda _: on_gpu)
+    monkeypatch.setattr(plan, "is_gpu", lambda _: on_gpu)
     monkeypatch.setattr(KLSOAPRule, "statistics", recorded("statistics", KLSOAPRule.statistics))
     monkeypatch.setattr(KLSOAPRule, "update", recorded("update", KLSOAPRule.update))
     monkeypatch.setattr(bases, "update_eigenbasis_and_momentum", recorded("refresh", bases.update_eigenbasis_and_momentum))

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -26,7 +26,6 @@ from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradi
 from lather.optim.engine.members import Member
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
-from lather.optim.engine.precision import matmul_precision, precision_on
 from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
@@ -271,13 +270,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             exchange.finish_out()
 
     def _work_on(self, runs: list[Run], *, is_last: bool) -> None:
-        by_precision: dict[str, list[Run]] = {}
+        alike: dict[tuple[str, int], list[Run]] = {}
         for run in runs:
             if run.flat is None or not is_last or not run.take_whole():
-                by_precision.setdefault(precision_on(run.bucket.device, run.rule.fp32_matmul_prec), []).append(run)
-        for precision, some in by_precision.items():
+                alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
+        for (precision, num_streams), some in alike.items():
             chunks: Iterable[Chunk] = [chunk for run in some for chunk in run.chunks]
-            num_streams = max([run.rule.num_streams for run in some])
             with matmul_precision(precision):
                 for chunk in chunks if num_streams == 1 else on_streams(chunks, self._streams, num_streams, some[0].bucket.device):
                     if is_last:
@@ -351,3 +349,22 @@ def _places(params: Sequence[ParamInfo]) -> list[Any]:
     """Where the data of parameters are in memory, and with what strides."""
     places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
     return places + [one.param.stride() for one in params]
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
+
+    torch keeps it twice, process-wide: as one word (`torch.set_float32_matmul_precision`), which compiled code looks at, and per backend
+    (`fp32_precision`), which products go by. Reading the word raises where the two disagree; it never disagrees with backends at fp32.
+    """
+    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = gpu.fp32_precision, cpu.fp32_precision
+    gpu.fp32_precision = cpu.fp32_precision = "ieee"
+    word = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(word)
+        gpu.fp32_precision, cpu.fp32_precision = before

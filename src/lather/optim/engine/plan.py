@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lather.device import to_device
+from lather.device import is_gpu, to_device
 from lather.optim.engine.buckets import Bucket
 from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
@@ -57,6 +57,9 @@ class Run:
         self.keeps_norm, self.needs_weights, self.has_statistics = infos[0].keeps_norm, infos[0].needs_weights, infos[0].has_statistics
         self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
+        auto = "high" if is_gpu(bucket.device) else "highest"
+        self.precision = auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
+        """torch's fp32 matmul precision for statistics and update."""
         self.take_rates()
         self.due: Due = NOBODY
         """Refreshes that are due in this step."""
