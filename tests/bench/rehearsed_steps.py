@@ -91,7 +91,7 @@ def rehearsals() -> list[Rehearsal]:
         *(Rehearsal(rule=rule) for rule in ("klsoap", "soap_muon", "muon")),
         Rehearsal(sizes=NARROW),
         Rehearsal(precision="fp32", sizes=NARROW),
-        Rehearsal(optim={"stagger_refresh": True, "async_refresh": True}),
+        Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed),
         Rehearsal(rule="adamw", packed=True),
         Rehearsal("gpt_oss", rule="adamw"),

@@ -46,6 +46,7 @@ OF_THE_PACKAGE_ALONE = (
     "nonfinite",
     "num_streams",
     "qr_fp32_matmul_prec",
+    "stagger_first",
     "stagger_refresh",
     "state_dtype",
 )

@@ -280,6 +280,18 @@ def test_staggered_refreshes(kind: str) -> None:
     assert compare(kind, groups, options).is_rounding
 
 
+@pytest.mark.parametrize("kind", SINGLE_OPTIONS)
+def test_staggered_first_bases(kind: str) -> None:
+    """Matrix i of four has its first bases where its interval of four is first full: until then it is like one in a longer warm-up."""
+    options = {"stagger_refresh": True, "stagger_first": True, "precondition_frequency": 4, "adam_warmup_steps": 1}
+    first = 1 if kind == "SOAP" else 2
+    groups = []
+    for shift in range(4):
+        step = next(t for t in range(first, first + 4) if (t + shift) % 4 == 0)
+        groups.append(Group([(5, 6)], theirs={"precondition_frequency": partial(early, shift), "adam_warmup_steps": step + 1 - first}))
+    assert compare(kind, groups, options).is_rounding
+
+
 def early(shift: int, t: int) -> int:
     """Divides t just when an interval of four, begun `shift` steps early, is full."""
     return 1 if (t + shift) % 4 == 0 else t + 1

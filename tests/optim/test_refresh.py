@@ -202,6 +202,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.matrices: list[Counter[tuple[int, int, int]]] = []
         self.costs: list[float] = []
+        self.are_first: list[bool] = []
         self.largest = 0.0
         original = optimizer.refresh
 
@@ -213,6 +214,7 @@ class Watched:
 
     def note(self, jobs: list[DimRefresh]) -> None:
         for job in jobs:
+            self.are_first[-1] |= job.run.due.first
             for row in job.rows:
                 self.matrices[-1][id(job.run.bucket), row, job.dim] += 1
                 self.costs[-1] += refresh_cost(job.run.bucket.inner, (job.dim,))
@@ -222,6 +224,7 @@ class Watched:
         for step in steps:
             self.matrices.append(Counter())
             self.costs.append(0.0)
+            self.are_first.append(False)
             run(opt, params, [step])
 
 
@@ -247,6 +250,30 @@ def test_staggered_refreshes_come_once_an_interval_and_cost_the_same_at_every_st
     if "per_expert" in kind and interval <= matrices:
         experts = [{row for _, row, dim in step if dim == 0} for step in watched.matrices[:interval]]
         assert max(map(len, experts)) < matrices
+
+
+@pytest.mark.parametrize(("kind", "begin"), [("soap", 0), ("soap_per_expert", 0), ("kl_soap_per_expert", 1), ("soap_muon", 0)])
+def test_first_bases_are_spread_over_an_interval_if_asked(kind: str, begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, interval = parameters(STAGGERED * 3), 5
+    opt = make(kind, params, precondition_frequency=interval, stagger_refresh=True, stagger_first=True)
+    watched = Watched(monkeypatch)
+    watched.run(opt, params, range(3 * interval))
+    for low in (begin, begin + interval):
+        seen = sum(watched.matrices[low : low + interval], Counter())
+        assert set(seen.values()) == {1}
+        total = sum(watched.costs[low : low + interval])
+        assert all(abs(cost - total / interval) <= watched.largest for cost in watched.costs[low : low + interval])
+    assert watched.are_first[begin:] == [True] * interval + [False] * (len(watched.costs) - begin - interval)
+
+
+def test_all_first_bases_come_at_once_where_steps_of_the_warm_up_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(STAGGERED)
+    options = {"precondition_frequency": 5, "precondition_warmup_steps": 4, "stagger_refresh": True, "stagger_first": True}
+    watched = Watched(monkeypatch)
+    watched.run(make("soap", params, **options), params, range(6))
+    assert watched.are_first[0]
+    assert not any(watched.are_first[1:])
+    assert watched.costs[0] == watched.costs[1] == watched.costs[3] > watched.costs[5]
 
 
 def test_without_staggering_one_step_of_the_interval_pays_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

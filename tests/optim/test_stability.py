@@ -32,11 +32,13 @@ def largest_rms(cls: Any, shape: tuple[int, ...], steps: int, **options: Any) ->
     [
         (KLSOAP, {}),
         (KLSOAP, {"first_bases": "iteration", "refresh_method": "root_qr"}),
+        (KLSOAP, {"precondition_frequency": 10, "stagger_refresh": True, "stagger_first": True}),
         (REKLS, {}),
         (SOAP, {"second_moment": "rotate", "precondition_frequency": 1}),
         (SOAP, {"second_moment": "rotate", "precondition_frequency": 1, "first_bases": "iteration"}),
+        (SOAP, {"second_moment": "rotate", "stagger_refresh": True, "stagger_first": True}),
     ],
-    ids=["KLSOAP", "KLSOAP_by_iteration", "REKLS", "SOAP", "SOAP_by_iteration"],
+    ids=["KLSOAP", "KLSOAP_by_iteration", "KLSOAP_one_by_one", "REKLS", "SOAP", "SOAP_by_iteration", "SOAP_one_by_one"],
 )
 def test_the_first_fifty_updates_stay_bounded(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
     steps = 50

@@ -228,6 +228,9 @@ class RefreshingRule(Rule):
     """Refresh at every step up to this one."""
     stagger_refresh: bool = False
     """Spread refreshes over the steps of an interval by cost, so that no step pays for all of them."""
+    stagger_first: bool = False
+    """With `stagger_refresh` spread the first refreshes over an interval, too; until its own a matrix keeps its own coordinates. Off: all
+    come in one step."""
     async_refresh: bool = False
     """On CUDA refresh on a side stream beside the next forward and backward. It then follows the update, in every rule: the numbers are
     the same on every device, but for a rule that refreshes first not those of a refresh before the update."""
@@ -236,13 +239,15 @@ class RefreshingRule(Rule):
 
     @property
     def first_refresh(self) -> int:
-        """The step that makes the first bases."""
+        """The step that makes the first bases, or begins to with `stagger_first`."""
         return 1
 
     def due(self, t: int) -> Due:
         """The matrices whose bases step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
-        if t <= self.first_refresh:
-            return Due("everybody", first=True) if t == self.first_refresh else NOBODY
+        start = self.first_refresh
+        is_spread = self.stagger_refresh and self.stagger_first and start >= self.precondition_warmup_steps
+        if t < start or (t == start and not is_spread):
+            return NOBODY if t < start else Due("everybody", first=True)
         f = self.precondition_frequency
         if callable(f):
             f = f(t)
@@ -250,7 +255,7 @@ class RefreshingRule(Rule):
                 raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
         if t <= self.precondition_warmup_steps:
             return Due("everybody")
-        return Due("interval", f) if self.stagger_refresh or t % f == 0 else NOBODY
+        return Due("interval", f, first=is_spread and t < start + f) if self.stagger_refresh or t % f == 0 else NOBODY
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
         """Renew what dim `dim` has, and turn with it whatever is kept in its coordinates, in place. Returns which matrices failed (B,),

@@ -183,7 +183,7 @@ def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence
     due, rows = run.due, run.rows
     if not run.bucket.dims or due.who == "nobody":
         return []
-    if due.first:
+    if due.first and due.who == "everybody":
         return rows
     found: Sequence[int] = rows
     assert isinstance(run.rule, RefreshingRule)
@@ -193,7 +193,7 @@ def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence
         found = [row for row, shift in zip(rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
     elif due.who == "interval" and run.step % due.every:
         found = []
-    if run.idle:
+    if run.idle and not due.first:
         awake = [row for row in found if not run.idle[row - rows.start]]
         count("refreshes_skipped", len(run.bucket.dims) * (len(found) - len(awake)))
         found = awake
