@@ -162,6 +162,12 @@ def fake_tensors_behave() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(lifts)
 
 
+def faked_collective(func: Any, args: Sequence[Any]) -> Any:
+    """The result of an operation of process groups (namespace c10d) on fake tensors: what it got, and work that is done."""
+    module = import_module("torch.distributed._tools.fake_collectives")
+    return module.create_fakework(args, return_first_arg=func in module.CollectiveOp.WK_ARG_1)
+
+
 def check_torch_version() -> None:
     """Raises UserError unless this torch is one whose names of the pipeline and of FSDP2 are known."""
     from lather.errors import UserError

@@ -1,68 +1,15 @@
-"""What torch's operations do to a GPU: which have a kernel, what they read and write, how many flops they are, which make the host wait.
-
-Letters: B matrices, m and n their sizes.
-"""
+"""What torch's operations ask of a GPU: what they read and write, how many flops they are, which make the host wait."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-VIEWS = frozenset(
-    [
-        "detach",
-        "alias",
-        "lift_fresh",
-        "lift",
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "as_strided",
-        "diagonal",
-        "unfold",
-        "chunk",
-        "view_as_real",
-        "_conj",
-        "unsafe_split",
-    ]
-)
-WITHOUT_KERNEL = frozenset(
-    [
-        "device",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-        "record_stream",
-        "is_pinned",
-        "sym_size",
-        "is_same_size",
-        "resize_as_",
-        "_record_function_enter_new",
-        "_record_function_exit",
-    ]
-)
-"""Those that make memory, or ask."""
-COPIES = frozenset(("_to_copy", "copy_"))
-RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
+from lather.standin.operations import nbytes, tensors_in
+
 OVERWRITE = frozenset(
     [
         "copy_",
@@ -82,15 +29,10 @@ OVERWRITE = frozenset(
     ]
 )
 """Their first operand is not read."""
-SHAPES: dict[str, Callable[..., Any]] = {
-    "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
-}
-"""Results of operations for which torch has no shapes on the meta device."""
 GATHERS = frozenset(["index_select", "gather", "index", "embedding", "take"])
 SCATTERS = frozenset(
     ["index_put_", "index_copy_", "index_add_", "scatter_add_", "scatter_", "_index_put_impl_", "index_put", "index_copy", "scatter"]
 )
-TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 WAIT_INSIDE = {
     "_linalg_eigh": "eigh looks at its errors",
     "_linalg_svd": "svd looks at its errors",
@@ -101,44 +43,6 @@ WAIT_INSIDE = {
 """Operations that make the host wait, whoever calls them."""
 ONE_BY_ONE = frozenset(("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr"))
 """Factorisations that CUDA's libraries do matrix by matrix."""
-
-
-CARRY_FLAGS = frozenset(
-    ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
-)
-"""Their flags say what those of their operands say."""
-
-
-def name_of(func: Any) -> str:
-    """Without namespace and overload."""
-    return str(func._schema.name).partition("::")[2]
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-
-
-def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """The same nested values, with other tensors."""
-    if isinstance(values, Tensor):
-        return function(values)
-    if isinstance(values, list | tuple):
-        return type(values)([mapped(function, value) for value in values])
-    if isinstance(values, dict):
-        return {key: mapped(function, value) for key, value in values.items()}
-    return values
-
-
-def nbytes(x: Tensor) -> int:
-    """Bytes of elements that differ in their place: an expanded dim counts once."""
-    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
 
 
 def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
@@ -188,17 +92,3 @@ def flops(name: str, args: Sequence[Any], out: Any) -> int:
         cubes = {"linalg_cholesky_ex": 1 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 22.0}.get(name, 4 / 3)
         return int(cubes * args[0].numel() * n)
     return 0
-
-
-def truth(name: str, args: Sequence[Any]) -> bool | None:
-    """What a tensor of flags says: all is finite. Of other comparisons nothing is known (None), and a reader finds that none holds."""
-    known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
-    if name == "isfinite":
-        return True
-    if name in ("bitwise_not", "logical_not"):
-        return None if known[0] is None else not known[0]
-    if name in ("bitwise_and", "logical_and", "all"):
-        return None if None in known else all(known)
-    if name in CARRY_FLAGS or name in VIEWS:
-        return True if True in known else None if None in known else False
-    return None

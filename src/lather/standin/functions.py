@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lather.bench.launches import operations
+from lather.standin import operations
 
 if TYPE_CHECKING:
-    from lather.bench.launches.counter import Counter
+    from lather.standin.mode import StandInMode
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -26,18 +26,18 @@ NARROW = (torch.bfloat16, torch.float16)
 class Functions(TorchFunctionMode):
     """Attention takes the kernel that it takes on CUDA."""
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, mode: StandInMode) -> None:
         super().__init__()
-        self.counter = counter
+        self.mode = mode
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention and self.counter.is_here(args[0]):
+        if func is F.scaled_dot_product_attention and self.mode.is_here(args[0]):
             return self._attention(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in (torch.isfinite, Tensor.isfinite) and self.counter.is_here(out):
+        if func in (torch.isfinite, Tensor.isfinite) and self.mode.is_here(out):
             out.lather_truth = True
         return out
 
@@ -65,7 +65,7 @@ class Functions(TorchFunctionMode):
             needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             y, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)
             return y
-        self.counter.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
+        self.mode.note(f"attention with (S, S) elements, {str(query.dtype)[6:]}")
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         y, _ = aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
@@ -80,7 +80,7 @@ def unmarked_for_streams() -> Iterator[None]:
 
 
 @contextmanager
-def counted_triton(counter: Counter) -> Iterator[None]:
+def counted_triton(mode: StandInMode) -> Iterator[None]:
     """Triton's kernels are counted in place of being compiled and launched."""
     try:
         from triton.runtime.jit import JITFunction
@@ -96,13 +96,13 @@ def counted_triton(counter: Counter) -> Iterator[None]:
         ]:
             raise TypeError(f"{self.fn.__name__} is launched without {missing}")
         tensors = {name: x for name, x in bound.items() if isinstance(x, Tensor)}
-        if wrong := {name: str(x.device) for name, x in tensors.items() if not counter.is_here(x)}:
+        if wrong := {name: str(x.device) for name, x in tensors.items() if not mode.is_here(x)}:
             raise RuntimeError(f"{self.fn.__name__} is launched with tensors that are elsewhere: {wrong}")
         blocks = grid(bound) if callable(grid) else grid
         if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
             raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
         read, written = _traffic(inspect.getsource(self.fn), tensors)
-        counter.launch(f"triton {self.fn.__name__}", read, written, triton=True)
+        mode.launch(f"triton {self.fn.__name__}", read, written, triton=True)
 
     JITFunction.run = run
     try:
@@ -127,16 +127,16 @@ def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 @contextmanager
-def counted_compile(counter: Counter) -> Iterator[None]:
+def counted_compile(mode: StandInMode) -> Iterator[None]:
     """`torch.compile` gives flex attention as a kernel forward and two backward, a block mask as one; anything else runs as it is."""
     before = torch.compile
 
     def compiled(function: Any = None, **options: Any) -> Any:
         name = getattr(function, "__name__", "")
         if name == "flex_attention":
-            return lambda *args, **kwargs: _flex_attention(counter, *args, **kwargs)
+            return lambda *args, **kwargs: _flex_attention(mode, *args, **kwargs)
         if name == "create_block_mask":
-            return lambda *args, **kwargs: _block_mask(counter, *args, **kwargs)
+            return lambda *args, **kwargs: _block_mask(mode, *args, **kwargs)
         return function if function is not None else (lambda given: given)
 
     torch.compile = compiled  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def counted_compile(counter: Counter) -> Iterator[None]:
 
 
 def _flex_attention(
-    counter: Counter,
+    mode: StandInMode,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -162,7 +162,7 @@ def _flex_attention(
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(f"flex attention got {q.shape[1]} and {k.shape[1]} heads")
-    y, lse = _Flex.apply(counter, q, k, v)  # type: ignore[no-untyped-call]
+    y, lse = _Flex.apply(mode, q, k, v)  # type: ignore[no-untyped-call]
     return y if return_aux is None else (y, type("Aux", (), {"lse": lse if return_aux.lse else None})())
 
 
@@ -170,11 +170,11 @@ class _Flex(torch.autograd.Function):
     """Shapes, bytes and flops of flex attention, every block counted as seen."""
 
     @staticmethod
-    def forward(ctx: Any, counter: Counter, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, mode: StandInMode, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         y, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.counter, ctx.flops = counter, 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
-        counter.launch(
+        ctx.mode, ctx.flops = mode, 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        mode.launch(
             "flex attention", sum(map(operations.nbytes, (q, k, v))), operations.nbytes(y) + operations.nbytes(lse), flops=ctx.flops
         )
         return y, lse
@@ -183,21 +183,21 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         gradients, delta = [torch.empty_like(x) for x in (q, k, v)], torch.empty_like(lse)
-        ctx.counter.launch("flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta))
+        ctx.mode.launch("flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta))
         size = sum(map(operations.nbytes, (q, k, v)))
-        ctx.counter.launch("flex attention's backward", size + 2 * operations.nbytes(y), size, flops=5 * ctx.flops // 2)
+        ctx.mode.launch("flex attention's backward", size + 2 * operations.nbytes(y), size, flops=5 * ctx.flops // 2)
         return None, *gradients
 
 
 def _block_mask(
-    counter: Counter, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
+    mode: StandInMode, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
 ) -> object:
     """Runs the rule, to see that it can be. (Scalars would be read when they are indices.)"""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    if not counter.is_here(rule(zero, zero, zero, zero)):
+    if not mode.is_here(rule(zero, zero, zero, zero)):
         raise RuntimeError("the rule of a block mask answers on another device")
     blocks = (batch or 1, heads or 1, -(-queries // 128), -(-keys // 128))
     for shape in (blocks[:3], blocks) * 4:
         torch.empty(shape, dtype=torch.int32, device=device)
-    counter.launch("block mask", 0, 8 * math.prod(blocks))
+    mode.launch("block mask", 0, 8 * math.prod(blocks))
     return object()

@@ -1,6 +1,6 @@
 """A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA.
 
-It is registered with torch under the name "standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `counter`.
+It is registered with torch under the name "standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `mode`.
 Streams and events exist, order nothing, and tell a listener when the host waits for them.
 """
 

@@ -1,0 +1,184 @@
+"""Runs the real code on the stand-in device: `with StandInMode() as mode: ...` around work on `mode.device`.
+
+What the CPU does is done, on real tensors. Tensors on the device are fake ones: an operation gives shape, dtype and strides. What the host
+reads from them is made up: finite, no flag set, integers as `StandInMode.integers` says. Operations of process groups are over at once.
+
+A subclass is told of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and oddity (`note`), with the place in Lather.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+import lather
+from lather.standin import device, operations
+from lather.standin.functions import Functions, counted_compile, counted_triton, unmarked_for_streams
+from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave, faked_collective
+
+SOURCE = os.path.dirname(lather.__file__) + os.sep
+BESIDES = tuple(SOURCE + name for name in ("bench", "torch_private.py", "memory", "standin"))
+"""Code that watches, and is not watched."""
+
+
+class StandInMode(TorchDispatchMode):
+    """See the head of this file. The device is for one mode at a time."""
+
+    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device.standin()
+        self.integers = integers or (lambda x: torch.arange(1, x.numel() + 1).view(x.shape))
+        self.fake, mode = fake_tensors()
+        self._mode: Any = mode()
+        self._pinned: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._around = ExitStack()
+
+    def __enter__(self) -> Self:
+        device.module.waited, device.module.peak = self.wait, lambda: self.peak_bytes
+        for context in (fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked_for_streams(), Functions(self)):
+            self._around.enter_context(context)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+        self._around.close()
+        device.module.waited, device.module.peak = lambda what: None, lambda: 0
+
+    def is_here(self, x: object) -> bool:
+        """Whether x is a tensor on the device."""
+        return isinstance(x, self.fake) and x.device.type == self.device.type
+
+    # --- what a subclass is told ------------------------------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """`max_memory_allocated` of the device."""
+        return 0
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device."""
+
+    def note(self, what: str) -> None:
+        """Something is odd."""
+
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+        """A kernel that is no operation of torch's is launched."""
+
+    def entered(self, name: str) -> None:
+        """A `record_function` range begins."""
+
+    def left(self) -> None:
+        """The innermost range ends."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation on fake tensors."""
+        return func(*args, **kwargs)
+
+    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+        """An operation on the device was run on `inputs`, and gave `out`, which has the tensors `made`."""
+
+    # --- operations -------------------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), operations.name_of(func)
+        if name == "_record_function_enter_new":
+            self.entered(args[0])
+        elif name == "_record_function_exit":
+            self.left()
+        tensors = list(operations.tensors_in([args, kwargs]))
+        made_here = torch.device(kwargs.get("device") or "cpu").type == self.device.type
+        if not made_here and not any(isinstance(x, self.fake) for x in tensors):
+            return self._on_cpu(func, name, args, kwargs)
+        if name == "_local_scalar_dense":
+            self.wait("item()")
+            return self._values(args[0]).item()
+        if name in operations.COPIES:
+            return self._copied(func, name, args, kwargs)
+        self._check_devices(name, tensors)
+        return self._run(func, name, args, kwargs)
+
+    def _on_cpu(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if name == "is_pinned":
+            return id(args[0].untyped_storage()) in self._pinned
+        if name == "_pin_memory":
+            pinned = args[0].clone()
+            self._pinned[id(pinned.untyped_storage())] = pinned.untyped_storage()
+            return pinned
+        if name in operations.RANDOM and isinstance(args[0], Tensor):
+            return args[0]  # weights that nobody will read
+        return func(*args, **kwargs)
+
+    def _copied(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """From here to the host, from the host to here, or neither."""
+        source, to = (args[1], args[0].device) if name == "copy_" else (args[0], torch.device(kwargs.get("device") or args[0].device))
+        waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        if self.is_here(source) == (to.type == self.device.type) or source.device.type == "meta":
+            return self._run(func, name, args, kwargs)
+        if self.is_here(source):
+            if not waits_not:
+                self.wait("copy to the host")
+            self.launch("copy to the host", operations.nbytes(source), 0)
+            values = self._values(source)
+            return args[0].copy_(values) if name == "copy_" else values.to(kwargs.get("dtype") or source.dtype)
+        if not waits_not:
+            self.wait("blocking copy to the device")
+        elif id(source.untyped_storage()) not in self._pinned:
+            self.wait("copy of pageable memory to the device")
+        return self._run(func, name, args, kwargs)
+
+    def _values(self, x: Tensor) -> Tensor:
+        """What the host is told of a tensor."""
+        if x.dtype == torch.bool:
+            return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
+        return torch.ones(x.shape, dtype=x.dtype) if x.is_floating_point() else self.integers(x).to(x.dtype)
+
+    def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """An index may be on the CPU: then it is copied first, and waited for. So may a scalar. Else torch raises."""
+        for x in tensors:
+            if x.device.type == "cpu" and x.dim() and name in operations.TAKE_INDICES:
+                self.wait("index on the CPU")
+            elif x.device.type == "cpu" and not x.dim() and name not in operations.WITHOUT_KERNEL:
+                self.note(f"scalar on the CPU in {name}")
+
+    def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = operations.mapped(self._faked, (list(args), kwargs))
+        with self._mode:
+            out = faked_collective(func, args) if func.namespace == "c10d" else self.run(operations.SHAPES.get(name) or func, args, kwargs)
+        made = list(operations.tensors_in(out))
+        for x in made:
+            if x.dtype == torch.bool:
+                x.lather_truth = operations.truth(name, args)  # type: ignore[attr-defined]
+        inputs = list(operations.tensors_in([args, kwargs]))
+        if any(map(self.is_here, (*inputs, *made))):
+            self.ran(func, name, args, kwargs, inputs, made, out)
+        return out
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return x if isinstance(x, self.fake) else self._mode.from_tensor(x)
+
+
+def place() -> str:
+    """Where Lather's own code is, from the innermost frame outward; in backward, what autograd runs."""
+    return next(places(), "backward: autograd")
+
+
+def places() -> Iterator[str]:
+    """ "file:line function" of Lather's frames, innermost first, without those that watch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(SOURCE) and not file.startswith(BESIDES):
+            yield f"{file[len(SOURCE) :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]

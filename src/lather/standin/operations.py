@@ -1,0 +1,117 @@
+"""What the stand-in device has to know of torch's operations, and tensors in nested values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VIEWS = frozenset(
+    [
+        "detach",
+        "alias",
+        "lift_fresh",
+        "lift",
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "as_strided",
+        "diagonal",
+        "unfold",
+        "chunk",
+        "view_as_real",
+        "_conj",
+        "unsafe_split",
+    ]
+)
+WITHOUT_KERNEL = frozenset(
+    [
+        "device",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+        "record_stream",
+        "is_pinned",
+        "sym_size",
+        "is_same_size",
+        "resize_as_",
+        "_record_function_enter_new",
+        "_record_function_exit",
+    ]
+)
+"""Those that make memory, or ask."""
+COPIES = frozenset(("_to_copy", "copy_"))
+RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
+SHAPES: dict[str, Callable[..., Any]] = {
+    "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
+}
+"""Results of operations for which torch has no shapes on the meta device."""
+TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
+CARRY_FLAGS = frozenset(
+    ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
+)
+"""Their flags say what those of their operands say."""
+
+
+def name_of(func: Any) -> str:
+    """Without namespace and overload."""
+    return str(func._schema.name).partition("::")[2]
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The same nested values, with other tensors."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if isinstance(values, list | tuple):
+        return type(values)([mapped(function, value) for value in values])
+    if isinstance(values, dict):
+        return {key: mapped(function, value) for key, value in values.items()}
+    return values
+
+
+def nbytes(x: Tensor) -> int:
+    """Bytes of elements that differ in their place: an expanded dim counts once."""
+    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+
+
+def truth(name: str, args: Sequence[Any]) -> bool | None:
+    """What a tensor of flags says: all is finite. Of other comparisons nothing is known (None), and a reader finds that none holds."""
+    known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
+    if name == "isfinite":
+        return True
+    if name in ("bitwise_not", "logical_not"):
+        return None if known[0] is None else not known[0]
+    if name in ("bitwise_and", "logical_and", "all"):
+        return None if None in known else all(known)
+    if name in CARRY_FLAGS or name in VIEWS:
+        return True if True in known else None if None in known else False
+    return None
