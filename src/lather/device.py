@@ -16,6 +16,8 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
+CPU_STANDIN = "cpu_standin"
+"""Name under which the stand-in device (`lather.standin`) is registered where it stands for a CPU."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable without which cuBLAS may take another kernel in the next run."""
 
@@ -23,7 +25,13 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def is_gpu(on: Tensor | torch.device) -> bool:
     """Whether a tensor is on a GPU, or a device is one."""
     device = on.device if isinstance(on, Tensor) else on
-    return device.type not in ("cpu", "meta")
+    return device.type not in ("cpu", "meta", CPU_STANDIN)
+
+
+def is_cpu(on: Tensor | torch.device) -> bool:
+    """Whether a tensor is on the CPU, or a device is the CPU."""
+    device = on.device if isinstance(on, Tensor) else on
+    return device.type in ("cpu", CPU_STANDIN)
 
 
 def gpu_module(on: Tensor | torch.device) -> Any:

@@ -162,10 +162,23 @@ def fake_tensors_behave() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(lifts)
 
 
-def faked_collective(func: Any, args: Sequence[Any]) -> Any:
-    """The result of an operation of process groups (namespace c10d) on fake tensors: what it got, and work that is done."""
-    module = import_module("torch.distributed._tools.fake_collectives")
-    return module.create_fakework(args, return_first_arg=func in module.CollectiveOp.WK_ARG_1)
+FAKE = "fake_on_"
+"""How the names of such backends begin."""
+
+
+def host_backend() -> str:
+    """The backend of groups that work on the CPU: gloo, or that of a default group whose other ranks do not exist."""
+    own = dist.get_backend()
+    return str(own) if own.startswith(FAKE) else "gloo"
+
+
+def start_fake_process_group(rank: int, world_size: int, device: torch.device) -> None:
+    """Make the default process group one whose other ranks do not exist: every operation is over at once, and moves nothing."""
+    module = import_module("torch.testing._internal.distributed.fake_pg")
+    name = FAKE + device.type
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, module._create_fake_pg, extended_api=True, devices=[device.type, "cpu"])
+    dist.init_process_group(name, rank=rank, world_size=world_size, store=module.FakeStore())
 
 
 def check_torch_version() -> None:

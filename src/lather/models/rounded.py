@@ -57,10 +57,13 @@ class RoundedWeights:
         for key in [key for key in self._copies if key[0] in gone]:
             del self._copies[key]
 
+    def copies(self) -> list[Tensor]:
+        return [copy for _, _, copy in self._copies.values()]
+
     @property
     def nbytes(self) -> int:
         """Of the copies."""
-        return sum(copy.nbytes for _, _, copy in self._copies.values())
+        return sum(copy.nbytes for copy in self.copies())
 
 
 def rounded(kept: RoundedWeights | None, weight: Tensor, dtype: torch.dtype) -> Tensor:

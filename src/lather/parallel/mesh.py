@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lather.device import gpu_module, is_gpu
-from lather.torch_private import set_timeout
+from lather.torch_private import host_backend, set_timeout
 
 if TYPE_CHECKING:
     from lather.train.config import ParallelConfig
@@ -132,8 +132,8 @@ class Mesh:
             ep_group=grid.get_group("ep"),
             sizes_group=sizes_group,
             data_group=data.get_group("data"),
-            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
-            saving_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+            control_group=dist.new_group(backend=host_backend(), timeout=CONTROL_TIMEOUT),
+            saving_group=dist.new_group(backend=host_backend(), timeout=CONTROL_TIMEOUT),
             dense_mesh=dense,
             expert_mesh=expert,
         )

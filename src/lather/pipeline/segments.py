@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.decoder import Attended, Block
@@ -279,14 +280,16 @@ class Segments:
         """`again`: around a second run; `reads`: whose normed rows are among the inputs, if any are."""
         if self.autocast is not None:
             function = _in_precision(function, self.autocast)
-        if name in self.recompute:
-            return Cut.run(function, inputs, recompute=again)
-        return Cut.run(function if reads is None else inside(reads.not_kept, function), inputs)
+        with record_function(f"lather.segment.{name}"):
+            if name in self.recompute:
+                return Cut.run(function, inputs, recompute=again)
+            return Cut.run(function if reads is None else inside(reads.not_kept, function), inputs)
 
     def _back(self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool) -> list[Tensor | None]:
         self.weight_gradients.deferring = defer
         try:
-            return cut.backward(gradients)
+            with record_function("lather.segment.backward"):
+                return cut.backward(gradients)
         finally:
             self.weight_gradients.deferring = False
 

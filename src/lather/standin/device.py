@@ -1,6 +1,7 @@
-"""A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA.
+"""A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA. Or for a
+CPU: then it branches as there.
 
-It is registered with torch under the name "standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `mode`.
+It is registered with torch under the name "standin", or "cpu_standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `mode`.
 Streams and events exist, order nothing, and tell a listener when the host waits for them.
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from lather.device import CPU_STANDIN
 from lather.torch_private import register_python_device
 
-NAME = "standin"
+NAMES: dict[str, str] = {"gpu": "standin", "cpu": CPU_STANDIN}
+"""Name of the device by what it stands for."""
 
 HOPPER = (9, 0)
 """The compute capability that the device says it has."""
@@ -119,12 +122,12 @@ class StandIn:
         return self.capability
 
     def get_device_name(self, device: object = None) -> str:
-        return NAME
+        return standin().type
 
     def get_device_properties(self, device: object = None) -> Any:
         major, minor = self.capability
         return SimpleNamespace(
-            name=NAME, major=major, minor=minor, multi_processor_count=132, total_memory=self.mem_get_info()[1], L2_cache_size=50 * 2**20
+            name=standin().type, major=major, minor=minor, multi_processor_count=132, total_memory=self.mem_get_info()[1], L2_cache_size=50 * 2**20
         )
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -152,8 +155,15 @@ class StandIn:
 module = StandIn()
 
 
-def standin() -> torch.device:
-    """The device, registered with torch at the first call. That cannot be undone: a process that has done it is for counting only."""
-    if getattr(torch, NAME, None) is None:
-        register_python_device(NAME, module)
-    return torch.device(NAME, 0)
+def standin(stands_for: Literal["gpu", "cpu"] | None = None) -> torch.device:
+    """The device, registered with torch at the first call; None: as it was registered, else for a GPU.
+
+    That cannot be undone, and there can be one in a process, which is then for counting and planning only: RuntimeError if it was registered
+    for the other.
+    """
+    registered = next((kind for kind, name in NAMES.items() if hasattr(torch, name)), None)
+    if registered is None:
+        register_python_device(NAMES[stands_for or "gpu"], module)
+    elif stands_for not in (None, registered):
+        raise RuntimeError(f"the stand-in device stands for a {registered} in this process: use another process for a {stands_for}")
+    return torch.device(NAMES[registered or stands_for or "gpu"], 0)

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lather.device import is_cpu
 from lather.standin import operations
 
 if TYPE_CHECKING:
@@ -52,10 +53,17 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """By FlashAttention in bf16 and fp16, by the memory-efficient kernel in fp32, and else with (S, S) elements."""
+        """By FlashAttention in bf16 and fp16, by the memory-efficient kernel in fp32, and else with (S, S) elements; on a CPU by its own."""
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
         y: Tensor
+        if is_cpu(query) and alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad):
+            if query.shape[1] != key.shape[1]:
+                key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+            y, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
+            return y
         if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
             y, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
             return y

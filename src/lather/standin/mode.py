@@ -22,7 +22,7 @@ from torch import Tensor
 import lather
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton, unmarked_for_streams
-from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave, faked_collective
+from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
 BESIDES = tuple(SOURCE + name for name in ("bench", "torch_private.py", "memory", "standin"))
@@ -32,10 +32,12 @@ BESIDES = tuple(SOURCE + name for name in ("bench", "torch_private.py", "memory"
 class StandInMode(TorchDispatchMode):
     """See the head of this file. The device is for one mode at a time."""
 
-    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
+    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None, trues: Callable[[Tensor], int] | None = None) -> None:
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: how many elements of a tensor of
+        flags are true where the size of a result depends on it; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.standin()
+        self.trues = trues or Tensor.numel
         self.integers = integers or (lambda x: torch.arange(1, x.numel() + 1).view(x.shape))
         self.fake, mode = fake_tensors()
         self._mode: Any = mode()
@@ -155,7 +157,9 @@ class StandInMode(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = operations.mapped(self._faked, (list(args), kwargs))
         with self._mode:
-            out = faked_collective(func, args) if func.namespace == "c10d" else self.run(operations.SHAPES.get(name) or func, args, kwargs)
+            out = self._of_flags(name, args)
+            if out is None:
+                out = self.run(operations.SHAPES.get(name) or func, args, kwargs)
         made = list(operations.tensors_in(out))
         for x in made:
             if x.dtype == torch.bool:
@@ -164,6 +168,20 @@ class StandInMode(TorchDispatchMode):
         if any(map(self.is_here, (*inputs, *made))):
             self.ran(func, name, args, kwargs, inputs, made, out)
         return out
+
+    def _of_flags(self, name: str, args: list[Any]) -> Any:
+        """The result of an operation whose size depends on flags; masks in `args` that are indices become what they stand for."""
+        if name == "nonzero":
+            return args[0].new_empty(self.trues(args[0]), args[0].dim(), dtype=torch.int64)
+        if name in operations.TAKE_INDICES and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            args[1] = [one for x in args[1] for one in self._positions(x)]
+        return None
+
+    def _positions(self, index: Tensor | None) -> list[Tensor | None]:
+        if index is None or index.dtype != torch.bool:
+            return [index]
+        count = self.trues(index)
+        return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
 
     def _faked(self, x: Tensor) -> Tensor:
         return x if isinstance(x, self.fake) else self._mode.from_tensor(x)

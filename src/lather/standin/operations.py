@@ -61,14 +61,22 @@ WITHOUT_KERNEL = frozenset(
 COPIES = frozenset(("_to_copy", "copy_"))
 RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
 SHAPES: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(a, b, offs, out_dtype),
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
-"""Results of operations for which torch has no shapes on the meta device."""
+"""Results of operations for which torch has no shapes on the meta device, or not for all dtypes that the CPU takes."""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 CARRY_FLAGS = frozenset(
     ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
 )
 """Their flags say what those of their operands say."""
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """A product per group: groups are the leading dim, or runs of the dim that 2-D operands have in common with `offs`."""
+    groups = offs.numel() if offs is not None and a.dim() == b.dim() == 2 else 0
+    leading = (groups,) if groups else a.shape[:1] if a.dim() == 3 and b.dim() == 3 else ()
+    return a.new_empty((*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
 def name_of(func: Any) -> str:

@@ -100,6 +100,10 @@ class Engine:
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
 
+    @property
+    def rounded_weights(self) -> RoundedWeights:
+        return self._segments.rounded_weights
+
     def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
         """This rank's share of a global batch that every rank has, one token more per sequence than is trained on.
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import is_cpu, is_gpu
 
 IGNORED = -1
 """Label of a token that is not learned, whatever `ignore_index` the caller has for it."""
@@ -23,7 +23,7 @@ def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
     wrong_T = ((labels_T < 0) | (labels_T >= vocabulary)) & ~ignored_T
     if is_gpu(labels):
         labels_T.new_zeros(1).index_select(0, wrong_T.long())
-    elif labels.device.type == "cpu" and wrong_T.any():
+    elif is_cpu(labels) and wrong_T.any():
         raise ValueError(
             f"label {int(labels_T[wrong_T][0])} is out of range: labels are in [0, {vocabulary}), the rows of the vocabulary, "
             f"or ignore_index ({ignore_index}); does the tokenizer have more tokens than the model?"

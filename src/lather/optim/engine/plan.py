@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu, to_device
+from lather.device import is_cpu, is_gpu, to_device
 from lather.optim.engine.buckets import Bucket
 from lather.optim.engine.members import Member
 from lather.optim.engine.roster import ParamInfo
@@ -84,7 +84,7 @@ class Run:
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
-        if bucket.device.type == "cpu":
+        if is_cpu(bucket.device):
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
             count = min(count, cpu_count(fitting) if fitting else 1)  # one that is too large is divided among the threads by itself
         count = max(1, count) if rule.batched or bucket.kind == "elements" else 1

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lather.device import is_cpu
 from lather.optim.engine.gradients import read_together
 from lather.optim.engine.plan import Run, cpu_count, index_on
 from lather.optim.engine.state import compute_dtype
@@ -54,7 +55,7 @@ class DimRefresh:
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         per_matrix = numel * compute_dtype(rule).itemsize
         count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
-        if bucket.device.type == "cpu":
+        if is_cpu(bucket.device):
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
         count = max(1, count) if rule.batched else 1
         for i in range(0, len(self.rows), count):

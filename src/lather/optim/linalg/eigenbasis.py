@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import is_cpu, is_gpu
 from lather.optim.linalg.kronecker import apply_transposed
 from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
 from lather.shapes import Bool, Float, Int
@@ -239,7 +239,7 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
 
 def _unless(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """`new`, and where the refresh failed `old`, to the bit."""
-    if new.device.type == "cpu" and not bool(failed.any()):  # elsewhere to look would be to wait for the device
+    if is_cpu(new) and not bool(failed.any()):  # elsewhere to look would be to wait for the device
         return new
     return old.where(failed.view(-1, *[1] * (old.dim() - 1)), new)
 

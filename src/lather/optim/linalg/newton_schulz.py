@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import is_cpu, is_gpu
 from lather.optim.linalg.kronecker import average_, gram, is_formed_whole
 from lather.shapes import Float
 
@@ -81,7 +81,7 @@ def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
     """The dtype in which `orthogonalize` multiplies."""
     if dtype in ("float32", "bfloat16"):
         return getattr(torch, dtype)  # type: ignore[no-any-return]
-    in_bf16 = is_gpu(x) or (dtype == "fastest" and x.device.type == "cpu" and cpu_is_fast_in_bf16())
+    in_bf16 = is_gpu(x) or (dtype == "fastest" and is_cpu(x) and cpu_is_fast_in_bf16())
     return torch.bfloat16 if in_bf16 and x.dtype == torch.float32 else x.dtype
 
 

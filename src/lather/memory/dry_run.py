@@ -1,0 +1,261 @@
+"""A rank's training steps on tensors without storage: the real engine, executor and optimizer, and which bytes are alive when.
+
+The device is the stand-in (`lather.standin`); the other ranks do not exist, and what they would send is over at once (torch's fake process
+group). Where the numbers of a step depend on values, they are made up: every label counts, gradients are finite, and experts have an even
+load, times `imbalance` at this rank.
+
+Letters: T tokens of a micro-batch, K experts per token, E experts of the model, P expert ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.data.batches import Batch
+from lather.memory.ledger import Ledger, Timeline
+from lather.parallel.mesh import Mesh
+from lather.pipeline.schedule import Action, Kind
+from lather.standin.mode import StandInMode, places
+from lather.torch_private import start_fake_process_group
+from lather.train.config import Config, num_routed_experts
+from lather.train.engine import Engine, build_engine
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
+
+SETTLES = {
+    Kind.UNSHARD: "gathered parameters",
+    Kind.RESHARD: "gathered parameters",
+    Kind.REDUCE_GRAD: "gradients",
+    Kind.SEND_F: "communication",
+    Kind.SEND_B: "communication",
+    Kind.RECV_F: "communication",
+    Kind.RECV_B: "communication",
+}
+"""What is left of an action that is none of parameters, gradients and so on; of all others it is activations."""
+
+BETWEEN = "between actions"
+
+SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
+"""How the ranges of segments, and of the optimizer's phases, begin."""
+
+WALKED_MICRO_BATCHES = 4
+"""Per pipeline rank: with more of them a step has the same peak, since chunks alive at a time are bounded by the schedule."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What a rank's memory did."""
+
+    rank: int
+    pp_rank: int
+    layers: tuple[range, ...]
+    """Of its stages."""
+    steps: Mapping[str, Timeline]
+    """By name: "step 1", without optimizer state before; "step 2"; "step 3", where there are refreshes."""
+    num_operations: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes, of all steps."""
+        return max(timeline.peak for timeline in self.steps.values())
+
+    @property
+    def peak_step(self) -> str:
+        """The first step that needs most."""
+        return max(self.steps, key=lambda name: self.steps[name].peak)
+
+
+class LedgerMode(StandInMode):
+    """Runs on the stand-in device, and keeps a ledger of it."""
+
+    def __init__(self, ledger: Ledger, load: Load) -> None:
+        super().__init__(load.integers, load.trues)
+        self.ledger = ledger
+        self._segments: list[str] = []
+
+    def __enter__(self) -> LedgerMode:
+        self._around.enter_context(self.ledger.following_sizes())
+        return super().__enter__()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.ledger.bytes_now
+
+    def entered(self, name: str) -> None:
+        self._segments.append(name)
+        self._set_segment()
+        if name.startswith(OPTIMIZER):
+            self.ledger.mark(f"optimizer, {name.removeprefix(OPTIMIZER)}")
+
+    def left(self) -> None:
+        self._segments.pop()
+        self._set_segment()
+
+    def _set_segment(self) -> None:
+        inside = [name for name in self._segments if name.startswith(SEGMENT)]
+        self.ledger.segment = inside[-1].removeprefix(SEGMENT) if inside else ""
+
+    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+        travels = func.namespace == "c10d"
+        self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
+
+
+class Bookkeeper:
+    """Tells a ledger what bytes are for, as a step goes on: a `Recorder` of the executor's actions."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.engine: Engine | None = None
+
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        self.ledger.settle("gathered parameters", BETWEEN)  # they had been waited for
+        self.ledger.settle("activations")
+        self.ledger.mark(str(action))
+        yield
+        self.label_step()
+        self.ledger.settle(SETTLES.get(action.kind, "activations"))
+        self.ledger.mark(BETWEEN)
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        return self._recorded(action)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        yield
+
+    def label_step(self) -> None:
+        """Gradients and rounded weights that are there now."""
+        assert self.engine is not None
+        self.ledger.label("gradients", [_local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
+        self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
+
+    def label_parameters(self) -> None:
+        assert self.engine is not None
+        self.ledger.label("parameters", [_local(x) for x in (*self.engine.part.parameters(), *self.engine.part.buffers())])
+
+    def label_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for name, x in state.items():
+                if isinstance(x, Tensor):
+                    kind = {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
+                    self.ledger.label(kind, [_local(x)])
+
+
+def _local(x: Tensor) -> Tensor:
+    to_local = getattr(x, "to_local", None)
+    return x.detach() if to_local is None else to_local().detach()
+
+
+@dataclass(frozen=True)
+class Load:
+    """The integers that the host reads in a step."""
+
+    config: Config
+    tokens: int
+    """T."""
+    imbalance: float
+
+    @property
+    def pairs(self) -> int:
+        """Of tokens and experts at this rank, from each expert rank's tokens."""
+        most = self.tokens * min(self.config.model.num_experts_per_tok, num_routed_experts(self.config.model) // self.config.parallel.ep)
+        even = self.tokens * self.config.model.num_experts_per_tok / self.config.parallel.ep
+        return min(most, math.ceil(even * self.imbalance))
+
+    @property
+    def rows(self) -> int:
+        """Of tokens with an expert at this rank, from each expert rank: what is expected of K different experts drawn evenly."""
+        experts, chosen = num_routed_experts(self.config.model), self.config.model.num_experts_per_tok
+        elsewhere = experts - experts // self.config.parallel.ep
+        none_here = math.prod((elsewhere - i) / (experts - i) for i in range(chosen)) if elsewhere >= chosen else 0.0
+        return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
+
+    def integers(self, x: Tensor) -> Tensor:
+        """Values of x by who reads it: hashes that ranks compare; indices that are checked; sizes of an exchange; ends of experts' rows."""
+        reader = " < ".join(islice(places(), 2))
+        if "_check_same" in reader:
+            return torch.tensor([1, -1])
+        if "check_range" in reader:
+            return torch.zeros(x.shape, dtype=x.dtype)
+        if "parallel/expert.py" in reader:
+            return torch.tensor([self.rows, self.pairs]).expand(x.shape).contiguous()
+        if "_labels_of_all" in reader:
+            return torch.tensor(self.tokens)
+        pairs = self.pairs * self.config.parallel.ep
+        return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
+
+
+    def trues(self, x: Tensor) -> int:
+        """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank."""
+        return min(x.numel(), self.pairs * self.config.parallel.ep)
+
+
+def num_steps(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps differ in memory: without state before, with it, and one that refreshes, which becomes the third one."""
+    refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
+    for group in refreshing:
+        group["precondition_frequency"] = 3
+    return 3 if refreshing else 2
+
+
+def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *, imbalance: float = 1.0) -> RankRun:
+    """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group."""
+    config = shortened(config, world_size)
+    data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
+    tokens = config.train.sequence_length * config.train.batch_size // (data_size * config.num_micro_batches(data_size))
+    ledger = Ledger()
+    bookkeeper = Bookkeeper(ledger)
+    with _group(rank, world_size, device), LedgerMode(ledger, Load(config, tokens, imbalance)):
+        mesh = Mesh.build(config.parallel, device)
+        ledger.mark("building")
+        engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper)
+        bookkeeper.label_parameters()
+        optimizer = build_optimizer(config.optim, engine.parameters)
+        step = TrainStep(engine, optimizer, config.train.max_grad_norm)
+        share = config.train.batch_size // data_size
+        batch = Batch.of_tokens(torch.zeros(share, config.train.sequence_length + 1, dtype=torch.long))
+        found = {}
+        for number in range(1, num_steps(optimizer) + 1):
+            name, start = f"step {number}", ledger.time
+            ledger.mark(name)
+            step(batch, 1e-3)
+            bookkeeper.label_state(optimizer)
+            found[name] = ledger.timeline(start)
+        return RankRun(rank, mesh.pp_rank, engine.part.share.layers_of_stage, found, ledger.time)
+
+
+def shortened(config: Config, world_size: int) -> Config:
+    """With as few micro-batches as have the same peak, and a refresh in the third step."""
+    data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
+    number, size = config.num_micro_batches(data_size), config.train.micro_batch_size
+    each = config.train.batch_size // (data_size * number)
+    few = min(number, WALKED_MICRO_BATCHES * config.parallel.pp)
+    train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each if size else size)
+    return replace(config, train=train)
+
+
+@contextmanager
+def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
+    """A default process group whose other ranks do not exist; none for one rank."""
+    if world_size == 1:
+        yield
+        return
+    start_fake_process_group(rank, world_size, device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def worst(runs: Sequence[RankRun]) -> RankRun:
+    return max(runs, key=lambda run: run.peak)
