@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lather.cli import main
-from lather.commands.exchange import parse_size
+from lather.commands.parsing import parse_size
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError
@@ -403,11 +403,11 @@ def test_a_full_disk_leaves_no_half_folder(
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert parse_size(text, "--max-shard-size") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 G B", "0", "nan", "inf", "1e9", "5iB", "5G", "1000000001GB", "9" * 400])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--max-shard-size = .* is not valid") as raised:
-        parse_size(text)
+        parse_size(text, "--max-shard-size")
     assert len(str(raised.value)) < 200

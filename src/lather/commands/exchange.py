@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from lather.commands.parsing import parse_arguments
+from lather.commands.parsing import parse_arguments, parse_size
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
-from lather.errors import ConfigError, ExchangeError, UserError, require
+from lather.errors import ConfigError, ExchangeError, UserError
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
@@ -43,8 +42,6 @@ from lather.train.optim_config import optim_config
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config("soap", lr=1e-4)
 """Far below the default rate, which is for random weights and would undo what the model has learned."""
-MOST_SHARD_BYTES = 10**18
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def import_command(arguments: list[str]) -> int:
 def export_command(arguments: list[str]) -> int:
     """Write the folder and print where it is."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
-    parse_size(parsed.max_shard_size)
+    parse_size(parsed.max_shard_size, "--max-shard-size")
     dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
     run, _ = find_checkpoint(parsed.run, parsed.step)
     config = load_config(run / "config.toml")
@@ -139,7 +136,7 @@ def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: T
         MergedTensors(weights, config.lora.scale),
         config.model,
         parsed.folder,
-        max_shard_bytes=parse_size(parsed.max_shard_size),
+        max_shard_bytes=parse_size(parsed.max_shard_size, "--max-shard-size"),
         dtype=EXPORT_DTYPES[dtype],
         tokenizer=tokenizer,
     )
@@ -183,12 +180,3 @@ def _tokenizer(run: Path, data: DataConfig) -> Path | None:
     if not own.is_file():
         return brought[0] if brought[0].is_dir() else None
     return next((folder for folder in brought if same_tokenizer(folder / TOKENIZER_FILE, own)), own)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB. Raises UserError if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
-    num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
-    constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
-    require(1 <= num_bytes <= MOST_SHARD_BYTES, "--max-shard-size", text if len(text) <= 40 else f"{text[:40]}...", constraint)
-    return int(num_bytes)

@@ -9,9 +9,12 @@ from typing import TypeVar
 
 import tyro
 
-from lather.errors import UserError
+from lather.errors import UserError, require
 
 A = TypeVar("A")
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MOST_BYTES = 10**18
 
 ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
 """A field that may be one of several dataclasses keeps the default's; its fields are options like all others."""
@@ -56,3 +59,12 @@ def one_line(box: str, prog: str) -> str:
     elif "is not valid" not in text:
         text += f"; {prog} --help shows what it takes"
     return text
+
+
+def parse_size(text: str, option: str, *, unit: bool = False) -> int:
+    """Bytes of a size such as 5GB; with `unit` a number alone will not do. Raises UserError if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
+    num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match and (match[2] or not unit) else 0
+    constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"
+    require(1 <= num_bytes <= MOST_BYTES, option, text if len(text) <= 40 else f"{text[:40]}...", constraint)
+    return int(num_bytes)

@@ -10,7 +10,7 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lather.data.batches import Batch
 from lather.memory.ledger import Ledger, Timeline
+from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import Action, Kind
 from lather.standin.mode import StandInMode, places
@@ -58,10 +59,12 @@ class RankRun:
     rank: int
     pp_rank: int
     layers: tuple[range, ...]
-    """Of its stages."""
+    """Layers of each of its stages."""
     steps: Mapping[str, Timeline]
     """By name: "step 1", without optimizer state before; "step 2"; "step 3", where there are refreshes."""
     num_operations: int
+    state_bytes: Mapping[int, int]
+    """Optimizer state of spread matrices by owner, for the ranks at this position; empty if there are none."""
 
     @property
     def peak(self) -> int:
@@ -194,7 +197,6 @@ class Load:
         pairs = self.pairs * self.config.parallel.ep
         return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
 
-
     def trues(self, x: Tensor) -> int:
         """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank."""
         return min(x.numel(), self.pairs * self.config.parallel.ep)
@@ -231,7 +233,9 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
             step(batch, 1e-3)
             bookkeeper.label_state(optimizer)
             found[name] = ledger.timeline(start)
-        return RankRun(rank, mesh.pp_rank, engine.part.share.layers_of_stage, found, ledger.time)
+        owned = optimizer.state_bytes_of_owners() if isinstance(optimizer, MatrixOptimizer) else {}
+        layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
+        return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, owned)
 
 
 def shortened(config: Config, world_size: int) -> Config:
@@ -255,7 +259,3 @@ def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def worst(runs: Sequence[RankRun]) -> RankRun:
-    return max(runs, key=lambda run: run.peak)

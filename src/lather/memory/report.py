@@ -68,12 +68,12 @@ def from_json(document: Mapping[str, Any]) -> SavedTensors:
 
 def write_json(document: Mapping[str, Any], out: Path) -> None:
     """The file appears whole. Raises UserError if it cannot be written."""
-    with _whole(out, "--json") as aside:
+    with whole_file(out, "--json") as aside:
         aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 @contextlib.contextmanager
-def _whole(out: Path, option: str) -> Iterator[Path]:
+def whole_file(out: Path, option: str) -> Iterator[Path]:
     """A file to write beside `out`, in whose place it is put at the end; after an error nothing is left of it."""
     aside = out.with_name(f".tmp-{out.name}")
     try:
@@ -335,5 +335,5 @@ def _save(figure: Figure, axes: Axes, out: Path) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     axes.spines[["top", "right"]].set_visible(False)
-    with _whole(out, "--out") as aside:
+    with whole_file(out, "--out") as aside:
         figure.savefig(aside, dpi=110, format="png")

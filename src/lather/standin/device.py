@@ -127,7 +127,12 @@ class StandIn:
     def get_device_properties(self, device: object = None) -> Any:
         major, minor = self.capability
         return SimpleNamespace(
-            name=standin().type, major=major, minor=minor, multi_processor_count=132, total_memory=self.mem_get_info()[1], L2_cache_size=50 * 2**20
+            name=standin().type,
+            major=major,
+            minor=minor,
+            multi_processor_count=132,
+            total_memory=self.mem_get_info()[1],
+            L2_cache_size=50 * 2**20,
         )
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:

@@ -33,8 +33,8 @@ class StandInMode(TorchDispatchMode):
     """See the head of this file. The device is for one mode at a time."""
 
     def __init__(self, integers: Callable[[Tensor], Tensor] | None = None, trues: Callable[[Tensor], int] | None = None) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: how many elements of a tensor of
-        flags are true where the size of a result depends on it; None: all."""
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: how many elements of a tensor
+        of flags are true, where the size of a result depends on it; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.standin()
         self.trues = trues or Tensor.numel
@@ -155,18 +155,19 @@ class StandInMode(TorchDispatchMode):
                 self.note(f"scalar on the CPU in {name}")
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = operations.mapped(self._faked, (list(args), kwargs))
+        operands: list[Any]
+        operands, kwargs = operations.mapped(self._faked, (list(args), kwargs))
         with self._mode:
-            out = self._of_flags(name, args)
+            out = self._of_flags(name, operands)
             if out is None:
-                out = self.run(operations.SHAPES.get(name) or func, args, kwargs)
+                out = self.run(operations.SHAPES.get(name) or func, operands, kwargs)
         made = list(operations.tensors_in(out))
         for x in made:
             if x.dtype == torch.bool:
-                x.lather_truth = operations.truth(name, args)  # type: ignore[attr-defined]
-        inputs = list(operations.tensors_in([args, kwargs]))
+                x.lather_truth = operations.truth(name, operands)  # type: ignore[attr-defined]
+        inputs = list(operations.tensors_in([operands, kwargs]))
         if any(map(self.is_here, (*inputs, *made))):
-            self.ran(func, name, args, kwargs, inputs, made, out)
+            self.ran(func, name, operands, kwargs, inputs, made, out)
         return out
 
     def _of_flags(self, name: str, args: list[Any]) -> Any:

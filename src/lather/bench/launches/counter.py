@@ -9,8 +9,7 @@
                 pinned, synchronisation
     peak        the largest sum of bytes of tensors that are made inside the block, temporaries among them
 
-by phase: the innermost `record_function` range whose name begins with "lather.optim.". What the CPU does is done, on real tensors; what is read
-from the device is made up: finite, no flag set, integers as `Counter.integers` says.
+by phase: the innermost `record_function` range whose name begins with "lather.optim.". What the device gives is made up (`lather.standin`).
 
 It is a count. No time follows from it: a kernel of 4 bytes and one of 4 GiB are one launch each.
 """

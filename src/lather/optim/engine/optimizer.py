@@ -289,6 +289,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 with matmul_precision(precision):
                     refresh(jobs, self._count)
 
+    def state_bytes_of_owners(self) -> dict[int, int]:
+        """Bytes of state by global rank, of the sharded parameters that the optimizer has planned; empty before the first step."""
+        return self._sharding.state_bytes()
+
     def put_off_refreshes(self) -> PendingRefreshes:
         """From now on leave the refreshes of groups with `async_refresh` undone at the end of a step, and return them: the caller does
         them in pieces (`PendingRefreshes.work`), where it would wait for other ranks. The next step does what is left."""

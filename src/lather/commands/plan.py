@@ -1,0 +1,64 @@
+"""`lather plan CONFIG --world N`: the memory that every rank of a training run will need, found without a GPU and before the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from lather.commands.overrides import read_config
+from lather.commands.parsing import parse_arguments, parse_size
+from lather.console import wide_console
+from lather.errors import ConfigError, UserError, require
+from lather.memory import plan_report
+from lather.memory.plan import plan
+from lather.train.config import Config
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Run a few training steps of one rank at each pipeline position on tensors without storage, and show which bytes are alive at the
+    peak, and what for."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    world: int = 1
+    """Ranks of the run, on all machines."""
+    memory: str = ""
+    """Memory of a device, such as 80GiB: says whether the run fits."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """What the ranks run on; the code takes other ways on a CPU."""
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts, relative to an even load; above 1 for routers that are not balanced."""
+    out: Path | None = None
+    """Picture to write, PNG: bytes over the operations of a step, by kind, for every pipeline rank."""
+    json: Path | None = None
+    """File to write every number to."""
+
+    def __post_init__(self) -> None:
+        require(self.world >= 1, "--world", self.world, "at least 1 rank")
+        require(self.imbalance > 0, "--imbalance", self.imbalance, "above 0: 1 is an even load")
+        if self.memory:
+            parse_size(self.memory, "--memory", unit=True)
+
+
+def plan_command(arguments: list[str]) -> int:
+    """Plan, write what is asked for, print the tables; returns 1 if the run does not fit in the memory that was given."""
+    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if file is None and not {"-h", "--help"} & set(arguments):
+        raise ConfigError("lather plan needs a configuration first: lather plan configs/quickstart.toml")
+    arguments = arguments[1:] if file else arguments
+    default = PlanArguments(read_config(Path(file) if file else None, arguments))
+    parsed = parse_arguments(PlanArguments, "lather plan CONFIG", arguments, default=default)
+    for path in filter(None, (parsed.out, parsed.json)):
+        if not path.absolute().parent.is_dir() or path.is_dir():
+            raise UserError(f"{path}: cannot be written: name a file in a folder that there is")
+    found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance)
+    memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
+    if parsed.json:
+        plan_report.write(found, parsed.json)
+    if parsed.out:
+        plan_report.draw(found, memory, f"{Path(file or '').stem}: {parsed.world} ranks", parsed.out)
+    plan_report.show(found, memory, wide_console(150))
+    return int(memory is not None and found.needed > memory)

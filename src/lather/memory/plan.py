@@ -1,0 +1,93 @@
+"""What every rank of a training run will need: a dry run of one rank at each pipeline position, each in a process of its own.
+
+Ranks at one position differ in what they have least: rows are dealt out so that the first one has most of every parameter, and whole
+matrices go to owners by cost. So the first data rank is run, and, where another owns more optimizer state, that one, too.
+
+What a dry run does not see is added as an allowance, which is an assumption and no measurement: a GPU's context, libraries and
+communication buffers, and fragmentation.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from lather.memory.dry_run import RankRun, run_rank
+from lather.standin.device import standin
+from lather.train.config import Config, check_parallel
+
+CONTEXT_BYTES = 3 * 2**29
+"""Allowance on a GPU: CUDA's context and kernels, cuBLAS's workspace, NCCL's buffers."""
+FRAGMENTATION = 0.03
+"""Allowance on a GPU, as a share of the peak: memory that the allocator holds and cannot give out."""
+
+POINTS = 1500
+"""Of each curve that is kept."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A run's memory."""
+
+    world_size: int
+    device: Literal["gpu", "cpu"]
+    imbalance: float
+    ranks: tuple[RankRun, ...]
+    """The one with the largest peak of each pipeline position."""
+
+    @property
+    def largest(self) -> RankRun:
+        return max(self.ranks, key=lambda run: run.peak)
+
+    @property
+    def allowance(self) -> int:
+        """Bytes beside the largest rank's peak."""
+        return CONTEXT_BYTES + int(FRAGMENTATION * self.largest.peak) if self.device == "gpu" else 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device that the largest rank needs."""
+        return self.largest.peak + self.allowance
+
+
+def plan(config: Config, world_size: int, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0) -> MemoryPlan:
+    """The memory of `world_size` ranks that train with this configuration.
+
+    Args:
+        device: what the ranks run on.
+        imbalance: rows of the busiest rank's experts, relative to an even load.
+
+    Raises ConfigError if the ranks cannot be divided as the configuration says.
+    """
+    check_parallel(config, world_size)
+    per_position = world_size // config.parallel.pp
+    firsts = [position * per_position for position in range(config.parallel.pp)]
+    with ProcessPoolExecutor(min(len(firsts), os.cpu_count() or 1), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        jobs = [pool.submit(_run, config, world_size, rank, device, imbalance) for rank in firsts]
+        runs = [job.result() for job in jobs]
+        heavier = [pool.submit(_run, config, world_size, rank, device, imbalance) for rank in _others(runs)]
+        runs += [job.result() for job in heavier]
+    by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
+    return MemoryPlan(world_size, device, imbalance, tuple(by_position))
+
+
+def _others(runs: list[RankRun]) -> Iterator[int]:
+    """The rank at each position with the most optimizer state, where it is another than the one that was run."""
+    for run in runs:
+        own = run.state_bytes.get(run.rank, 0)
+        rank = max(run.state_bytes, key=lambda rank: run.state_bytes[rank], default=run.rank)
+        if run.state_bytes.get(rank, 0) > own:
+            yield rank
+
+
+def _run(config: Config, world_size: int, rank: int, device: Literal["gpu", "cpu"], imbalance: float) -> RankRun:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance)
+    return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})

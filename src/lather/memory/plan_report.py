@@ -1,0 +1,156 @@
+"""What a memory plan shows: a table of every pipeline rank's peak by kind, JSON, and a picture of bytes over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lather.memory.dry_run import RankRun
+from lather.memory.ledger import KINDS, Timeline
+from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
+from lather.memory.report import whole_file, write_json
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "optimizer": ("optimizer moments", "optimizer factors", "optimizer bases"),
+    "gradients": ("gradients",),
+    "gathered": ("gathered parameters", "rounded weights"),
+    "activations": ("activations",),
+    "travelling": ("communication",),
+    "temporaries": ("temporaries",),
+}
+"""Columns of the table, and the kinds that they add up."""
+
+COLORS = dict(
+    zip(
+        KINDS,
+        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "0.78"),
+        strict=True,
+    )
+)
+"""A color per kind, told apart with any color vision."""
+
+GIB = 2**30
+
+
+def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
+    """A line per pipeline rank at its peak, what the largest one's activations are, and whether it all fits in `memory` bytes."""
+    table = Table(title=_title(plan), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("rank")
+    table.add_column("layers")
+    for name in (*COLUMNS, "peak, GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("when")
+    for run in plan.ranks:
+        timeline = run.steps[run.peak_step]
+        at_peak = timeline.at(timeline.peak_time)
+        cells = [_gib(sum(at_peak.get(kind, 0) for kind in kinds)) for kinds in COLUMNS.values()]
+        table.add_row(str(run.rank), layers_of(run), *cells, _gib(run.peak), f"{run.peak_step}, {_when(timeline)}")
+    console.print(table)
+    largest = plan.largest
+    timeline = largest.steps[largest.peak_step]
+    segments = ", ".join(f"{name} {_gib(size)}" for name, size in timeline.segments_at(timeline.peak_time).items())
+    console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
+    if plan.device == "gpu":
+        console.print(
+            f"a GPU needs {_gib(plan.needed)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and libraries "
+            f"and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)",
+            highlight=False,
+        )
+    if memory is not None:
+        fits = plan.needed <= memory
+        console.print(
+            f"{'fits' if fits else 'does not fit'} in {_gib(memory)} GiB: {_gib(abs(memory - plan.needed))} GiB {'left' if fits else 'too much'}"
+        )
+
+
+def write(plan: MemoryPlan, out: Path) -> None:
+    """Every number as JSON. Raises UserError if the file cannot be written."""
+    write_json(to_json(plan), out)
+
+
+def to_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Plain values: peaks by kind and segment of each step of each pipeline rank, bytes."""
+    return {
+        "world_size": plan.world_size,
+        "device": plan.device,
+        "imbalance": plan.imbalance,
+        "needed": plan.needed,
+        "allowance": plan.allowance,
+        "ranks": [_rank_json(run) for run in plan.ranks],
+    }
+
+
+def _rank_json(run: RankRun) -> dict[str, Any]:
+    steps = {
+        name: {
+            "peak": timeline.peak,
+            "when": timeline.doing_at(timeline.peak_time),
+            "kinds": timeline.at(timeline.peak_time),
+            "segments": timeline.segments_at(timeline.peak_time),
+        }
+        for name, timeline in run.steps.items()
+    }
+    return {"rank": run.rank, "pp_rank": run.pp_rank, "layers": [list(layers) for layers in run.layers], "peak": run.peak, "steps": steps}
+
+
+def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
+    """Bytes over the operations of the step with the largest peak, stacked by kind, a panel per pipeline rank. Raises UserError if `out`
+    cannot be written."""
+    figure = Figure(figsize=(11, 1.2 + 2.4 * len(plan.ranks)), layout="constrained")
+    panels = np.atleast_1d(np.array(figure.subplots(len(plan.ranks), 1, sharey=True)))
+    figure.suptitle(title, x=0.01, ha="left")
+    for panel, run in zip(panels, plan.ranks, strict=True):
+        _draw_rank(panel, run, memory)
+    names = [
+        kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
+    ]
+    handles = [panels[0].fill_between([], [], [], color=COLORS[kind], label=kind) for kind in names]
+    figure.legend(handles[::-1], names[::-1], loc="outside right upper", frameon=False, fontsize=9)
+    panels[-1].set_xlabel("operations of a step")
+    with whole_file(out, "--out") as aside:
+        figure.savefig(aside, dpi=110, format="png")
+
+
+def _draw_rank(panel: Axes, run: RankRun, memory: int | None) -> None:
+    timeline = run.steps[run.peak_step]
+    times = np.arange(timeline.curves.shape[1])
+    panel.stackplot(times, timeline.curves / GIB, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
+    at, peak = timeline.peak_time, timeline.peak / GIB
+    panel.plot([at], [peak], "v", color="black", markersize=5)
+    side = "right" if at > 0.6 * len(times) else "left"
+    panel.annotate(f" {peak:.2f} GiB in {_when(timeline)} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    if memory is not None:
+        panel.axhline(memory / GIB, color="black", linestyle="--", linewidth=0.8)
+    panel.set_title(f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left")
+    panel.set_ylabel("GiB")
+    panel.set_xlim(0, len(times))
+    panel.set_xticks([])
+    panel.set_ylim(0, 1.15 * max(peak, 0 if memory is None else memory / GIB))
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def layers_of(run: RankRun) -> str:
+    """Such as "0-11, 36-47"."""
+    return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
+
+
+def _title(plan: MemoryPlan) -> str:
+    load = "an even load of the experts" if plan.imbalance == 1 else f"{plan.imbalance:g} times an even load of the busiest rank's experts"
+    return f"{plan.world_size} rank{'s' * (plan.world_size > 1)} on {'a GPU' if plan.device == 'gpu' else 'a CPU'} each, {load}; GiB at the peak"
+
+
+def _when(timeline: Timeline) -> str:
+    return timeline.doing_at(timeline.peak_time)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
