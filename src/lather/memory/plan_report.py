@@ -61,15 +61,14 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
     if plan.device == "gpu":
         console.print(
-            f"a GPU needs {_gib(plan.needed)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and libraries "
-            f"and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)",
+            f"a GPU needs {_gib(plan.needed)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
+            f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)",
             highlight=False,
         )
     if memory is not None:
         fits = plan.needed <= memory
-        console.print(
-            f"{'fits' if fits else 'does not fit'} in {_gib(memory)} GiB: {_gib(abs(memory - plan.needed))} GiB {'left' if fits else 'too much'}"
-        )
+        verdict, rest = ("fits", "left") if fits else ("does not fit", "too much")
+        console.print(f"{verdict} in {_gib(memory)} GiB: {_gib(abs(memory - plan.needed))} GiB {rest}", highlight=False)
 
 
 def write(plan: MemoryPlan, out: Path) -> None:
@@ -145,7 +144,8 @@ def layers_of(run: RankRun) -> str:
 
 def _title(plan: MemoryPlan) -> str:
     load = "an even load of the experts" if plan.imbalance == 1 else f"{plan.imbalance:g} times an even load of the busiest rank's experts"
-    return f"{plan.world_size} rank{'s' * (plan.world_size > 1)} on {'a GPU' if plan.device == 'gpu' else 'a CPU'} each, {load}; GiB at the peak"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"{ranks}, each on a {plan.device.upper()}, {load}; GiB at the peak"
 
 
 def _when(timeline: Timeline) -> str:

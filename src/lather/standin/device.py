@@ -1,7 +1,8 @@
 """A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA. Or for a
 CPU: then it branches as there.
 
-It is registered with torch under the name "standin", or "cpu_standin". Its tensors are fake ones (shape, dtype, device, no elements), made by `mode`.
+It is registered with torch under the name "standin", or "cpu_standin". Its tensors are fake ones (shape, dtype, device, no elements),
+made by `mode`.
 Streams and events exist, order nothing, and tell a listener when the host waits for them.
 """
 
@@ -163,8 +164,8 @@ module = StandIn()
 def standin(stands_for: Literal["gpu", "cpu"] | None = None) -> torch.device:
     """The device, registered with torch at the first call; None: as it was registered, else for a GPU.
 
-    That cannot be undone, and there can be one in a process, which is then for counting and planning only: RuntimeError if it was registered
-    for the other.
+    That cannot be undone, and there can be one in a process, which is then for counting and planning only: RuntimeError if it was
+    registered for the other.
     """
     registered = next((kind for kind, name in NAMES.items() if hasattr(torch, name)), None)
     if registered is None:

@@ -53,7 +53,7 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """By FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else with (S, S) elements; on a CPU by its own kernel."""
+        """By FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else with (S, S) elements; on a CPU its own kernel."""
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
         y: Tensor
