@@ -10,7 +10,7 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -48,8 +48,11 @@ BETWEEN = "between actions"
 SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
 """How the ranges of segments, and of the optimizer's phases, begin."""
 
-WALKED_MICRO_BATCHES = 4
-"""Per pipeline rank: with more of them a step has the same peak, since chunks alive at a time are bounded by the schedule."""
+FIRST = "the first optimizer step"
+
+WALKED_MICRO_BATCHES = 3
+"""Per pipeline rank: with more of them a step has the same peak, as the schedule bounds the chunks alive at a time, but for their tokens
+and labels, which are there from the start."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class RankRun:
     layers: tuple[range, ...]
     """Layers of each of its stages."""
     steps: Mapping[str, Timeline]
-    """By name: "step 1", without optimizer state before; "step 2"; "step 3", where there are refreshes."""
+    """By name: the first optimizer step alone, which makes the state; then whole steps, of which each refreshes all bases."""
     num_operations: int
     state_bytes: Mapping[int, int]
     """Optimizer state of spread matrices by owner, for the ranks at this position; empty if there are none."""
@@ -202,19 +205,39 @@ class Load:
         return min(x.numel(), self.pairs * self.config.parallel.ep)
 
 
-def num_steps(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps differ in memory: without state before, with it, and one that refreshes, which becomes the third one."""
+def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Have all bases be renewed at every step from the first or second on; returns whether there are any."""
     refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
     for group in refreshing:
-        group["precondition_frequency"] = 3
-    return 3 if refreshing else 2
+        group["precondition_frequency"] = 1
+        for name in ("adam_warmup_steps", "muon_warmup_steps"):
+            if name in group:
+                group[name] = min(1, group[name])
+    return bool(refreshing)
+
+
+def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step alone, which makes state and first bases: passes forward and backward need less before there is any."""
+    for entry in engine.parameters:
+        if entry.source.requires_grad:
+            entry.source.grad = torch.empty_like(entry.source)
+    engine.parameters.collect_gradients()
+    if isinstance(optimizer, MatrixOptimizer):
+        norms = optimizer.measure_gradients()
+        if norms is not None:
+            norms.values = norms.values.cpu()
+        optimizer.step(norms=norms)
+    else:
+        optimizer.step()
+    engine.parameters.clear_gradients()
 
 
 def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *, imbalance: float = 1.0) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group."""
-    config = shortened(config, world_size)
     data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
-    tokens = config.train.sequence_length * config.train.batch_size // (data_size * config.num_micro_batches(data_size))
+    tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
+    tokens = tokens_of_all // config.num_micro_batches(data_size)
+    config = shortened(config, world_size)
     ledger = Ledger()
     bookkeeper = Bookkeeper(ledger)
     with _group(rank, world_size, device), LedgerMode(ledger, Load(config, tokens, imbalance)):
@@ -226,13 +249,24 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
         step = TrainStep(engine, optimizer, config.train.max_grad_norm)
         share = config.train.batch_size // data_size
         batch = Batch.of_tokens(torch.zeros(share, config.train.sequence_length + 1, dtype=torch.long))
-        found = {}
-        for number in range(1, num_steps(optimizer) + 1):
-            name, start = f"step {number}", ledger.time
+        left_out = torch.empty(2, tokens_of_all - share * config.train.sequence_length, dtype=torch.long, device=device)
+        ledger.label("activations", [left_out])
+        found = dict[str, Timeline]()
+
+        def record(name: str, work: Callable[[], object]) -> None:
+            start = ledger.time
             ledger.mark(name)
-            step(batch, 1e-3)
+            work()
             bookkeeper.label_state(optimizer)
             found[name] = ledger.timeline(start)
+
+        has_bases = refresh_at_every_step(optimizer)
+        record(FIRST, lambda: step_without_passes(engine, optimizer))
+        if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
+            record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
+        record("a step", lambda: step(batch, 1e-3))
+        if any(group.get("async_refresh") for group in optimizer.param_groups):
+            record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = optimizer.state_bytes_of_owners() if isinstance(optimizer, MatrixOptimizer) else {}
         layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
         return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, owned)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from itertools import pairwise
 from typing import Any
 from weakref import ref
 

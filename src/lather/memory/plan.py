@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -88,6 +89,8 @@ def _others(runs: list[RankRun]) -> Iterator[int]:
 
 def _run(config: Config, world_size: int, rank: int, device: Literal["gpu", "cpu"], imbalance: float) -> RankRun:
     """In a process of its own."""
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance)
     return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -109,7 +110,7 @@ def counted_triton(mode: StandInMode) -> Iterator[None]:
         blocks = grid(bound) if callable(grid) else grid
         if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
             raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
-        read, written = _traffic(inspect.getsource(self.fn), tensors)
+        read, written = _traffic(_source(self.fn), tensors)
         mode.launch(f"triton {self.fn.__name__}", read, written, triton=True)
 
     JITFunction.run = run
@@ -117,6 +118,11 @@ def counted_triton(mode: StandInMode) -> Iterator[None]:
         yield
     finally:
         JITFunction.run = before
+
+
+@cache
+def _source(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function)
 
 
 def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -1,0 +1,86 @@
+"""Training steps on real ranks whose bytes are counted, to hold a memory plan against. Ranks import it without pytest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lather.data.batches import Batch
+from lather.memory.dry_run import refresh_at_every_step
+from lather.memory.live_bytes import PeakBytes
+from lather.models.families import FAMILIES
+from lather.parallel.mesh import Mesh
+from lather.torch_private import memory_tracker
+from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.train.engine import build_engine
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LENGTH, SEQUENCES = 64, 24
+
+
+def run_config(
+    rule: str = "adamw",
+    *,
+    memory: str = "saved",
+    precision: str = "fp32",
+    layers: int = 4,
+    recompute: tuple[str, ...] = (),
+    parallel: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+) -> Config:
+    """A DeepSeek-V2 model of which every kind of bytes is a good part."""
+    own = ParallelConfig(**(parallel or {}))
+    return Config(
+        model=FAMILIES["deepseek_v2"].config(**SIZES, num_hidden_layers=layers),
+        train=LoopConfig(
+            batch_size=SEQUENCES,
+            micro_batch_size=2,
+            sequence_length=LENGTH,
+            precision=precision,  # type: ignore[arg-type]
+            recompute=recompute,
+        ),
+        moe=MoEConfig(memory=memory),  # type: ignore[arg-type]
+        parallel=own,
+        optim=optim_config(rule, **(optim or {})),
+    )
+
+
+def counted_run(rank: int, world_size: int, config: Config, *, tracked: bool = False) -> tuple[int, int]:
+    """Peak bytes of this rank's storages over three steps that refresh, by our count; and by torch's tracker, if `tracked`, else 0."""
+    torch.manual_seed(0)
+    tracker = memory_tracker()
+    with PeakBytes() as alive:
+        if tracked:
+            with tracker:
+                _train(config)
+            return alive.bytes, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        _train(config)
+    return alive.bytes, 0
+
+
+def _train(config: Config) -> None:
+    mesh = Mesh.build(config.parallel, torch.device("cpu"))
+    engine = build_engine(config, mesh)
+    optimizer = build_optimizer(config.optim, engine.parameters)
+    refresh_at_every_step(optimizer)
+    step = TrainStep(engine, optimizer, config.train.max_grad_norm)
+    batch = engine.share_of(torch.randint(0, SIZES["vocab_size"], (SEQUENCES, LENGTH + 1)))
+    assert isinstance(batch, Batch)
+    for _ in range(3):
+        step(batch, 1e-3)

@@ -1,0 +1,55 @@
+"""A memory plan against the bytes of real ranks: equal to a fraction of the 2 % that are promised."""
+
+from typing import Any
+
+import pytest
+from planned_runs import counted_run, run_config
+from ranks import run_ranks
+
+from lather.memory.plan import plan
+from lather.train.config import Config
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"pp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "dp2": (2, {}),
+    "pp2 ep2": (4, {"pp": 2, "ep": 2}),
+    "pp2 dp2": (4, {"pp": 2}),
+    "dp2 ep2": (4, {"ep": 2}),
+}
+TOLERANCE = 0.02
+
+
+def largest_error(config: Config, world_size: int) -> float:
+    """Relative difference of planned and real peaks, the largest over pipeline ranks."""
+    planned = plan(config, world_size, "cpu")
+    if world_size == 1:
+        seen = [counted_run(0, 1, config)[0]]
+    else:
+        seen = [count for count, _ in run_ranks(counted_run, world_size, config, timeout=240)]
+    each = world_size // config.parallel.pp
+    return max(abs(run.peak / max(seen[i * each : (i + 1) * each]) - 1) for i, run in enumerate(planned.ranks))
+
+
+@pytest.mark.parametrize(("mesh", "rule"), [("pp2", "soap"), ("dp2", "muon"), ("pp2 ep2", "soap_muon")])
+def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str) -> None:
+    world_size, parallel = MESHES[mesh]
+    assert largest_error(run_config(rule, parallel=parallel), world_size) < TOLERANCE
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rule", ["adamw", "muon", "soap", "soap_muon", "klsoap"])
+@pytest.mark.parametrize("memory", ["saved", "recompute", "reference"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
+    world_size, parallel = MESHES[mesh]
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
+
+
+def test_torchs_tracker_counts_the_same() -> None:
+    ours, theirs = run_ranks(_tracked_run, 1, run_config("soap"))[0]
+    assert abs(ours / theirs - 1) < TOLERANCE
+
+
+def _tracked_run(rank: int, world_size: int, config: Config) -> tuple[int, int]:
+    return counted_run(rank, world_size, config, tracked=True)

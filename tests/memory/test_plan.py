@@ -1,0 +1,201 @@
+"""`lather plan`: each kind of bytes from first principles, what is refused, and what it shows. (Against real ranks: tests/distributed.)"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lather.cli import main
+from lather.memory.dry_run import FIRST, Load, shortened
+from lather.memory.ledger import KINDS, Ledger
+from lather.memory.plan import MemoryPlan, plan
+from lather.models.families import FAMILIES, build_model
+from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.train.optim_config import optim_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+OUTER = ("embed_tokens", "lm_head")
+
+
+def config_of(rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any) -> Config:
+    return Config(
+        model=FAMILIES["qwen3_moe"].config(**SIZES),
+        train=LoopConfig(batch_size=batch_size, micro_batch_size=1, sequence_length=32, **loop),
+        moe=MoEConfig(),
+        parallel=ParallelConfig(**(parallel or {})),
+        optim=optim_config(rule),
+    )
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return dict(build_model(FAMILIES["qwen3_moe"].config(**SIZES), None, torch.device("meta")).named_parameters())
+
+
+@pytest.fixture(scope="module")
+def planned() -> MemoryPlan:
+    """SOAP, and AdamW for embedding, head, routers and norms, in one process with bf16 products."""
+    return plan(config_of("soap", precision="bf16"), 1)
+
+
+def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
+    """fp32 parameters and gradients; two moments of each element; for each side of a matrix, of each expert one, a factor and a basis; bf16
+    copies of what products multiply with."""
+    timeline = planned.ranks[0].steps["a step"]
+    at_end = timeline.at(timeline.curves.shape[1] - 1)
+    elements = sum(p.numel() for p in parameters().values())
+    of_blocks = [p for name, p in parameters().items() if p.dim() > 1 and not name.startswith(OUTER) and not name.endswith("gate.weight")]
+    sides = 4 * sum((len(p) if p.dim() == 3 else 1) * sum(n * n for n in p.shape[-2:]) for p in of_blocks)
+    assert at_end["parameters"] == 4 * elements
+    assert at_end["optimizer moments"] == 2 * 4 * elements
+    assert at_end["optimizer factors"] == at_end["optimizer bases"] == sides
+    most = {kind: int(row.max()) for kind, row in zip(KINDS, timeline.curves, strict=True)}
+    assert most["gradients"] == 4 * elements
+    assert most["rounded weights"] == 2 * sum(p.numel() for p in of_blocks)
+
+
+def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
+    run = planned.largest
+    assert set(run.steps) == {FIRST, "a step"}
+    timeline = run.steps["a step"]
+    assert timeline.peak == run.peak == int(timeline.total.max())
+    assert sum(timeline.at(timeline.peak_time).values()) == run.peak
+    assert sum(timeline.segments_at(timeline.peak_time).values()) == timeline.at(timeline.peak_time)["activations"]
+    assert planned.needed == run.peak + planned.allowance > run.peak
+
+
+def test_sharding_divides_parameters_gradients_and_state() -> None:
+    whole = plan(config_of("adamw"), 1, "cpu").largest.steps["a step"]
+    shared = plan(config_of("adamw", parallel={"ep": 2}), 4, "cpu").largest.steps["a step"]
+    for kind in ("parameters", "optimizer moments"):
+        row = KINDS.index(kind)
+        ratio = whole.curves[row].max() / shared.curves[row].max()
+        assert 3.9 < ratio <= 4, kind
+
+
+def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:
+    """Tokens and labels of 8 bytes, and a few numbers of each."""
+    few, many = (plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, "cpu") for size in (6, 24))
+    for one, other in zip(few.ranks, many.ranks, strict=True):
+        assert other.peak - one.peak == 18 * 2 * 8 * 32
+
+
+def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
+    config = shortened(config_of("adamw", parallel={"pp": 2}, batch_size=64), 4)
+    assert config.num_micro_batches(2) == 6
+    assert shortened(config_of("adamw", batch_size=2), 1).num_micro_batches(1) == 2
+
+
+def test_rows_of_an_even_load() -> None:
+    """4 experts on 2 ranks, 2 of them per token: C(2, 2) / C(4, 2) of the tokens have none of a rank's."""
+    load = Load(config_of("adamw", parallel={"ep": 2}), tokens=600, imbalance=1.0)
+    assert load.rows == 500
+    assert load.pairs == 600
+    uneven = Load(config_of("adamw", parallel={"ep": 2}), tokens=600, imbalance=1.5)
+    assert (uneven.rows, uneven.pairs) == (600, 900)
+
+
+# --- the ledger -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_follows_births_sizes_and_deaths() -> None:
+    ledger = Ledger()
+    with ledger.following_sizes():
+        ledger.mark("one")
+        x = torch.empty(100, dtype=torch.uint8)
+        ledger.note([x])
+        y = torch.empty(10, dtype=torch.uint8)
+        ledger.note([y, y[2:]])
+        ledger.label("parameters", [y])
+        assert ledger.bytes_now == 110
+        x.untyped_storage().resize_(0)
+        ledger.mark("two")
+        z = torch.empty(50, dtype=torch.uint8)
+        ledger.note([z])
+        ledger.settle("activations")
+        del z
+        ledger.note([y])
+    timeline = ledger.timeline()
+    assert timeline.total.tolist() == [0, 100, 110, 60, 10]
+    assert (timeline.peak, timeline.peak_time, timeline.doing_at(2), timeline.doing_at(3)) == (110, 2, "two", "two")
+    assert timeline.at(2) == {"parameters": 10, "temporaries": 100}
+    assert timeline.segments_at(3) == {"between segments": 50}
+    assert ledger.timeline(3).total.tolist() == [60, 10]
+
+
+def test_a_thinned_timeline_keeps_its_peak() -> None:
+    ledger = Ledger()
+    kept: list[Tensor] = []
+    for number in range(1000):
+        kept = [torch.empty(1000 if number == 617 else number % 7, dtype=torch.uint8)]
+        ledger.note(kept)
+    timeline = ledger.timeline()
+    thin = timeline.thinned(50)
+    assert thin.curves.shape[1] == 50
+    assert thin.peak == timeline.peak
+    assert np.all(np.isin(thin.total, timeline.total))
+
+
+def test_sizes_are_followed_only_inside() -> None:
+    before = torch.UntypedStorage.resize_
+    ledger = Ledger()
+    with ledger.following_sizes():
+        assert torch.UntypedStorage.resize_ is not before
+    assert torch.UntypedStorage.resize_ is before
+    nn.Linear(2, 2).weight.untyped_storage().resize_(0)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "configs/quickstart.toml", "--device", "cpu", "--train.sequence-length", "32"]
+    files = ["--out", str(tmp_path / "plan.png"), "--json", str(tmp_path / "plan.json")]
+    assert main([*arguments, "--memory", "10GiB", *files]) == 0
+    shown = capsys.readouterr().out
+    assert "fits in 10.00 GiB" in shown
+    document = json.loads((tmp_path / "plan.json").read_text())
+    (rank,) = document["ranks"]
+    assert document["needed"] == rank["peak"] == max(step["peak"] for step in rank["steps"].values())
+    assert sum(rank["steps"]["a step"]["kinds"].values()) == rank["steps"]["a step"]["peak"]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--memory", f"{document['needed'] - 1}B"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "80"], "--memory = '80' is not valid"),
+        (["--memory", "eighty"], "--memory = 'eighty' is not valid"),
+        (["--world", "0"], "--world = 0 is not valid"),
+        (["--world", "3", "--parallel.pp", "2"], "parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3"),
+        (["--imbalance", "0"], "--imbalance = 0.0 is not valid"),
+        (["--out", "/nowhere/plan.png"], "cannot be written"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "configs/quickstart.toml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "lather plan configs/quickstart.toml" in capsys.readouterr().err
