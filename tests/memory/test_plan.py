@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.cli import main
+from lather.commands.parsing import parse_size
 from lather.memory.dry_run import FIRST, Load, shortened
 from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
@@ -199,3 +200,20 @@ def test_what_makes_no_sense_is_one_line(arguments: list[str], message: str, cap
 def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "lather plan configs/quickstart.toml" in capsys.readouterr().err
+
+
+# --- docs -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_qwen3_30b_is_that_of_its_plans() -> None:
+    root = Path(__file__).parents[2]
+    lines = [line for line in (root / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 x", "| 8 x"))]
+    assert len(lines) == 5
+    for line in lines:
+        gpus, mesh, rule, needs, fits = (cell.strip() for cell in line.strip("|").split("|"))
+        number, size, unit = gpus.replace("x ", "").split()
+        name = f"qwen3-30b-a3b-{number}-{mesh.replace(', ', '-').replace(' ', '')}-{rule.split('`')[1]}.json"
+        document = json.loads((root / "benchmarks/results/plans" / name).read_text())
+        assert f"{document['needed'] / 2**30:.2f}" == needs
+        assert (document["needed"] <= parse_size(size + unit, "memory")) == (fits == "yes")
+        assert document["world_size"] == int(number)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import Bytes, Count, Interval, NonNegative, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
+from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
 
 R = TypeVar("R", bound="Rule")
 
@@ -229,8 +229,7 @@ class RefreshingRule(Rule):
     stagger_refresh: bool = False
     """Spread refreshes over the steps of an interval by cost, so that no step pays for all of them."""
     stagger_first: bool = False
-    """With `stagger_refresh` spread the first refreshes over an interval, too; until its own a matrix keeps its own coordinates. Off: all
-    come in one step."""
+    """With `stagger_refresh` spread the first refreshes over an interval, too; a matrix keeps its own coordinates until then."""
     async_refresh: bool = False
     """On CUDA refresh on a side stream beside the next forward and backward. It then follows the update, in every rule: the numbers are
     the same on every device, but for a rule that refreshes first not those of a refresh before the update."""
@@ -244,10 +243,12 @@ class RefreshingRule(Rule):
 
     def due(self, t: int) -> Due:
         """The matrices whose bases step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
-        start = self.first_refresh
-        is_spread = self.stagger_refresh and self.stagger_first and start >= self.precondition_warmup_steps
-        if t < start or (t == start and not is_spread):
-            return NOBODY if t < start else Due("everybody", first=True)
+        since = t - self.first_refresh
+        is_spread = self.stagger_refresh and self.stagger_first and self.first_refresh >= self.precondition_warmup_steps
+        if since < 0:
+            return NOBODY
+        if since == 0 and not is_spread:
+            return Due("everybody", first=True)
         f = self.precondition_frequency
         if callable(f):
             f = f(t)
@@ -255,7 +256,7 @@ class RefreshingRule(Rule):
                 raise ValueError(f"precondition_frequency gives {f!r} for step {t}: it must give an integer >= 1")
         if t <= self.precondition_warmup_steps:
             return Due("everybody")
-        return Due("interval", f, first=is_spread and t < start + f) if self.stagger_refresh or t % f == 0 else NOBODY
+        return Due("interval", f, first=is_spread and since < f) if self.stagger_refresh or t % f == 0 else NOBODY
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
         """Renew what dim `dim` has, and turn with it whatever is kept in its coordinates, in place. Returns which matrices failed (B,),
@@ -274,13 +275,6 @@ class RefreshingRule(Rule):
         """Flops of one refresh of a matrix, to first order; staggering spreads it evenly."""
         dims = self.dims(matrix)
         return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
-
-
-def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:
-    """Each matrix of u (B, ...) scaled down to root mean square `max_rms` if it is above; 0: unchanged."""
-    if max_rms == 0:
-        return u
-    return u * column((max_rms / (rms(u) + 1e-12)).clamp(max=1), u)
 
 
 def rms(u: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from lather.optim.linalg.eigenbasis import DEFAULT_TOLERANCE, is_still_diagonal, is_zero, rayleigh_quotients, update_eigenbasis_and_momentum
-from lather.optim.options import Count, Interval, Range, at_least, is_number
-from lather.optim.rule import Entry, Matrix, RefreshingRule, State
+from lather.optim.options import Count, Interval, NonNegative, Range, at_least, is_number
+from lather.optim.rule import Entry, Matrix, RefreshingRule, State, column, rms
 
 LONG = 8
 """How many times as long the longer side is from which on `sides="auto"` leaves it out."""
@@ -108,3 +108,10 @@ class BasisRule(RefreshingRule):
 
 
 Warmup = Annotated[int, Range("an integer", lambda steps: isinstance(steps, int) and not isinstance(steps, bool))]
+
+
+def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:
+    """Each matrix of u (B, ...) scaled down to root mean square `max_rms` if it is above; 0: unchanged."""
+    if max_rms == 0:
+        return u
+    return u * column((max_rms / (rms(u) + 1e-12)).clamp(max=1), u)

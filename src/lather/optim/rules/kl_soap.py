@@ -22,9 +22,9 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors_kl
 from lather.optim.options import Betas, Decay, Interval, NonNegative, Positive, Rate, Steps
-from lather.optim.rule import Entry, Matrix, Rule, State, clip_rms
+from lather.optim.rule import Entry, Matrix, Rule, State
 from lather.optim.rules.adamw import AdamWRule
-from lather.optim.rules.bases import BasisRule
+from lather.optim.rules.bases import BasisRule, clip_rms
 
 
 @dataclass(frozen=True)

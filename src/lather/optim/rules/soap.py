@@ -24,9 +24,9 @@ from lather.optim.engine.optimizer import MatrixOptimizer, constructor
 from lather.optim.linalg.kronecker import bias_corrected_beta, precondition, update_kronecker_factors
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
 from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, is_number
-from lather.optim.rule import Entry, Matrix, Rule, State, clip_rms, column, rms
+from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
 from lather.optim.rules.adamw import AdamWRule
-from lather.optim.rules.bases import BasisRule, Warmup
+from lather.optim.rules.bases import BasisRule, Warmup, clip_rms
 
 logger = logging.getLogger(__name__)
 
