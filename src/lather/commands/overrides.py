@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+from lather.commands.parsing import parse_arguments
 from lather.errors import ConfigError
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping, load_config, with_model
 from lather.train.optim_config import KINDS, RuleOptimConfig, as_help_shows_it
 from lather.train.rule_fields import owners, rule_named
+
+A = TypeVar("A")
 
 RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS}}
 """Options that say which rules there are, and how `load_config` calls them."""
@@ -36,6 +40,17 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
     for option in given:
         _refuse_option_of_another_rule(option, config.optim)
     return replace(config, optim=as_help_shows_it(config.optim)) if {"-h", "--help"} & set(arguments) else config
+
+
+def parse_with_config(cls: Callable[[Config], A], command: str, arguments: list[str]) -> tuple[A, str]:
+    """What `arguments` of a command say, a configuration's file first, and the file's name without its ending; `cls` is a dataclass whose
+    first field is that configuration. Raises UserError if they do not fit."""
+    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if file is None and not {"-h", "--help"} & set(arguments):
+        raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
+    arguments = arguments[1:] if file else arguments
+    default = cls(read_config(Path(file) if file else None, arguments))
+    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
 
 
 def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:

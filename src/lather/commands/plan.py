@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lather.commands.overrides import read_config
-from lather.commands.parsing import parse_arguments, parse_size
+from lather.commands.overrides import parse_with_config
+from lather.commands.parsing import parse_size
 from lather.console import wide_console
-from lather.errors import ConfigError, UserError, require
+from lather.errors import UserError, require
 from lather.memory import plan_report
 from lather.memory.plan import plan
 from lather.train.config import Config
@@ -45,20 +45,15 @@ class PlanArguments:
 
 def plan_command(arguments: list[str]) -> int:
     """Plan, write what is asked for, print the tables; returns 1 if the run does not fit in the memory that was given."""
-    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if file is None and not {"-h", "--help"} & set(arguments):
-        raise ConfigError("lather plan needs a configuration first: lather plan configs/quickstart.toml")
-    arguments = arguments[1:] if file else arguments
-    default = PlanArguments(read_config(Path(file) if file else None, arguments))
-    parsed = parse_arguments(PlanArguments, "lather plan CONFIG", arguments, default=default)
+    parsed, name = parse_with_config(PlanArguments, "plan", arguments)
     for path in filter(None, (parsed.out, parsed.json)):
         if not path.absolute().parent.is_dir() or path.is_dir():
             raise UserError(f"{path}: cannot be written: name a file in a folder that there is")
-    found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance)
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
+    found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance, memory=memory)
     if parsed.json:
         plan_report.write(found, parsed.json)
     if parsed.out:
-        plan_report.draw(found, memory, f"{Path(file or '').stem}: {parsed.world} ranks", parsed.out)
+        plan_report.draw(found, memory, f"{name}: {parsed.world} ranks", parsed.out)
     plan_report.show(found, memory, wide_console(150))
     return int(memory is not None and found.needed > memory)

@@ -18,13 +18,13 @@ from rich.console import Console
 from torch import Tensor
 
 import lather
-from lather.commands.overrides import read_config
-from lather.commands.parsing import parse_arguments
+from lather.commands.overrides import parse_with_config
 from lather.console import wide_console
-from lather.errors import ConfigError, UserError
+from lather.errors import UserError
 from lather.memory import ranks, report
 from lather.memory.chunks import ChunkMeter, Levers, layer_places
 from lather.memory.distinct import Cut, keep_two_of_each, materialize
+from lather.memory.dry_run import DOCUMENTS
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from lather.memory.ranks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder, DecoderOutput
@@ -36,9 +36,6 @@ from lather.train.config import Config, check_parallel
 from lather.train.engine import divide_layers, document_boundaries
 from lather.train.loop import build_model
 from lather.train.step import pick_device
-
-DOCUMENTS = 4
-"""Of a sequence, with `data.packed_attention`."""
 
 MOST_PARAMETERS = 300_000_000
 """Up to this many, `--layers auto` runs the whole model."""
@@ -68,12 +65,7 @@ class ProfileArguments:
 
 def profile_command(arguments: list[str]) -> int:
     """Run the micro-batch, write what is asked for, print the tables."""
-    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if file is None and not {"-h", "--help"} & set(arguments):
-        raise ConfigError("lather profile needs a configuration first: lather profile configs/quickstart.toml")
-    arguments = arguments[1:] if file else arguments
-    default = ProfileArguments(read_config(Path(file) if file else None, arguments))
-    parsed = parse_arguments(ProfileArguments, "lather profile CONFIG", arguments, default=default)
+    parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
     for path in filter(None, (parsed.out, parsed.json)):
         if not path.absolute().parent.is_dir():
             raise UserError(f"{path}: cannot be written (no such folder): make {path.parent} or name another file")
@@ -89,7 +81,7 @@ def profile_command(arguments: list[str]) -> int:
         profile = profile_micro_batch(model, parsed.config)
         profiles[mode] = cut.restore(profile) if cut else profile
     by_rank = profile_ranks(model, cut, parsed.config, compare=parsed.compare) if is_mesh(parsed.config) else {}
-    write(parsed, Path(file or "").stem, profiles, cut, by_rank)
+    write(parsed, name, profiles, cut, by_rank)
     show(parsed, profiles, cut, by_rank, wide_console(150))
     return 0
 

@@ -25,6 +25,7 @@ from lather.memory.ledger import Ledger, Timeline
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import Action, Kind
+from lather.standin.device import module
 from lather.standin.mode import StandInMode, places
 from lather.torch_private import start_fake_process_group
 from lather.train.config import Config, num_routed_experts
@@ -47,6 +48,9 @@ BETWEEN = "between actions"
 
 SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
 """How the ranges of segments, and of the optimizer's phases, begin."""
+
+DOCUMENTS = 4
+"""Of a sequence, where attention stays within documents."""
 
 FIRST = "the first optimizer step"
 
@@ -90,6 +94,8 @@ class LedgerMode(StandInMode):
 
     def __enter__(self) -> LedgerMode:
         self._around.enter_context(self.ledger.following_sizes())
+        module.taken = lambda: self.ledger.bytes_now
+        self._around.callback(setattr, module, "taken", lambda: 0)
         return super().__enter__()
 
     @property
@@ -232,6 +238,14 @@ def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> Non
     engine.parameters.clear_gradients()
 
 
+def batch_of(config: Config, sequences: int) -> Batch:
+    """A rank's batch; where documents stay apart, of `DOCUMENTS` documents in each sequence."""
+    length = config.train.sequence_length
+    batch = Batch.of_tokens(torch.zeros(sequences, length + 1, dtype=torch.long))
+    begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(sequences, -1)
+    return replace(batch, begins_BS=begins_BS) if config.data.apart else batch
+
+
 def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *, imbalance: float = 1.0) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group."""
     data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
@@ -247,9 +261,8 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
         bookkeeper.label_parameters()
         optimizer = build_optimizer(config.optim, engine.parameters)
         step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-        share = config.train.batch_size // data_size
-        batch = Batch.of_tokens(torch.zeros(share, config.train.sequence_length + 1, dtype=torch.long))
-        left_out = torch.empty(2, tokens_of_all - share * config.train.sequence_length, dtype=torch.long, device=device)
+        batch = batch_of(config, config.train.batch_size // data_size)
+        left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
         ledger.label("activations", [left_out])
         found = dict[str, Timeline]()
 
@@ -273,12 +286,12 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """With as few micro-batches as have the same peak, and a refresh in the third step."""
+    """With as few micro-batches as have the same peak, each as large as before."""
     data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
-    number, size = config.num_micro_batches(data_size), config.train.micro_batch_size
+    number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
     few = min(number, WALKED_MICRO_BATCHES * config.parallel.pp)
-    train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each if size else size)
+    train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
     return replace(config, train=train)
 
 

@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
 from lather.memory.dry_run import RankRun, run_rank
-from lather.standin.device import standin
+from lather.standin.device import module, standin
 from lather.train.config import Config, check_parallel
 
 CONTEXT_BYTES = 3 * 2**29
@@ -57,23 +58,26 @@ class MemoryPlan:
         return self.largest.peak + self.allowance
 
 
-def plan(config: Config, world_size: int, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0) -> MemoryPlan:
+def plan(
+    config: Config, world_size: int, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0, memory: int | None = None
+) -> MemoryPlan:
     """The memory of `world_size` ranks that train with this configuration.
 
     Args:
         device: what the ranks run on.
         imbalance: rows of the busiest rank's experts, relative to an even load.
+        memory: bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
     check_parallel(config, world_size)
     per_position = world_size // config.parallel.pp
     firsts = [position * per_position for position in range(config.parallel.pp)]
-    with ProcessPoolExecutor(min(len(firsts), os.cpu_count() or 1), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        jobs = [pool.submit(_run, config, world_size, rank, device, imbalance) for rank in firsts]
-        runs = [job.result() for job in jobs]
-        heavier = [pool.submit(_run, config, world_size, rank, device, imbalance) for rank in _others(runs)]
-        runs += [job.result() for job in heavier]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(firsts), os.cpu_count() or 1), context, max_tasks_per_child=1) as pool:
+        run = partial(_run, config, world_size, device, imbalance, memory)
+        runs = list(pool.map(run, firsts))
+        runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
     return MemoryPlan(world_size, device, imbalance, tuple(by_position))
 
@@ -87,10 +91,11 @@ def _others(runs: list[RankRun]) -> Iterator[int]:
             yield rank
 
 
-def _run(config: Config, world_size: int, rank: int, device: Literal["gpu", "cpu"], imbalance: float) -> RankRun:
+def _run(config: Config, world_size: int, device: Literal["gpu", "cpu"], imbalance: float, memory: int | None, rank: int) -> RankRun:
     """In a process of its own."""
     os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    module.memory = memory or module.memory
     found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance)
     return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})

@@ -16,7 +16,7 @@ from rich.table import Table
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import KINDS, Timeline
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
-from lather.memory.report import whole_file, write_json
+from lather.memory.report import unit_of, whole_file, write_json
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
@@ -43,32 +43,33 @@ GIB = 2**30
 
 def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     """A line per pipeline rank at its peak, what the largest one's activations are, and whether it all fits in `memory` bytes."""
-    table = Table(title=_title(plan), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    unit, scale = unit_of(plan.largest.peak)
+    table = Table(title=_title(plan, unit), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("rank")
     table.add_column("layers")
-    for name in (*COLUMNS, "peak, GiB"):
+    for name in (*COLUMNS, "peak"):
         table.add_column(name, justify="right")
     table.add_column("when")
     for run in plan.ranks:
         timeline = run.steps[run.peak_step]
         at_peak = timeline.at(timeline.peak_time)
-        cells = [_gib(sum(at_peak.get(kind, 0) for kind in kinds)) for kinds in COLUMNS.values()]
-        table.add_row(str(run.rank), layers_of(run), *cells, _gib(run.peak), f"{run.peak_step}, {_when(timeline)}")
+        cells = [_in(sum(at_peak.get(kind, 0) for kind in kinds), scale) for kinds in COLUMNS.values()]
+        table.add_row(str(run.rank), layers_of(run), *cells, _in(run.peak, scale), f"{run.peak_step}, {_when(timeline)}")
     console.print(table)
     largest = plan.largest
     timeline = largest.steps[largest.peak_step]
-    segments = ", ".join(f"{name} {_gib(size)}" for name, size in timeline.segments_at(timeline.peak_time).items())
+    segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
     if plan.device == "gpu":
         console.print(
-            f"a GPU needs {_gib(plan.needed)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
+            f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
             f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)",
             highlight=False,
         )
     if memory is not None:
         fits = plan.needed <= memory
         verdict, rest = ("fits", "left") if fits else ("does not fit", "too much")
-        console.print(f"{verdict} in {_gib(memory)} GiB: {_gib(abs(memory - plan.needed))} GiB {rest}", highlight=False)
+        console.print(f"{verdict} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}", highlight=False)
 
 
 def write(plan: MemoryPlan, out: Path) -> None:
@@ -142,15 +143,15 @@ def layers_of(run: RankRun) -> str:
     return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
 
 
-def _title(plan: MemoryPlan) -> str:
+def _title(plan: MemoryPlan, unit: str) -> str:
     load = "an even load of the experts" if plan.imbalance == 1 else f"{plan.imbalance:g} times an even load of the busiest rank's experts"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    return f"{ranks}, each on a {plan.device.upper()}, {load}; GiB at the peak"
+    return f"{ranks}, each on a {plan.device.upper()}, {load}; {unit} at the peak"
 
 
 def _when(timeline: Timeline) -> str:
     return timeline.doing_at(timeline.peak_time)
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+def _in(size: float, scale: int) -> str:
+    return f"{size / scale:,.2f}"

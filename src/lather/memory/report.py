@@ -304,7 +304,7 @@ def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float,
     """
     bottom = np.zeros(len(sizes))
     highest = max((sum(one.values()) for one in sizes), default=0.0)
-    unit, scale = _unit(max(highest, 2**10))
+    unit, scale = unit_of(max(highest, 2**10))
     for segment in SEGMENTS:
         heights = np.array([one.get(segment, 0.0) for one in sizes])
         if not heights.any():
@@ -318,13 +318,13 @@ def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float,
     return unit, scale
 
 
-def _unit(size: float) -> tuple[str, int]:
+def unit_of(size: float) -> tuple[str, int]:
     """The largest unit of which this many bytes are one at least, and its bytes."""
     return next(((unit, scale) for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size >= scale), ("B", 1))
 
 
 def _size(size: float) -> str:
-    unit, scale = _unit(size)
+    unit, scale = unit_of(size)
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size:.0f} B"
 
 

@@ -80,6 +80,10 @@ class StandIn:
         """Listener to waits of the host."""
         self.peak: Callable[[], int] = lambda: 0
         """Where `max_memory_allocated` is known."""
+        self.memory = 141 * 10**9
+        """Bytes of the device; an H200's."""
+        self.taken: Callable[[], int] = lambda: 0
+        """How many of them are not free."""
         self.capability = HOPPER
         self._current = StandInStream()
 
@@ -116,8 +120,8 @@ class StandIn:
     memory_allocated = max_memory_allocated
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        """An H200's, of which nothing is taken."""
-        return 141 * 10**9, 141 * 10**9
+        """Free bytes, and all."""
+        return max(0, self.memory - self.taken()), self.memory
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
         return self.capability
