@@ -222,7 +222,7 @@ def test_a_torch_that_makes_no_such_table_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(tables: dict[tuple[int, int], Schedule]) -> None:
-    """So doing weight gradients earlier would save nothing: stages alike, and a chunk that waits twice as large as one that lives."""
+    """So doing weight gradients earlier would save nothing without recomputation: a chunk that waits is less than twice one that lives."""
     for schedule in tables.values():
         if not schedule.trains:
             continue
