@@ -1,4 +1,4 @@
-"""A memory plan against the bytes of real ranks: equal to a fraction of the 2 % that are promised."""
+"""A memory plan against the bytes of real ranks."""
 
 from typing import Any
 
@@ -17,7 +17,12 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 dp2": (4, {"pp": 2}),
     "dp2 ep2": (4, {"ep": 2}),
 }
-TOLERANCE = 0.02
+EVEN, UNEVEN = 0.002, 0.02
+"""Tolerances: where all routing is one rank's own, and where experts are divided, whose real load is not quite even."""
+
+
+def tolerance(mesh: str) -> float:
+    return UNEVEN if "ep2" in mesh else EVEN
 
 
 def largest_error(config: Config, world_size: int) -> float:
@@ -34,7 +39,7 @@ def largest_error(config: Config, world_size: int) -> float:
 @pytest.mark.parametrize(("mesh", "rule"), [("pp2", "soap"), ("dp2", "muon"), ("pp2 ep2", "soap_muon")])
 def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, parallel=parallel), world_size) < TOLERANCE
+    assert largest_error(run_config(rule, parallel=parallel), world_size) < tolerance(mesh)
 
 
 @pytest.mark.grid
@@ -43,12 +48,12 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < tolerance(mesh)
 
 
 def test_torchs_tracker_counts_the_same() -> None:
     ours, theirs = run_ranks(_tracked_run, 1, run_config("soap"))[0]
-    assert abs(ours / theirs - 1) < TOLERANCE
+    assert abs(ours / theirs - 1) < EVEN
 
 
 def _tracked_run(rank: int, world_size: int, config: Config) -> tuple[int, int]:

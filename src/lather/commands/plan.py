@@ -28,7 +28,7 @@ class PlanArguments:
     memory: str = ""
     """Memory of a device, such as 80GiB: says whether the run fits."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """What the ranks run on; the code takes other ways on a CPU."""
+    """Kind of device that each rank has; the code takes other ways on a CPU."""
     imbalance: float = 1.0
     """Rows of the busiest rank's experts, relative to an even load; above 1 for routers that are not balanced."""
     out: Path | None = None

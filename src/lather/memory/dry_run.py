@@ -23,6 +23,7 @@ from torch import Tensor
 from lather.data.batches import Batch
 from lather.memory.ledger import Ledger, Timeline
 from lather.optim import MatrixOptimizer
+from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import Action, Kind
 from lather.standin.device import module
@@ -42,7 +43,7 @@ SETTLES = {
     Kind.RECV_F: "communication",
     Kind.RECV_B: "communication",
 }
-"""What is left of an action that is none of parameters, gradients and so on; of all others it is activations."""
+"""Kind of the bytes that an action leaves and that have none yet; all other actions leave activations."""
 
 BETWEEN = "between actions"
 
@@ -50,7 +51,7 @@ SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
 """How the ranges of segments, and of the optimizer's phases, begin."""
 
 DOCUMENTS = 4
-"""Of a sequence, where attention stays within documents."""
+"""Documents of a sequence, where attention stays within them."""
 
 FIRST = "the first optimizer step"
 
@@ -61,7 +62,7 @@ and labels, which are there from the start."""
 
 @dataclass(frozen=True)
 class RankRun:
-    """What a rank's memory did."""
+    """The memory of a rank over a few steps."""
 
     rank: int
     pp_rank: int
@@ -97,10 +98,6 @@ class LedgerMode(StandInMode):
         module.taken = lambda: self.ledger.bytes_now
         self._around.callback(setattr, module, "taken", lambda: 0)
         return super().__enter__()
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.ledger.bytes_now
 
     def entered(self, name: str) -> None:
         self._segments.append(name)
@@ -148,24 +145,19 @@ class Bookkeeper:
     def label_step(self) -> None:
         """Gradients and rounded weights that are there now."""
         assert self.engine is not None
-        self.ledger.label("gradients", [_local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
+        self.ledger.label("gradients", [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
 
     def label_parameters(self) -> None:
         assert self.engine is not None
-        self.ledger.label("parameters", [_local(x) for x in (*self.engine.part.parameters(), *self.engine.part.buffers())])
+        self.ledger.label("parameters", [local(x) for x in (*self.engine.part.parameters(), *self.engine.part.buffers())])
 
     def label_state(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             for name, x in state.items():
                 if isinstance(x, Tensor):
                     kind = {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
-                    self.ledger.label(kind, [_local(x)])
-
-
-def _local(x: Tensor) -> Tensor:
-    to_local = getattr(x, "to_local", None)
-    return x.detach() if to_local is None else to_local().detach()
+                    self.ledger.label(kind, [local(x)])
 
 
 @dataclass(frozen=True)
@@ -179,14 +171,14 @@ class Load:
 
     @property
     def pairs(self) -> int:
-        """Of tokens and experts at this rank, from each expert rank's tokens."""
+        """Number of pairs of a token of an expert rank and one of this rank's experts."""
         most = self.tokens * min(self.config.model.num_experts_per_tok, num_routed_experts(self.config.model) // self.config.parallel.ep)
         even = self.tokens * self.config.model.num_experts_per_tok / self.config.parallel.ep
         return min(most, math.ceil(even * self.imbalance))
 
     @property
     def rows(self) -> int:
-        """Of tokens with an expert at this rank, from each expert rank: what is expected of K different experts drawn evenly."""
+        """Number of an expert rank's tokens with an expert at this rank: the expectation for K different experts, drawn evenly."""
         experts, chosen = num_routed_experts(self.config.model), self.config.model.num_experts_per_tok
         elsewhere = experts - experts // self.config.parallel.ep
         none_here = math.prod((elsewhere - i) / (experts - i) for i in range(chosen)) if elsewhere >= chosen else 0.0
@@ -248,7 +240,7 @@ def batch_of(config: Config, sequences: int) -> Batch:
 
 def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *, imbalance: float = 1.0) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group."""
-    data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
+    data_size = data_ranks(config, world_size)
     tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
     tokens = tokens_of_all // config.num_micro_batches(data_size)
     config = shortened(config, world_size)
@@ -285,9 +277,14 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
         return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, owned)
 
 
+def data_ranks(config: Config, world_size: int) -> int:
+    """Ranks with sequences of their own."""
+    return config.parallel.data_ranks(world_size) * config.parallel.ep
+
+
 def shortened(config: Config, world_size: int) -> Config:
     """With as few micro-batches as have the same peak, each as large as before."""
-    data_size = config.parallel.data_ranks(world_size) * config.parallel.ep
+    data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
     few = min(number, WALKED_MICRO_BATCHES * config.parallel.pp)

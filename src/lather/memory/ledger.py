@@ -32,7 +32,7 @@ KINDS = (
     "communication",
     "temporaries",
 )
-"""What bytes are for; activations have a segment, too."""
+"""Purposes of bytes; activations have a segment, too."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Record:
     size: int
     """Bytes now; 0 when it is gone."""
     phase: str
-    """What went on when it was made."""
+    """Action of the schedule, or phase of the optimizer, that made it."""
     segment: str
     """Segment of a block's pass that made it; empty between them."""
     kind: str = ""
@@ -115,7 +115,7 @@ class Ledger:
         self._resized(self._alive.pop(key)[1], 0, self.time + 1)
 
     def _resized(self, record: Record, size: int, time: int) -> None:
-        """What is freed after an operation is there during it, and gone at the next."""
+        """Note a change of size. Bytes that are freed after an operation are there during it, and gone at the next."""
         if size != record.size:
             record.changes.append((time, size - record.size))
             record.size = size

@@ -1,4 +1,4 @@
-"""What every rank of a training run will need: a dry run of one rank at each pipeline position, each in a process of its own.
+"""A training run's memory, rank by rank: a dry run of one rank at each pipeline position, each in a process of its own.
 
 Ranks at one position differ in what they have least: rows are dealt out so that the first one has most of every parameter, and whole
 matrices go to owners by cost. So the first data rank is run, and, where another owns more optimizer state, that one, too.
@@ -64,7 +64,7 @@ def plan(
     """The memory of `world_size` ranks that train with this configuration.
 
     Args:
-        device: what the ranks run on.
+        device: the kind of device that each rank has.
         imbalance: rows of the busiest rank's experts, relative to an even load.
         memory: bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's.
 

@@ -1,4 +1,4 @@
-"""What a memory plan shows: a table of every pipeline rank's peak by kind, JSON, and a picture of bytes over a step."""
+"""Ways to show a memory plan: a table of every pipeline rank's peak by kind, JSON, and a picture of bytes over a step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
     panels = np.atleast_1d(np.array(figure.subplots(len(plan.ranks), 1, sharey=True)))
     figure.suptitle(title, x=0.01, ha="left")
     for panel, run in zip(panels, plan.ranks, strict=True):
-        _draw_rank(panel, run, memory)
+        _draw_rank(panel, run, memory, *unit_of(max(plan.largest.peak, memory or 0)))
     names = [
         kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
     ]
@@ -120,21 +120,21 @@ def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
         figure.savefig(aside, dpi=110, format="png")
 
 
-def _draw_rank(panel: Axes, run: RankRun, memory: int | None) -> None:
+def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
     timeline = run.steps[run.peak_step]
     times = np.arange(timeline.curves.shape[1])
-    panel.stackplot(times, timeline.curves / GIB, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
-    at, peak = timeline.peak_time, timeline.peak / GIB
+    panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
+    at, peak = timeline.peak_time, timeline.peak / scale
     panel.plot([at], [peak], "v", color="black", markersize=5)
     side = "right" if at > 0.6 * len(times) else "left"
-    panel.annotate(f" {peak:.2f} GiB in {_when(timeline)} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    panel.annotate(f" {peak:.2f} {unit} in {_when(timeline)} ", (at, peak), ha=side, va="bottom", fontsize=8)
     if memory is not None:
-        panel.axhline(memory / GIB, color="black", linestyle="--", linewidth=0.8)
+        panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
     panel.set_title(f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left")
-    panel.set_ylabel("GiB")
+    panel.set_ylabel(unit)
     panel.set_xlim(0, len(times))
     panel.set_xticks([])
-    panel.set_ylim(0, 1.15 * max(peak, 0 if memory is None else memory / GIB))
+    panel.set_ylim(0, 1.15 * max(peak, 0 if memory is None else memory / scale))
     panel.spines[["top", "right"]].set_visible(False)
 
 

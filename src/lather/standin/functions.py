@@ -1,4 +1,4 @@
-"""What is decided above torch's operations, as CUDA would decide it: attention's kernel, Triton's launches, compiled functions."""
+"""Decisions above torch's operations, made as on CUDA or on a CPU: attention's kernel, Triton's launches, compiled functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Functions(TorchFunctionMode):
-    """Attention takes the kernel that it takes on CUDA."""
+    """Gives attention the kernel that it takes on CUDA, or on a CPU."""
 
     def __init__(self, mode: StandInMode) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """By FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else with (S, S) elements; on a CPU its own kernel."""
+        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else with (S, S) elements; on a CPU its own kernel."""
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
         y: Tensor

@@ -1,4 +1,4 @@
-"""What the stand-in device has to know of torch's operations, and tensors in nested values."""
+"""Facts about torch's operations that the stand-in device needs, and helpers for tensors in nested values."""
 
 from __future__ import annotations
 

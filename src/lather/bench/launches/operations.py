@@ -1,4 +1,4 @@
-"""What torch's operations ask of a GPU: what they read and write, how many flops they are, which make the host wait."""
+"""Traffic, flops, launches and host waits of torch's operations on a GPU."""
 
 from __future__ import annotations
 
