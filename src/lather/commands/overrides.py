@@ -43,8 +43,10 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
 
 
 def parse_with_config(cls: Callable[[Config], A], command: str, arguments: list[str]) -> tuple[A, str]:
-    """Parse a command's arguments, a configuration's file first, as the dataclass `cls`, whose first field is that configuration. Returns it
-    and the file's name without its ending. Raises UserError if they do not fit."""
+    """Parse a command's arguments, a configuration's file first, as the dataclass `cls`, whose first field is that configuration.
+
+    Returns it and the file's name without its ending. Raises UserError if they do not fit.
+    """
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
