@@ -18,11 +18,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 ep2": (4, {"ep": 2}),
 }
 EVEN, UNEVEN = 0.002, 0.02
-"""Tolerances: where all routing is one rank's own, and where experts are divided, whose real load is not quite even."""
-
-
-def tolerance(mesh: str) -> float:
-    return UNEVEN if "ep2" in mesh else EVEN
+"""Tolerances: where bytes do not depend on values, and where they do: experts that are divided, whose real load is not quite even, and
+refreshes, which go another way for factors far from full rank."""
 
 
 def largest_error(config: Config, world_size: int) -> float:
@@ -36,10 +33,12 @@ def largest_error(config: Config, world_size: int) -> float:
     return max(abs(run.peak / max(seen[i * each : (i + 1) * each]) - 1) for i, run in enumerate(planned.ranks))
 
 
-@pytest.mark.parametrize(("mesh", "rule"), [("pp2", "soap"), ("dp2", "muon"), ("pp2 ep2", "soap_muon")])
-def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "rule", "memory"), [("pp2", "soap", "saved"), ("dp2", "muon", "reference"), ("pp2 ep2", "soap_muon", "recompute")]
+)
+def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, parallel=parallel), world_size) < tolerance(mesh)
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < (UNEVEN if "ep2" in mesh else EVEN)
 
 
 @pytest.mark.grid
@@ -48,7 +47,7 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < tolerance(mesh)
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < UNEVEN
 
 
 def test_torchs_tracker_counts_the_same() -> None:

@@ -199,8 +199,10 @@ class Load:
         return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
 
     def trues(self, x: Tensor) -> int:
-        """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank."""
-        return min(x.numel(), self.pairs * self.config.parallel.ep)
+        """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank, or is one of these."""
+        pairs = min(x.numel(), self.pairs * self.config.parallel.ep)
+        of_one_expert = next(places(), "").startswith("models/experts.py")
+        return pairs * self.config.parallel.ep // num_routed_experts(self.config.model) if of_one_expert else pairs
 
 
 def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
