@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from lather.data.batches import Batch
 from lather.memory.dry_run import refresh_at_every_step
 from lather.memory.live_bytes import PeakBytes
 from lather.models.families import FAMILIES
+from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
 from lather.torch_private import memory_tracker
 from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
@@ -31,7 +36,9 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
-LENGTH, SEQUENCES = 64, 24
+LENGTH, SEQUENCES = 70, 24
+PAIRS = torch.tensor(list(combinations(range(8), 2)))
+"""Of experts; a micro-batch of 2 * LENGTH tokens has each of them equally often, which is an even load to the row."""
 
 
 def run_config(
@@ -62,25 +69,34 @@ def run_config(
 
 
 def counted_run(rank: int, world_size: int, config: Config, *, tracked: bool = False) -> tuple[int, int]:
-    """Peak bytes of this rank's storages over three steps that refresh, by our count; and by torch's tracker, if `tracked`, else 0."""
+    """Peak bytes of this rank's storages over three steps that refresh, by our count. If `tracked`, of building the model, too, and what
+    torch's tracker counts; else 0."""
     torch.manual_seed(0)
     tracker = memory_tracker()
-    with PeakBytes() as alive:
+    choose = Router._choose
+
+    def evenly(router: Router, scores_TE: Tensor) -> Tensor:
+        experts_TK = choose(router, scores_TE)
+        return experts_TK.copy_(PAIRS[torch.arange(len(experts_TK)) % len(PAIRS)])
+
+    with PeakBytes() as alive, patch.object(Router, "_choose", evenly):
         if tracked:
             with tracker:
-                _train(config)
+                _train(config, lambda: None)
             return alive.bytes, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        _train(config)
+        _train(config, lambda: setattr(alive, "bytes", 0))
     return alive.bytes, 0
 
 
-def _train(config: Config) -> None:
+def _train(config: Config, built: Callable[[], None]) -> None:
+    """Three steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     engine = build_engine(config, mesh)
     optimizer = build_optimizer(config.optim, engine.parameters)
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-    batch = engine.share_of(torch.randint(0, SIZES["vocab_size"], (SEQUENCES, LENGTH + 1)))
+    batch = engine.share_of(torch.randint(0, SIZES["vocab_size"], (SEQUENCES, config.train.sequence_length + 1)))
     assert isinstance(batch, Batch)
+    built()
     for _ in range(3):
         step(batch, 1e-3)

@@ -6,6 +6,7 @@ import pytest
 from planned_runs import counted_run, run_config
 from ranks import run_ranks
 
+from lather.memory.dry_run import BUILDING
 from lather.memory.plan import plan
 from lather.train.config import Config
 
@@ -17,20 +18,20 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 dp2": (4, {"pp": 2}),
     "dp2 ep2": (4, {"ep": 2}),
 }
-EVEN, UNEVEN = 0.002, 0.02
-"""Tolerances: where bytes do not depend on values, and where they do: experts that are divided, whose real load is not quite even, and
-refreshes, which go another way for factors far from full rank."""
+TOLERANCE = 0.002
+"""A tenth of what is promised: experts have an even load here, so that all bytes follow from shapes but those of refreshes that fail."""
 
 
 def largest_error(config: Config, world_size: int) -> float:
-    """Relative difference of planned and real peaks, the largest over pipeline ranks."""
+    """Relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
     planned = plan(config, world_size, "cpu")
     if world_size == 1:
         seen = [counted_run(0, 1, config)[0]]
     else:
         seen = [count for count, _ in run_ranks(counted_run, world_size, config, timeout=240)]
     each = world_size // config.parallel.pp
-    return max(abs(run.peak / max(seen[i * each : (i + 1) * each]) - 1) for i, run in enumerate(planned.ranks))
+    peaks = [max(timeline.peak for name, timeline in run.steps.items() if name != BUILDING) for run in planned.ranks]
+    return max(abs(peak / max(seen[i * each : (i + 1) * each]) - 1) for i, peak in enumerate(peaks))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def largest_error(config: Config, world_size: int) -> float:
 )
 def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < (UNEVEN if "ep2" in mesh else EVEN)
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
 
 
 @pytest.mark.grid
@@ -47,12 +48,12 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < UNEVEN
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
 
 
 def test_torchs_tracker_counts_the_same() -> None:
     ours, theirs = run_ranks(_tracked_run, 1, run_config("soap"))[0]
-    assert abs(ours / theirs - 1) < EVEN
+    assert abs(ours / theirs - 1) < TOLERANCE
 
 
 def _tracked_run(rank: int, world_size: int, config: Config) -> tuple[int, int]:

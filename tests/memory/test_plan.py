@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lather.cli import main
 from lather.commands.parsing import parse_size
-from lather.memory.dry_run import FIRST, Load, shortened
+from lather.memory.dry_run import BUILDING, FIRST, Load, shortened
 from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
 from lather.models.families import FAMILIES, build_model
@@ -71,7 +71,7 @@ def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
 
 def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
     run = planned.largest
-    assert set(run.steps) == {FIRST, "a step"}
+    assert set(run.steps) == {BUILDING, FIRST, "a step"}
     timeline = run.steps["a step"]
     assert timeline.peak == run.peak == int(timeline.total.max())
     assert sum(timeline.at(timeline.peak_time).values()) == run.peak
@@ -86,6 +86,14 @@ def test_sharding_divides_parameters_gradients_and_state() -> None:
         row = KINDS.index(kind)
         ratio = whole.curves[row].max() / shared.curves[row].max()
         assert 3.9 < ratio <= 4, kind
+
+
+def test_a_part_is_whole_until_it_is_sharded() -> None:
+    """Two data ranks: all parameters and the rank's half of them, whereas one process has them alone."""
+    elements = sum(p.numel() for p in parameters().values())
+    alone, shared = (plan(config_of("adamw"), world_size, "cpu").largest.steps[BUILDING].peak for world_size in (1, 2))
+    assert 4 * elements <= alone < 4.01 * elements  # buffers are a few bytes
+    assert 1.4 * alone < shared < 2 * alone
 
 
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:

@@ -53,6 +53,7 @@ SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
 DOCUMENTS = 4
 """Documents of a sequence, where attention stays within them."""
 
+BUILDING = "building the model"
 FIRST = "the first optimizer step"
 
 WALKED_MICRO_BATCHES = 3
@@ -69,7 +70,8 @@ class RankRun:
     layers: tuple[range, ...]
     """Layers of each of its stages."""
     steps: Mapping[str, Timeline]
-    """By name: the first optimizer step alone, which makes the state; then whole steps, of which each refreshes all bases."""
+    """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; then
+    whole steps, of which each refreshes all bases."""
     num_operations: int
     state_bytes: Mapping[int, int]
     """Optimizer state of spread matrices by owner, for the ranks at this position; empty if there are none."""
@@ -250,15 +252,15 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
     bookkeeper = Bookkeeper(ledger)
     with _group(rank, world_size, device), LedgerMode(ledger, Load(config, tokens, imbalance)):
         mesh = Mesh.build(config.parallel, device)
-        ledger.mark("building")
+        ledger.mark(BUILDING)
         engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper)
         bookkeeper.label_parameters()
+        found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
         step = TrainStep(engine, optimizer, config.train.max_grad_norm)
         batch = batch_of(config, config.train.batch_size // data_size)
         left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
         ledger.label("activations", [left_out])
-        found = dict[str, Timeline]()
 
         def record(name: str, work: Callable[[], object]) -> None:
             start = ledger.time
