@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 70, 24
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
-"""Of experts; a micro-batch of 2 * LENGTH tokens has each of them equally often, which is an even load to the row."""
+"""Every pair of experts (28, 2): a micro-batch of 2 * LENGTH tokens has each of them equally often, which is an even load to the row."""
 
 
 def run_config(

@@ -19,7 +19,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 ep2": (4, {"ep": 2}),
 }
 TOLERANCE = 0.002
-"""A tenth of what is promised: experts have an even load here, so that all bytes follow from shapes but those of refreshes that fail."""
+"""A tenth of what is promised: experts have an even load here, so that all bytes follow from shapes but those of refreshes that are done twice."""
 
 
 def largest_error(config: Config, world_size: int) -> float:
@@ -48,7 +48,8 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
+    optim = {"refresh_method": "qr"} if rule == "klsoap" else {}  # its factors are far from full rank here: "auto" chooses by values
+    assert largest_error(run_config(rule, memory=memory, parallel=parallel, optim=optim), world_size) < TOLERANCE
 
 
 def test_torchs_tracker_counts_the_same() -> None:
