@@ -74,7 +74,7 @@ class RankRun:
     whole steps, of which each refreshes all bases."""
     num_operations: int
     state_bytes: Mapping[int, int]
-    """Optimizer state of spread matrices by owner, for the ranks at this position; empty if there are none."""
+    """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
 
     @property
     def peak(self) -> int:
@@ -276,9 +276,21 @@ def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *
         record("a step", lambda: step(batch, 1e-3))
         if any(group.get("async_refresh") for group in optimizer.param_groups):
             record("a step beside refreshes", lambda: step(batch, 1e-3))
-        owned = optimizer.state_bytes_of_owners() if isinstance(optimizer, MatrixOptimizer) else {}
+        owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
         return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, owned)
+
+
+def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
+    """Bytes of state by rank. What this rank's experts have, those of the other expert ranks, which it does not see, have, too."""
+    found: dict[int, int] = {}
+    for ranks, of_owners in optimizer.state_bytes_of_owners().items():
+        is_of_experts = len({one % expert_ranks for one in ranks}) == 1
+        shifts = [at - rank % expert_ranks for at in range(expert_ranks)] if is_of_experts else [0]
+        for owner, size in of_owners.items():
+            for shift in shifts:
+                found[owner + shift] = found.get(owner + shift, 0) + size
+    return found
 
 
 def data_ranks(config: Config, world_size: int) -> int:

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from lather.bench.launches import operations
 from lather.memory.live_bytes import PeakBytes
 from lather.standin.mode import StandInMode, place
-from lather.standin.operations import VIEWS, WITHOUT_KERNEL
+from lather.standin.operations import VIEWS, WITHOUT_KERNEL, flops
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."
@@ -131,11 +130,10 @@ class Counter(StandInMode):
             phase.views += 1
         elif name not in WITHOUT_KERNEL:
             read, written = operations.traffic(func, name, args, kwargs, inputs, made)
-            formula = None if name.startswith(operations.ATTENTION) else flop_registry.get(func.overloadpacket)
-            flops = formula(*args, **kwargs, out_val=out) if formula else operations.flops(name, args, out)
+            count = flops(func, name, args, kwargs, out)
             times = operations.launches(name, args)
-            self.launch(name, read, written, flops=flops, times=times)
-            if flops and made and made[0].dtype == torch.float64:
+            self.launch(name, read, written, flops=count, times=times)
+            if count and made and made[0].dtype == torch.float64:
                 self.note(f"{name} in fp64")
             if why := operations.WAIT_INSIDE.get(name):
                 self.wait(why)

@@ -74,16 +74,18 @@ class Sharding:
             self._groups[ranks] = group
         return self._groups[ranks]
 
-    def state_bytes(self) -> dict[int, int]:
-        """Bytes of state by owner, global rank, of all spread parameters but those that all ranks work on alike."""
-        found: dict[int, int] = {}
+    def state_bytes(self) -> dict[tuple[int, ...], dict[int, int]]:
+        """Bytes of state of all spread parameters but those that all ranks work on alike: by the ranks that they are spread over, and by
+        owner among these (global ranks)."""
+        found: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
             entries = kept_entries(share.layout).values()
             of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+            of_owners = found.setdefault(tuple(share.spread.ranks), {})
             for unit in share.units:
                 rank = share.spread.ranks[unit.owner]
-                found[rank] = found.get(rank, 0) + (unit.box.numel * of_element if share.elementwise else of_matrix)
+                of_owners[rank] = of_owners.get(rank, 0) + (unit.box.numel * of_element if share.elementwise else of_matrix)
         return found
 
     def share_of(self, p: Tensor) -> Share | None:
