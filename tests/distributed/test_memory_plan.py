@@ -19,7 +19,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 ep2": (4, {"ep": 2}),
 }
 TOLERANCE = 0.002
-"""A tenth of what is promised: experts have an even load here, so that all bytes follow from shapes but those of refreshes that are done twice."""
+"""A tenth of what is promised: experts have an even load here, so that bytes follow from shapes, but where a refresh is done twice."""
 
 
 def largest_error(config: Config, world_size: int) -> float:

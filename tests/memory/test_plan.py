@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from planned_configs import SIZES, config_of
 from torch import Tensor, nn
 
 from lather.cli import main
@@ -15,32 +15,8 @@ from lather.memory.dry_run import BUILDING, FIRST, Load, shortened
 from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
 from lather.models.families import FAMILIES, build_model
-from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
-from lather.train.optim_config import optim_config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 OUTER = ("embed_tokens", "lm_head")
-
-
-def config_of(rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any) -> Config:
-    return Config(
-        model=FAMILIES["qwen3_moe"].config(**SIZES),
-        train=LoopConfig(batch_size=batch_size, micro_batch_size=1, sequence_length=32, **loop),
-        moe=MoEConfig(),
-        parallel=ParallelConfig(**(parallel or {})),
-        optim=optim_config(rule),
-    )
 
 
 def parameters() -> dict[str, nn.Parameter]:

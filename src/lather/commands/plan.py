@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from lather.commands.overrides import parse_with_config
 from lather.commands.parsing import parse_size
 from lather.console import wide_console
 from lather.errors import UserError, require
-from lather.memory import plan_report
+from lather.memory import advice_report, plan_report
+from lather.memory.advice import advise, as_options
 from lather.memory.plan import plan
 from lather.train.config import Config
+from lather.train.config_file import config_to_toml
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,29 @@ class PlanArguments:
     """Picture to write, PNG: bytes over the operations of a step, by kind, for every pipeline rank."""
     json: Path | None = None
     """File to write every number to."""
+    advice: Literal["auto", "always", "never"] = "auto"
+    """Search meshes, recomputation, lighter optimizer states and rules for settings that fit in --memory, which takes minutes; auto: if the
+    run does not fit."""
+    machine: int = 8
+    """Devices of a machine; advice keeps expert ranks, and pipelines, within one."""
+    write: Path | None = None
+    """File to write the configuration to that is advised first, TOML."""
 
     def __post_init__(self) -> None:
         require(self.world >= 1, "--world", self.world, "at least 1 rank")
         require(self.imbalance > 0, "--imbalance", self.imbalance, "above 0: 1 is an even load")
+        require(self.machine >= 1, "--machine", self.machine, "at least 1 device")
         if self.memory:
             parse_size(self.memory, "--memory", unit=True)
+        for name, needs_it in (("--write", self.write is not None), ("--advice always", self.advice == "always")):
+            if needs_it and not self.memory:
+                raise UserError(f"{name} needs --memory, the memory of a device, such as --memory 80GiB")
 
 
 def plan_command(arguments: list[str]) -> int:
     """Plan, write what is asked for, print the tables; returns 1 if the run does not fit in the memory that was given."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
-    for path in filter(None, (parsed.out, parsed.json)):
+    for path in filter(None, (parsed.out, parsed.json, parsed.write)):
         if not path.absolute().parent.is_dir() or path.is_dir():
             raise UserError(f"{path}: cannot be written: name a file in a folder that there is")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
@@ -55,5 +69,28 @@ def plan_command(arguments: list[str]) -> int:
         plan_report.write(found, parsed.json)
     if parsed.out:
         plan_report.draw(found, memory, f"{name}: {parsed.world} ranks", parsed.out)
-    plan_report.show(found, memory, wide_console(150))
-    return int(memory is not None and found.needed > memory)
+    console = wide_console(150)
+    plan_report.show(found, memory, console)
+    fits = memory is None or found.needed <= memory
+    if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
+        _advise(parsed, memory, console)
+    return int(not fits)
+
+
+def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
+    found = advise(
+        parsed.config,
+        parsed.world,
+        memory,
+        parsed.device,
+        imbalance=parsed.imbalance,
+        machine=parsed.machine,
+        say=lambda what: console.print(what, style="dim", highlight=False),
+    )
+    advice_report.show(found, memory, console)
+    if parsed.write and found.settings:
+        best = found.settings[0][0]
+        parsed.write.write_text(
+            f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n{config_to_toml(best.config)}", "utf-8"
+        )
+        console.print(f"written: {parsed.write}", highlight=False)

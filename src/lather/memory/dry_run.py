@@ -10,7 +10,7 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,12 +22,14 @@ from torch import Tensor
 
 from lather.data.batches import Batch
 from lather.memory.ledger import Ledger, Timeline
+from lather.memory.work import Work, WorkTally
 from lather.optim import MatrixOptimizer
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import Action, Kind
 from lather.standin.device import module
 from lather.standin.mode import StandInMode, places
+from lather.standin.operations import flops
 from lather.torch_private import start_fake_process_group
 from lather.train.config import Config, num_routed_experts
 from lather.train.engine import Engine, build_engine
@@ -55,6 +57,8 @@ DOCUMENTS = 4
 
 BUILDING = "building the model"
 FIRST = "the first optimizer step"
+PASSES = "passes forward and backward"
+STEP = "a step"
 
 WALKED_MICRO_BATCHES = 3
 """Per pipeline rank: with more of them a step has the same peak, as the schedule bounds the chunks alive at a time, but for their tokens
@@ -73,6 +77,8 @@ class RankRun:
     """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; then
     whole steps, of which each refreshes all bases."""
     num_operations: int
+    work: Mapping[str, Work]
+    """What a step of the run asks for, all its micro-batches, by when: see `WorkTally`."""
     state_bytes: Mapping[int, int]
     """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
 
@@ -90,9 +96,9 @@ class RankRun:
 class LedgerMode(StandInMode):
     """Runs on the stand-in device, and keeps a ledger of it."""
 
-    def __init__(self, ledger: Ledger, load: Load) -> None:
+    def __init__(self, ledger: Ledger, load: Load, tally: WorkTally) -> None:
         super().__init__(load.integers, load.trues)
-        self.ledger = ledger
+        self.ledger, self.tally = ledger, tally
         self._segments: list[str] = []
 
     def __enter__(self) -> LedgerMode:
@@ -114,17 +120,25 @@ class LedgerMode(StandInMode):
     def _set_segment(self) -> None:
         inside = [name for name in self._segments if name.startswith(SEGMENT)]
         self.ledger.segment = inside[-1].removeprefix(SEGMENT) if inside else ""
+        self.tally.refreshing = any(name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments)
+
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+        self.tally.add(Work(flops))
 
     def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
         travels = func.namespace == "c10d"
         self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
+        if travels:
+            self.tally.travels(name, args)
+        else:
+            self.tally.add(Work(flops(func, name, args, kwargs, out)))
 
 
 class Bookkeeper:
     """Tells a ledger what bytes are for, as a step goes on: a `Recorder` of the executor's actions."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
+        self.ledger, self.tally = ledger, tally
         self.engine: Engine | None = None
 
     @contextmanager
@@ -132,7 +146,9 @@ class Bookkeeper:
         self.ledger.settle("gathered parameters", BETWEEN)  # they had been waited for
         self.ledger.settle("activations")
         self.ledger.mark(str(action))
+        self.tally.in_micro_batch = any(chunk.micro_batch is not None for chunk in action.chunks)
         yield
+        self.tally.in_micro_batch = False
         self.label_step()
         self.ledger.settle(SETTLES.get(action.kind, "activations"))
         self.ledger.mark(BETWEEN)
@@ -158,8 +174,12 @@ class Bookkeeper:
         for state in optimizer.state.values():
             for name, x in state.items():
                 if isinstance(x, Tensor):
-                    kind = {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
-                    self.ledger.label(kind, [local(x)])
+                    self.ledger.label(kind_of_state(name), [local(x)])
+
+
+def kind_of_state(name: str) -> str:
+    """The kind of an entry of a parameter's optimizer state."""
+    return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
 
 
 @dataclass(frozen=True)
@@ -242,43 +262,61 @@ def batch_of(config: Config, sequences: int) -> Batch:
     return replace(batch, begins_BS=begins_BS) if config.data.apart else batch
 
 
-def run_rank(config: Config, world_size: int, rank: int, device: torch.device, *, imbalance: float = 1.0) -> RankRun:
-    """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group."""
+def run_rank(
+    config: Config,
+    world_size: int,
+    rank: int,
+    device: torch.device,
+    *,
+    imbalance: float = 1.0,
+    do: Collection[str] = (FIRST, STEP),
+    walked: int = WALKED_MICRO_BATCHES,
+) -> RankRun:
+    """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
+
+    `do`: which of FIRST, PASSES and STEP are run after the model is built. `walked`: micro-batches, for each pipeline rank.
+    """
     data_size = data_ranks(config, world_size)
+    number = config.num_micro_batches(data_size)
     tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
-    tokens = tokens_of_all // config.num_micro_batches(data_size)
-    config = shortened(config, world_size)
-    ledger = Ledger()
-    bookkeeper = Bookkeeper(ledger)
-    with _group(rank, world_size, device), LedgerMode(ledger, Load(config, tokens, imbalance)):
+    config = shortened(config, world_size, walked)
+    ledger, tally = Ledger(), WorkTally(number / config.num_micro_batches(data_size))
+    bookkeeper = Bookkeeper(ledger, tally)
+    load = Load(config, tokens_of_all // number, imbalance)
+    with _group(rank, world_size, device), LedgerMode(ledger, load, tally):
         mesh = Mesh.build(config.parallel, device)
         ledger.mark(BUILDING)
         engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper)
         bookkeeper.label_parameters()
         found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
-        step = TrainStep(engine, optimizer, config.train.max_grad_norm)
         batch = batch_of(config, config.train.batch_size // data_size)
         left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
         ledger.label("activations", [left_out])
 
         def record(name: str, work: Callable[[], object]) -> None:
             start = ledger.time
+            tally.restart()
             ledger.mark(name)
             work()
             bookkeeper.label_state(optimizer)
             found[name] = ledger.timeline(start)
 
         has_bases = refresh_at_every_step(optimizer)
-        record(FIRST, lambda: step_without_passes(engine, optimizer))
-        if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
-            record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
-        record("a step", lambda: step(batch, 1e-3))
-        if any(group.get("async_refresh") for group in optimizer.param_groups):
-            record("a step beside refreshes", lambda: step(batch, 1e-3))
+        if FIRST in do:
+            record(FIRST, lambda: step_without_passes(engine, optimizer))
+            if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
+                record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
+        if PASSES in do:
+            record(PASSES, lambda: engine.launch_gradients(batch))
+        if STEP in do:
+            step = TrainStep(engine, optimizer, config.train.max_grad_norm)
+            record(STEP, lambda: step(batch, 1e-3))
+            if any(group.get("async_refresh") for group in optimizer.param_groups):
+                record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, owned)
+        return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, dict(tally.found), owned)
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
@@ -298,12 +336,12 @@ def data_ranks(config: Config, world_size: int) -> int:
     return config.parallel.data_ranks(world_size) * config.parallel.ep
 
 
-def shortened(config: Config, world_size: int) -> Config:
-    """With as few micro-batches as have the same peak, each as large as before."""
+def shortened(config: Config, world_size: int, per_rank: int = WALKED_MICRO_BATCHES) -> Config:
+    """With as few micro-batches as have the same peak, `per_rank` for each pipeline rank, each as large as before."""
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
-    few = min(number, WALKED_MICRO_BATCHES * config.parallel.pp)
+    few = min(number, per_rank * config.parallel.pp)
     train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
     return replace(config, train=train)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from lather.memory.dry_run import RankRun, run_rank
+from lather.memory.dry_run import FIRST, STEP, WALKED_MICRO_BATCHES, RankRun, run_rank
 from lather.standin.device import module, standin
 from lather.train.config import Config, check_parallel
 
@@ -50,7 +50,7 @@ class MemoryPlan:
     @property
     def allowance(self) -> int:
         """Bytes beside the largest rank's peak."""
-        return CONTEXT_BYTES + int(FRAGMENTATION * self.largest.peak) if self.device == "gpu" else 0
+        return allowance_for(self.largest.peak, self.device)
 
     @property
     def needed(self) -> int:
@@ -75,7 +75,7 @@ def plan(
     firsts = [position * per_position for position in range(config.parallel.pp)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(firsts), os.cpu_count() or 1), context, max_tasks_per_child=1) as pool:
-        run = partial(_run, config, world_size, device, imbalance, memory)
+        run = partial(dry_run_here, config, world_size, device, imbalance, memory)
         runs = list(pool.map(run, firsts))
         runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
@@ -91,11 +91,25 @@ def _others(runs: list[RankRun]) -> Iterator[int]:
             yield rank
 
 
-def _run(config: Config, world_size: int, device: Literal["gpu", "cpu"], imbalance: float, memory: int | None, rank: int) -> RankRun:
-    """In a process of its own."""
+def dry_run_here(
+    config: Config,
+    world_size: int,
+    device: Literal["gpu", "cpu"],
+    imbalance: float,
+    memory: int | None,
+    rank: int,
+    do: Collection[str] = (FIRST, STEP),
+    walked: int = WALKED_MICRO_BATCHES,
+) -> RankRun:
+    """`run_rank` in a process of its own; of each timeline some points are kept."""
     os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     module.memory = memory or module.memory
-    found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance)
+    found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance, do=do, walked=walked)
     return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})
+
+
+def allowance_for(peak: float, device: Literal["gpu", "cpu"]) -> int:
+    """Bytes beside a rank's peak."""
+    return CONTEXT_BYTES + int(FRAGMENTATION * peak) if device == "gpu" else 0

@@ -131,7 +131,7 @@ ATTENTION = "_scaled_dot_product_"
 
 
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Of products, attention and factorisations, two per multiplication and addition; causal masks save nothing, elementwise work is free."""
+    """Of products, attention and factorisations; causal masks save nothing, elementwise work counts nothing."""
     formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 

@@ -171,6 +171,9 @@ class LogConfig:
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
     timeline_every: int = 0
     """Steps between records of what every rank did when, in timeline.jsonl, for `lather plot --schedule`; 0: none."""
+    memory_plan: Literal["auto", "always", "never"] = "auto"
+    """Plan the run's memory beside its start, say before the first step whether it fits, and write planned and seen bytes to memory.json;
+    auto: on GPUs."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""

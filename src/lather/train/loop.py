@@ -33,6 +33,7 @@ from lather.train.config_file import folder_of
 from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
 from lather.train.find import best_checkpoint
 from lather.train.finetune import trained_parameters, with_adapters
+from lather.train.memory_check import MemoryCheck
 from lather.train.metrics import (
     MetricsWriter,
     StepRow,
@@ -231,6 +232,7 @@ class _Run:
             if (self.path / TIMELINE).exists():
                 cut_rows(self.path / TIMELINE, self.resumed_step)
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+        self.memory = MemoryCheck(config, mesh, display.note)
         self.lowest_loss = math.inf
         if checkpoint.keep_best:
             with together(mesh.control_group):
@@ -242,6 +244,7 @@ class _Run:
         try:
             if not self._has_rows():
                 self._validate()
+            self.memory.before_first_step()
             while self.progress.step < steps and not self._any(stop()):
                 self._one_step()
                 step = self.progress.step
@@ -252,6 +255,7 @@ class _Run:
                     self._save()
             checkpoint = self._save()
             self.saver.wait()
+            self.memory.finish(self.engine, self.optimizer)
         except DivergedError:  # on all ranks
             self.saver.wait()
             raise
@@ -303,7 +307,9 @@ class _Run:
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
-        row = self._row(result, lr, step_seconds)
+        peak = take_peak_memory_bytes(self.mesh.device)
+        self.memory.saw(peak)
+        row = self._row(result, lr, step_seconds, peak)
         self._write(row)
         every = self.config.log.expert_load_every
         if every and number % every == 0 and result.counts_LE.numel():
@@ -329,7 +335,7 @@ class _Run:
         if events is not None:
             append_timeline(self.path / TIMELINE, step, events)
 
-    def _row(self, result: StepResult, lr: float, step_seconds: float) -> StepRow:
+    def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> StepRow:
         least, most, entropy = expert_load(result.counts_LE)
         return StepRow(
             step=self.progress.step,
@@ -342,7 +348,7 @@ class _Run:
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
             optimizer_seconds=result.optimizer_seconds,
-            peak_memory_bytes=int(self._most(take_peak_memory_bytes(self.mesh.device))),
+            peak_memory_bytes=int(self._most(peak)),
             expert_load_min=least,
             expert_load_max=most,
             expert_load_entropy=entropy,

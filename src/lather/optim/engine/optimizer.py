@@ -290,8 +290,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                     refresh(jobs, self._count)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Bytes of state of the sharded parameters that the optimizer has planned, by the ranks that they are spread over and by owner among
-        these (global ranks); empty before the first step."""
+        """Bytes of state of the sharded parameters that the optimizer has planned, by the ranks that they are spread over and by owner
+        among these (global ranks); empty before the first step."""
         return self._sharding.state_bytes()
 
     def put_off_refreshes(self) -> PendingRefreshes:

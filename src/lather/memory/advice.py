@@ -1,0 +1,279 @@
+"""Which settings let a run fit into its devices, and what each costs.
+
+Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; with less kept of activations; with a
+lighter state of the optimizer; with a lighter rule. The search stops after the first step that leaves enough that fit. Sizes are estimated
+(`lather.memory.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
+
+The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from lather.errors import ConfigError
+from lather.memory.estimate import Estimate, Estimator
+from lather.memory.plan import MemoryPlan, plan
+from lather.memory.work import Work
+from lather.models.families import build_model
+from lather.optim.options import options_of
+from lather.pipeline.replay import Durations, replay
+from lather.pipeline.schedule import Kind, dualpipev
+from lather.train.config import Config, num_routed_experts
+from lather.train.optim_config import RuleOptimConfig, optim_config
+from lather.train.rule_fields import name_of
+
+FLOPS = 400e12
+"""Assumed flops per second of a device."""
+LINK, EXCHANGE = 50e9, 300e9
+"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine; none of them hidden behind work."""
+
+ENOUGH = 3
+"""Settings that are advised."""
+MOST_PLANS = 6
+"""Settings that are planned in full."""
+LARGEST_WORLD = 64
+"""How many times as many ranks are tried where nothing fits."""
+
+Changes = dict[str, Any]
+
+ACTIVATIONS: tuple[Changes, ...] = (
+    {},
+    {"train.recompute": ("attention",)},
+    {"moe.memory": "recompute"},
+    {"moe.memory": "recompute", "train.recompute": ("attention",)},
+    {"train.recompute": ("attention", "experts", "shared_experts")},
+)
+"""From more bytes to fewer."""
+LIGHTER_RULES = ("soap_muon", "muon")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration, and how it differs from the one that was asked about."""
+
+    changes: Changes
+    """By dotted name, as on the command line."""
+    config: Config
+    estimate: Estimate
+    bubble: float
+    """Share of the step in which a pipeline rank waits, if a stage's backward takes twice as long as its forward."""
+
+    @property
+    def work(self) -> Work:
+        return self.estimate.work
+
+    @property
+    def seconds(self) -> float:
+        """For the order alone."""
+        return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a search found."""
+
+    settings: tuple[tuple[Setting, MemoryPlan], ...]
+    """Best first; all fit."""
+    number_tried: int
+    least_flops: float
+    """Of all settings that were tried."""
+    lightest: Setting
+    """The one that needs least."""
+    world_that_fits: int | None
+    """Where nothing fits: the fewest ranks, twice, four times as many and so on, with which the lightest settings do; None: not even
+    LARGEST_WORLD times as many."""
+
+
+def advise(
+    config: Config,
+    world_size: int,
+    memory: int,
+    device: Literal["gpu", "cpu"] = "gpu",
+    *,
+    imbalance: float = 1.0,
+    machine: int = 8,
+    say: Callable[[str], None] = lambda what: None,
+) -> Advice:
+    """Search settings with which `world_size` ranks of `memory` bytes can train this model.
+
+    Args:
+        config: not resolved, so that what follows from a rule can follow from another.
+        machine: devices of a machine; expert ranks, which exchange most, stay within one.
+        say: told what goes on.
+
+    Raises ConfigError if no mesh of so many ranks can run the batch.
+    """
+    with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
+        search = _Search(config, world_size, memory, machine, estimator, say)
+        search.run()
+        chosen: list[tuple[Setting, MemoryPlan]] = []
+        for setting in sorted(search.fitting(), key=lambda setting: setting.seconds)[:MOST_PLANS]:
+            say(f"planning {as_options(setting.changes) or 'as it is'}")
+            found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory)
+            if found.needed <= memory:
+                chosen.append((setting, found))
+            if len(chosen) == ENOUGH:
+                break
+        lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
+        world = None if chosen else search.world_that_fits(lightest)
+    return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
+
+
+class _Search:
+    """See the head of this file."""
+
+    def __init__(
+        self, config: Config, world_size: int, memory: int, machine: int, estimator: Estimator, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.world_size, self.memory, self.machine = config, world_size, memory, machine
+        self.estimator, self.say = estimator, say
+        self.tried: list[Setting] = []
+
+    def run(self) -> None:
+        meshes = list(self.meshes(self.world_size))
+        if not meshes:
+            raise ConfigError(f"no mesh of {self.world_size} ranks can run this model and batch: change --world or train.batch_size")
+        meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the first stands for all
+        kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
+        self.try_all("meshes", meshes)
+        for name, lighter in (
+            ("what activations are kept", [{}]),
+            ("a lighter state", self.lighter_states()),
+            ("a lighter rule", self.lighter_rules()),
+        ):
+            if not self.is_enough() and lighter:
+                self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
+
+    def is_enough(self) -> bool:
+        return len(self.fitting()) >= ENOUGH
+
+    def fitting(self) -> list[Setting]:
+        return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
+
+    def meshes(self, world_size: int) -> Iterator[Changes]:
+        """That can run the model and the batch; the configured one first."""
+        own = {"parallel.pp": self.config.parallel.pp, "parallel.ep": self.config.parallel.ep}
+        experts = num_routed_experts(self.config.model)
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        others = [
+            {"parallel.pp": pp, "parallel.ep": ep}
+            for pp, ep in product(sizes, sizes)
+            if experts % ep == 0 and world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine and self.has_room(pp * ep)
+        ]
+        for changes in [own, *(one for one in others if one != own)]:
+            config = changed(self.config, changes)
+            if config is not None and _divides(config, world_size):
+                yield changes
+
+    def has_room(self, parts: int) -> bool:
+        """Whether a rank's part of the model and its gradients, both whole while they are worked on, are less than its memory."""
+        return 8 * self.num_parameters / parts < self.memory
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in build_model(self.config.model, None, torch.device("meta")).parameters())
+
+    def lighter_states(self) -> list[Changes]:
+        """Of the same rule, from more bytes to fewer."""
+        assert isinstance(self.config.optim, RuleOptimConfig)
+        known = options_of(self.config.optim.rules[""])
+        sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
+        dtypes: list[Changes] = [{}, {"optim.state_dtype": "bfloat16"}]
+        return [one | two for one, two in product(sides, dtypes)][1:]
+
+    def lighter_rules(self) -> list[Changes]:
+        assert isinstance(self.config.optim, RuleOptimConfig)
+        own = name_of(self.config.optim.rules[""])
+        return [{"optim.name": name} for name in LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]]
+
+    def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
+        """Estimates those that are not known yet."""
+        world_size = world_size or self.world_size
+        known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
+        new: list[tuple[Changes, Config]] = []
+        for changes in several:
+            config = changed(self.config, changes)
+            if config is not None and repr(config) not in known and _divides(config, world_size):
+                known.add(repr(config))
+                new.append((changes, config))
+        self.say(f"trying {name}: {len(new)} settings")
+        estimates = self.estimator.estimates([config for _, config in new], world_size)
+        found = [
+            Setting(self._differences(changes), config, estimate, bubble_of(config, world_size))
+            for (changes, config), estimate in zip(new, estimates, strict=True)
+            if estimate is not None
+        ]
+        if world_size == self.world_size:
+            self.tried += found
+        return found
+
+    def _differences(self, changes: Changes) -> Changes:
+        return {name: value for name, value in changes.items() if value != _value(self.config, name)}
+
+    def world_that_fits(self, lightest: Setting) -> int | None:
+        kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
+        world_size = 2 * self.world_size
+        while world_size <= LARGEST_WORLD * self.world_size:
+            own = {"parallel.pp": lightest.config.parallel.pp, "parallel.ep": lightest.config.parallel.ep}
+            found = self.try_all(f"{world_size} ranks", [own | kept], world_size)
+            if any(setting.estimate.needed <= self.memory for setting in found):
+                return world_size
+            world_size *= 2
+        return None
+
+
+def changed(config: Config, changes: Changes) -> Config | None:
+    """The configuration with other values, not resolved; None if they do not go together. With another rule, the options of the rule and
+    the rates are that one's own."""
+    try:
+        if (rule := changes.get("optim.name")) is not None:
+            shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
+            config = replace(config, optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}))
+        sections: dict[str, Changes] = {}
+        for name, value in changes.items():
+            if name != "optim.name":
+                section, _, key = name.partition(".")
+                sections.setdefault(section, {})[key] = value
+        return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+    except ValueError:
+        return None
+
+
+def as_options(changes: Changes) -> str:
+    """As on the command line."""
+    parts = [f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
+    return " ".join(parts)
+
+
+def bubble_of(config: Config, world_size: int) -> float:
+    """By replay of the table, with a forward, and each half of a backward, as long as the other."""
+    if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
+        return 0.0
+    number = config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)
+    return _bubble(config.parallel.pp, number)
+
+
+@cache
+def _bubble(num_ranks: int, num_micro_batches: int) -> float:
+    even = Durations({Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0})
+    return replay(dualpipev(num_ranks, num_micro_batches), even).bubble_fraction
+
+
+def _divides(config: Config, world_size: int) -> bool:
+    try:
+        config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)
+    except ConfigError:
+        return False
+    return True
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return asdict(getattr(config, section)).get(key)

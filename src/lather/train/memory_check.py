@@ -1,0 +1,138 @@
+"""A run's memory plan: said before the first step, and held against what the ranks had at the end (`memory.json`).
+
+Rank 0 plans in processes beside the start of the run (`lather.memory.plan`), and waits for them before the first step. Kinds that stay from
+step to step are compared on every rank that was planned; the peak only on GPUs, whose allocator counts it. Nothing is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lather.device import gpu_module, is_gpu
+from lather.files import write_aside
+from lather.memory.dry_run import RankRun, kind_of_state
+from lather.memory.plan import MemoryPlan, plan
+from lather.optim.sharded.placement import local
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config
+from lather.train.engine import Engine
+
+FILE = "memory.json"
+TOLERANCE = 0.05
+"""Of what was planned; beyond it the reader is warned."""
+GIB = 2**30
+
+
+class MemoryCheck:
+    """One rank's side of it. All ranks call the same methods in the same order."""
+
+    def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None]) -> None:
+        self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
+        wanted = config.log.memory_plan
+        self.is_on = wanted == "always" or (wanted == "auto" and is_gpu(mesh.device))
+        self.peak = 0
+        """Bytes, the most that this rank's allocator ever had in a step."""
+        self._plan: Future[MemoryPlan] | None = None
+        self._memory: int | None = None
+        """Bytes of this rank's device, if it is a GPU."""
+        if self.is_on and mesh.rank == 0:
+            if is_gpu(mesh.device):
+                self._memory = gpu_module(mesh.device).get_device_properties(mesh.device).total_memory
+            thread = ThreadPoolExecutor(1, "memory-plan")
+            self._plan = thread.submit(plan, config, mesh.size, "gpu" if is_gpu(mesh.device) else "cpu", memory=self._memory)
+            thread.shutdown(wait=False)
+
+    def before_first_step(self) -> None:
+        """Say what the run will need, and whether that is more than there is."""
+        if (found := self._planned()) is None:
+            return
+        rank, needed = found.largest.rank, found.needed / GIB
+        if self._memory is None:
+            self.note(f"memory plan: rank {rank} needs most, {needed:.2f} GiB")
+        elif found.needed <= self._memory:
+            self.note(f"memory plan: rank {rank} needs most, {needed:.2f} of {self._memory / GIB:.2f} GiB")
+        else:
+            self.note(
+                f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its device has {self._memory / GIB:.2f}; "
+                "lather plan --memory says what would"
+            )
+
+    def saw(self, peak: int) -> None:
+        """A step's peak, bytes, as `take_peak_memory_bytes` found it; on a CPU that is the process's and no step's."""
+        if is_gpu(self.mesh.device):
+            self.peak = max(self.peak, peak)
+
+    def finish(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """Write planned and seen bytes, and warn where they differ."""
+        if not self.is_on:
+            return
+        own = (self.mesh.rank, dict(seen_bytes(engine, optimizer)), self.peak)
+        everybody: list[Any] = [own]
+        if self.mesh.size > 1:
+            everybody = [None] * self.mesh.size
+            dist.all_gather_object(everybody, own, group=self.mesh.control_group)
+        if (found := self._planned()) is None:
+            return
+        seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
+        ranks = [_compared(run, *seen[run.rank]) for run in found.ranks]
+        write_aside(self.path, json.dumps({"world_size": self.mesh.size, "ranks": ranks}, indent=1) + "\n")
+        for warning in (text for row in ranks for text in differences(row)):
+            self.note(f"memory plan: {warning}")
+
+    def _planned(self) -> MemoryPlan | None:
+        """Waits for the plan. None on other ranks, or if it failed, which is said once."""
+        if self._plan is None:
+            return None
+        try:
+            return self._plan.result()
+        except Exception as error:
+            self.note(f"memory plan: none could be made: {type(error).__name__}: {error}")
+            self._plan = None
+            return None
+
+
+def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
+    """Bytes of this rank's parameters and optimizer state, by the kinds of a plan; each storage counts once."""
+    found: Counter[str] = Counter()
+    known: set[int] = set()
+
+    def add(kind: str, x: torch.Tensor) -> None:
+        storage = local(x).untyped_storage()
+        if storage.data_ptr() not in known and x.device.type == engine.mesh.device.type:
+            known.add(storage.data_ptr())
+            found[kind] += storage.nbytes()
+
+    for x in (*engine.part.parameters(), *engine.part.buffers()):
+        add("parameters", x)
+    for state in optimizer.state.values():
+        for name, x in state.items():
+            if isinstance(x, torch.Tensor):
+                add(kind_of_state(name), x)
+    return found
+
+
+def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
+    """A row of memory.json: bytes planned and seen, of kinds that stay; the peak where it was seen."""
+    last = list(run.steps.values())[-1].at(-1)
+    row: dict[str, Any] = {"rank": run.rank, "kinds": {name: {"planned": last.get(name, 0), "seen": size} for name, size in kinds.items()}}
+    row["peak"] = {"planned": run.peak, "seen": peak or None}
+    return row
+
+
+def differences(row: dict[str, Any]) -> list[str]:
+    """A sentence for each size of a row that is further from the plan than `TOLERANCE`."""
+    sizes = {**row["kinds"], "peak": row["peak"]}
+    found = []
+    for name, size in sizes.items():
+        planned, seen = size["planned"], size["seen"]
+        if seen is not None and abs(seen - planned) > TOLERANCE * planned:
+            found.append(f"rank {row['rank']} had {seen / GIB:.3f} GiB of {name} where {planned / GIB:.3f} were planned")
+    return found

@@ -1,0 +1,32 @@
+"""A model in which every kind of bytes is small and known, for tests of memory plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lather.models.families import FAMILIES
+from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.train.optim_config import optim_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def config_of(rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any) -> Config:
+    return Config(
+        model=FAMILIES["qwen3_moe"].config(**SIZES),
+        train=LoopConfig(batch_size=batch_size, micro_batch_size=1, sequence_length=32, **loop),
+        moe=MoEConfig(),
+        parallel=ParallelConfig(**(parallel or {})),
+        optim=optim_config(rule),
+    )

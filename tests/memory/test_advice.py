@@ -1,0 +1,168 @@
+"""Advice of `lather plan`: estimates against whole plans, what a search finds, and the work that it counts as the price."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+from planned_configs import config_of
+
+from lather.cli import main
+from lather.memory.advice import Advice, advise, as_options, changed
+from lather.memory.dry_run import PASSES, run_rank
+from lather.memory.estimate import Estimator, with_layers
+from lather.memory.plan import plan
+from lather.memory.work import MICRO_BATCHES, REST
+from lather.models.families import FAMILIES
+from lather.standin.device import standin
+from lather.train.config import Config
+from lather.train.config_file import config_to_toml, load_config
+
+LAYERS = 8
+
+
+def deep_config(rule: str, **parallel: int) -> Config:
+    config = config_of(rule, parallel=parallel, batch_size=16)
+    return replace(config, model=replace(config.model, num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Iterator[Estimator]:
+    with Estimator(deep_config("soap"), "cpu") as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [({"pp": 2}, {}), ({"ep": 2}, {}), ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"})]
+)
+def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], changes: dict[str, str]) -> None:
+    config = changed(deep_config("soap", **mesh), changes)
+    assert config is not None
+    (estimate,) = estimator.estimates([config], 2)
+    assert estimate is not None
+    assert estimate.needed == pytest.approx(
+        plan(config.resolved(), 2, "cpu").needed, rel=0.15
+    )  # in a model this small the parts that are not its layers count
+
+
+def test_with_layers_keeps_the_pattern_of_layers() -> None:
+    config = config_of("muon")
+    gpt = FAMILIES["gpt_oss"].config(num_hidden_layers=24, layer_types=("sliding_attention", "full_attention") * 12)
+    assert with_layers(replace(config, model=gpt), 4).model.layer_types == ("sliding_attention", "full_attention") * 2  # type: ignore[attr-defined]
+    dense = FAMILIES["deepseek_v2"].config(num_hidden_layers=9, first_k_dense_replace=3)
+    assert with_layers(replace(config, model=dense), 2).model.first_k_dense_replace == 1  # type: ignore[attr-defined]
+
+
+# --- the search -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def needed() -> int:
+    """Bytes that a rank of two needs as it is."""
+    return plan(deep_config("soap").resolved(), 2, "cpu").needed
+
+
+@pytest.fixture(scope="module")
+def advice(needed: int) -> Advice:
+    return advise(deep_config("soap"), 2, int(0.7 * needed), "cpu")
+
+
+@pytest.mark.grid
+def test_all_that_is_advised_fits_by_its_plan(advice: Advice, needed: int) -> None:
+    assert advice.settings
+    assert all(found.needed <= 0.7 * needed for _, found in advice.settings)
+    assert all(setting.changes for setting, _ in advice.settings)
+    seconds = [setting.seconds for setting, _ in advice.settings]
+    assert seconds == sorted(seconds)
+    assert advice.least_flops <= min(setting.work.flops for setting, _ in advice.settings)
+
+
+@pytest.mark.grid
+def test_what_is_advised_is_a_configuration(advice: Advice, tmp_path: Path) -> None:
+    setting, found = advice.settings[0]
+    file = tmp_path / "advised.toml"
+    file.write_text(config_to_toml(setting.config), "utf-8")
+    assert plan(load_config(file).resolved(), 2, "cpu").needed == found.needed
+
+
+@pytest.mark.grid
+def test_nothing_fits(needed: int) -> None:
+    config = deep_config("muon")
+    advice = advise(config, 2, needed // 50, "cpu")
+    assert not advice.settings
+    assert advice.lightest.estimate.needed > needed // 50
+
+
+@pytest.mark.grid
+def test_command_prints_a_table_and_writes_the_first(needed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "advised.toml"
+    file.write_text(config_to_toml(deep_config("soap")), "utf-8")
+    status = main(["plan", str(file), "--world", "2", "--device", "cpu", "--memory", f"{0.7 * needed / 1024:.0f}KiB", "--write", str(out)])
+    printed = capsys.readouterr().out
+    assert status == 1
+    assert "does not fit" in printed
+    assert "settings that fit" in printed
+    assert f"written: {out}" in printed
+    assert plan(load_config(out).resolved(), 2, "cpu").needed <= 0.7 * needed
+
+
+@pytest.mark.parametrize("option", [["--write", "x.toml"], ["--advice", "always"]])
+def test_options_that_need_memory(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps({"run_dir": "x"}), "utf-8")
+    assert main(["plan", str(file), *option]) != 0
+    assert "needs --memory" in capsys.readouterr().err
+
+
+# --- changes --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_another_rule_has_its_own_options_and_rates() -> None:
+    config = deep_config("soap")
+    config = replace(config, optim=replace(config.optim, lr=1.0, warmup_steps=7))
+    other = changed(config, {"optim.name": "muon"})
+    assert other is not None
+    assert (other.optim.name, other.optim.lr, other.optim.warmup_steps) == ("muon", None, 7)
+
+
+def test_changes_that_do_not_go_together_are_none() -> None:
+    assert changed(deep_config("soap"), {"parallel.pp": LAYERS}) is None
+
+
+def test_changes_read_as_options() -> None:
+    assert (
+        as_options({"parallel.pp": 2, "train.recompute": ("attention", "experts")}) == "--parallel.pp 2 --train.recompute attention experts"
+    )
+
+
+# --- work -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_experts_exchange() -> None:
+    """Rows of hidden size to the experts of the other rank and back, and their gradients, in fp32."""
+    config = config_of("muon", parallel={"ep": 2}, batch_size=2)
+    run = run_rank(config, 2, 0, standin("cpu"), do=(PASSES,))
+    model, tokens = config.model, 32
+    work = run.work[MICRO_BATCHES]
+    pairs = tokens * model.num_experts_per_tok
+    least, most = (4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs))
+    assert least <= work.exchanged <= most
+
+
+def test_bytes_that_data_ranks_send() -> None:
+    """Each of two gathers half of the parameters for a stage's forward and backward, and reduces half of the gradients."""
+    run = run_rank(config_of("muon", batch_size=2), 2, 0, standin("cpu"), do=(PASSES,))
+    (found,) = {work.exchanged for work in run.work.values()}
+    assert found == 0
+    assert run.work[REST].sent > 0
+
+
+def test_work_grows_with_micro_batches() -> None:
+    one, four = (
+        run_rank(config_of("muon", batch_size=size), 1, 0, standin("cpu"), do=(PASSES,)).work[MICRO_BATCHES].flops for size in (4, 16)
+    )
+    assert four == pytest.approx(4 * one)
+    model = config_of("muon").model
+    experts = 6 * 4 * 32 * model.num_experts_per_tok * 3 * model.hidden_size * model.moe_intermediate_size * model.num_hidden_layers
+    assert one > experts
