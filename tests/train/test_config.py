@@ -129,6 +129,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "log.every": AT_LEAST_1,
     "log.expert_load_every": [-1],
     "log.timeline_every": [-1],
+    "log.memory_plan": ["sometimes"],
     "log.tensorboard": [],
     "log.picture": [],
     "log.wandb_project": [],

@@ -89,7 +89,7 @@ class Estimator:
     """
 
     def __init__(self, base: Config, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0, memory: int | None = None) -> None:
-        self._base, self._device = base, device
+        self._asked, self._device = base, device
         self._first: tuple[Config, int] | None = None
         self._run = partial(_half, device=device, imbalance=imbalance, memory=memory)
         self._known: dict[tuple[str, int, str], _Half | str] = {}
@@ -122,15 +122,15 @@ class Estimator:
             return replace(like, parallel=mesh, optim=optim_config()), world_size, PASSES
 
         def optimizer(like: Config, mesh: ParallelConfig, world_size: int) -> tuple[Config, int, str]:
-            plain = replace(self._base.train, recompute=(), micro_batch_size=0)
+            plain = replace(self._asked.train, recompute=(), micro_batch_size=0)
             return replace(like, parallel=mesh, moe=MoEConfig(), train=plain), world_size, FIRST
 
         return tuple(
             half(like, where, ranks)
             for half in (passes, optimizer)
             for like, where, ranks in (
-                (self._base, mesh, world_size),
-                (self._base, first.parallel, first_world),
+                (self._asked, mesh, world_size),
+                (self._asked, first.parallel, first_world),
                 (config, first.parallel, first_world),
             )
         )
