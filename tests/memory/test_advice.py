@@ -3,16 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import tomli_w
+import torch
 from planned_configs import config_of
 
 from lather.cli import main
+from lather.memory import advice as advice_module
 from lather.memory.advice import Advice, advise, as_options, changed
-from lather.memory.estimate import Estimator, with_layers
+from lather.memory.estimate import Bytes, Estimate, Estimator, with_layers
 from lather.memory.plan import plan
-from lather.memory.work import MICRO_BATCHES, REST
+from lather.memory.work import MICRO_BATCHES, REST, Work, sent_bytes
 from lather.models.families import FAMILIES
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
@@ -39,9 +43,8 @@ def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], ch
     assert config is not None
     (estimate,) = estimator.estimates([config], 2)
     assert estimate is not None
-    assert estimate.needed == pytest.approx(
-        plan(config.resolved(), 2, "cpu").needed, rel=0.15
-    )  # in a model this small the parts that are not its layers count
+    needed = plan(config.resolved(), 2, "cpu").needed
+    assert estimate.needed == pytest.approx(needed, rel=0.15 if changes else 0.06)  # a factor of one mesh for another is rougher
 
 
 def test_with_layers_keeps_the_pattern_of_layers() -> None:
@@ -113,6 +116,86 @@ def test_options_that_need_memory(option: list[str], tmp_path: Path, capsys: pyt
     assert "needs --memory" in capsys.readouterr().err
 
 
+# --- the search with made-up sizes -----------------------------------------------------------------------------------------------------
+
+STATES = {"soap": 60, "soap_muon": 60, "muon": 20}
+
+
+class MadeUp:
+    """Stands for `Estimator`: bytes by what a configuration says, without dry runs."""
+
+    failures = ("no dry run",)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Takes what an estimator takes."""
+
+    def __enter__(self) -> "MadeUp":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        """Nothing to end."""
+
+    def estimates(self, configs: list[Config], world_size: int) -> list[Estimate]:
+        return [Estimate(Bytes({"all": float(size_of(config, world_size))}), 0.0, work_of(config)) for config in configs]
+
+
+def size_of(config: Config, world_size: int) -> int:
+    state = STATES[config.optim.name] // (2 if getattr(config.optim, "sides", "") == "smaller" else 1)
+    return (state + 30 - 10 * len(config.train.recompute)) * 2 // world_size + 5 * config.parallel.pp
+
+
+def work_of(config: Config) -> Work:
+    return Work(flops=1e15 * (1 + len(config.train.recompute)))
+
+
+def advised(memory: int, off: int = 0) -> Advice:
+    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates."""
+
+    def planned(config: Config, world_size: int, *args: object, **kwargs: object) -> SimpleNamespace:
+        return SimpleNamespace(needed=size_of(config, world_size) + off)
+
+    with (
+        patch.object(advice_module, "Estimator", MadeUp),
+        patch.object(advice_module, "plan", planned),
+        patch.object(advice_module._Search, "has_room", lambda search, parts: True),
+    ):
+        return advise(deep_config("soap"), 2, memory, "cpu")
+
+
+def test_meshes_come_first_and_what_fits_as_it_is_stays() -> None:
+    found = advised(95 + 5)
+    assert found.settings[0][0].changes == {}
+    assert all(set(setting.changes) <= {"parallel.pp", "parallel.ep"} for setting, _ in found.settings)
+
+
+def test_less_is_kept_before_the_rule_changes() -> None:
+    found = advised(90)
+    assert found.settings
+    assert all(setting.config.optim.name == "soap" for setting, _ in found.settings)
+    assert all(setting.config.train.recompute for setting, _ in found.settings)
+    flops = [setting.work.flops for setting, _ in found.settings]
+    assert flops == sorted(flops)
+
+
+def test_then_the_state_and_at_last_the_rule() -> None:
+    sided = advised(50)
+    assert {setting.config.optim.name for setting, _ in sided.settings} == {"soap"}
+    assert all(setting.changes["optim.sides"] == "smaller" for setting, _ in sided.settings)
+    assert {setting.config.optim.name for setting, _ in advised(30).settings} == {"muon"}
+
+
+def test_what_a_whole_plan_refuses_is_not_advised() -> None:
+    assert not advised(90, off=1000).settings
+
+
+def test_where_nothing_fits_the_world_that_would_is_named() -> None:
+    found = advised(24)
+    assert not found.settings
+    assert found.lightest.config.optim.name == "muon"
+    assert found.lightest.config.train.recompute == ("attention", "experts", "shared_experts")
+    assert found.world_that_fits == 4  # 20 / 2 and 5 for the pipeline rank
+
+
 # --- changes --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +228,31 @@ def test_bytes_that_experts_exchange() -> None:
     pairs = tokens * model.num_experts_per_tok
     least, most = (4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs))
     assert least <= run.work[MICRO_BATCHES].exchanged <= most
+
+
+def test_bytes_sent_by_operation() -> None:
+    whole, part = torch.zeros(8), torch.zeros(2)
+    sent = {
+        name: sent_bytes(name, args)
+        for name, args in {
+            "_allgather_base_": (whole, part),
+            "_reduce_scatter_base_": (part, whole),
+            "allreduce_": ([whole],),
+            "alltoall_base_": (part, whole),
+            "send": ([part],),
+            "recv_": ([part],),
+            "barrier": (),
+        }.items()
+    }
+    assert sent == {
+        "_allgather_base_": 24,
+        "_reduce_scatter_base_": 24,
+        "allreduce_": 64,
+        "alltoall_base_": 32,
+        "send": 8,
+        "recv_": 0,
+        "barrier": 0,
+    }
 
 
 def test_work_grows_with_micro_batches() -> None:

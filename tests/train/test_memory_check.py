@@ -1,6 +1,7 @@
 """A run's memory plan: what is said before the first step, and planned bytes beside those that were seen."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,36 +10,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from changing_runs import run
 from lather.parallel.mesh import Mesh
 from lather.train import memory_check
 from lather.train.config import Config
-from lather.train.loop import train
 from lather.train.memory_check import FILE, MemoryCheck, differences
-from lather.train.metrics import StepRow
 
 
-class Notes:
-    """A display that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def step(self, row: StepRow, num_steps: int) -> None:
-        """Nothing."""
-
-    @property
-    def of_memory(self) -> list[str]:
-        return [text for text in self.texts if text.startswith("memory plan")]
+def notes_of_memory(config: Config) -> list[str]:
+    """Train, and return what is said of the plan."""
+    return [text for text in run(config) if text.startswith("memory plan")]
 
 
 def test_planned_bytes_are_those_that_a_run_has(make_config: Callable[..., Config]) -> None:
-    config, notes = make_config(log={"memory_plan": "always"}), Notes()
-    train(config, notes)
-    assert len(notes.of_memory) == 1
-    assert "rank 0 needs most" in notes.of_memory[0]
+    config = make_config(log={"memory_plan": "always"})
+    (note,) = notes_of_memory(config)
+    assert "rank 0 needs most" in note
     (row,) = json.loads((Path(config.run_dir) / FILE).read_text())["ranks"]
     assert set(row["kinds"]) == {"parameters", "optimizer moments", "optimizer factors", "optimizer bases"}
     for size in row["kinds"].values():
@@ -49,24 +36,32 @@ def test_planned_bytes_are_those_that_a_run_has(make_config: Callable[..., Confi
 
 
 def test_on_a_cpu_nothing_is_planned_unless_asked_for(make_config: Callable[..., Config]) -> None:
-    check = MemoryCheck(make_config(), Mesh.single(torch.device("cpu")), Notes().note)
+    check = MemoryCheck(make_config(), Mesh.single(torch.device("cpu")), print)
     assert not check.is_on
 
 
 def test_a_run_that_will_not_fit_is_told_so(make_config: Callable[..., Config]) -> None:
-    notes = Notes()
-    check = MemoryCheck(make_config(log={"memory_plan": "always"}), Mesh.single(torch.device("cpu")), notes.note)
+    notes: list[str] = []
+    check = MemoryCheck(make_config(log={"memory_plan": "always"}), Mesh.single(torch.device("cpu")), notes.append)
     check._memory = 1000
     check.before_first_step()
-    assert "will not fit" in notes.texts[0]
-    assert "lather plan --memory" in notes.texts[0]
+    assert "will not fit" in notes[0]
+    assert "lather plan --memory" in notes[0]
+
+
+def test_a_plan_that_takes_long_is_not_waited_for(make_config: Callable[..., Config]) -> None:
+    notes, go_on = [], threading.Event()
+    with patch.object(memory_check, "plan", side_effect=lambda *args, **kwargs: go_on.wait()), patch.object(memory_check, "PATIENCE", 0.05):
+        check = MemoryCheck(make_config(log={"memory_plan": "always"}), Mesh.single(torch.device("cpu")), notes.append)
+        check.before_first_step()
+        go_on.set()
+    assert "not done" in notes[0]
 
 
 def test_a_plan_that_cannot_be_made_stops_no_run(make_config: Callable[..., Config]) -> None:
-    notes = Notes()
     with patch.object(memory_check, "plan", side_effect=RuntimeError("no processes")):
-        train(make_config(log={"memory_plan": "always"}), notes)
-    assert notes.of_memory == ["memory plan: none could be made: RuntimeError: no processes"]
+        notes = notes_of_memory(make_config(log={"memory_plan": "always"}))
+    assert notes == ["memory plan: none could be made: RuntimeError: no processes"]
 
 
 @pytest.mark.parametrize(("seen", "count"), [(None, 0), (104, 0), (96, 0), (106, 1), (94, 1)])

@@ -16,6 +16,7 @@ from lather.errors import UserError, require
 from lather.memory import advice_report, plan_report
 from lather.memory.advice import advise, as_options
 from lather.memory.plan import plan
+from lather.memory.report import whole_file
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml
 
@@ -78,6 +79,7 @@ def plan_command(arguments: list[str]) -> int:
 
 
 def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
+    """Search, show what fits, and write the first setting's configuration if that is asked for."""
     found = advise(
         parsed.config,
         parsed.world,
@@ -90,7 +92,7 @@ def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
     advice_report.show(found, memory, console)
     if parsed.write and found.settings:
         best = found.settings[0][0]
-        parsed.write.write_text(
-            f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n{config_to_toml(best.config)}", "utf-8"
-        )
+        comment = f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n"
+        with whole_file(parsed.write, "--write") as aside:
+            aside.write_text(comment + config_to_toml(best.config), "utf-8")
         console.print(f"written: {parsed.write}", highlight=False)

@@ -71,19 +71,19 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """For the order alone."""
+        """Seconds of a step at the assumed rates; for the order alone."""
         return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a search found."""
+    """The result of a search."""
 
     settings: tuple[tuple[Setting, MemoryPlan], ...]
     """Best first; all fit."""
     number_tried: int
     least_flops: float
-    """Of all settings that were tried."""
+    """The fewest flops of a step, of all settings that were tried."""
     lightest: Setting
     """The one that needs least."""
     world_that_fits: int | None
@@ -108,20 +108,23 @@ def advise(
         machine: devices of a machine; expert ranks, which exchange most, stay within one.
         say: told what goes on.
 
-    Raises ConfigError if no mesh of so many ranks can run the batch.
+    Raises ConfigError if no mesh of so many ranks can run the batch, or none can be estimated.
     """
     with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
         search = _Search(config, world_size, memory, machine, estimator, say)
         search.run()
+        lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
+        best = sorted(search.fitting(), key=lambda setting: setting.seconds)
+        if len(best) > MOST_PLANS:
+            best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # which fits if any does
         chosen: list[tuple[Setting, MemoryPlan]] = []
-        for setting in sorted(search.fitting(), key=lambda setting: setting.seconds)[:MOST_PLANS]:
+        for setting in best:
             say(f"planning {as_options(setting.changes) or 'as it is'}")
             found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory)
             if found.needed <= memory:
                 chosen.append((setting, found))
             if len(chosen) == ENOUGH:
                 break
-        lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         world = None if chosen else search.world_that_fits(lightest)
     return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
 
@@ -143,6 +146,8 @@ class _Search:
         meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the first stands for all
         kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
         self.try_all("meshes", meshes)
+        if not self.tried:
+            raise ConfigError(f"no setting could be estimated: {self.estimator.failures[0]}")
         for name, lighter in (
             ("what activations are kept", [{}]),
             ("a lighter state", self.lighter_states()),
@@ -158,7 +163,7 @@ class _Search:
         return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
 
     def meshes(self, world_size: int) -> Iterator[Changes]:
-        """That can run the model and the batch; the configured one first."""
+        """Meshes that can run the model and the batch; the configured one first."""
         own = {"parallel.pp": self.config.parallel.pp, "parallel.ep": self.config.parallel.ep}
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -181,7 +186,7 @@ class _Search:
         return sum(p.numel() for p in build_model(self.config.model, None, torch.device("meta")).parameters())
 
     def lighter_states(self) -> list[Changes]:
-        """Of the same rule, from more bytes to fewer."""
+        """Lighter states of the same rule, from more bytes to fewer."""
         assert isinstance(self.config.optim, RuleOptimConfig)
         known = options_of(self.config.optim.rules[""])
         sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
@@ -194,7 +199,7 @@ class _Search:
         return [{"optim.name": name} for name in LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]]
 
     def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
-        """Estimates those that are not known yet."""
+        """Estimate the settings that are not known yet; those of this world are kept."""
         world_size = world_size or self.world_size
         known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
         new: list[tuple[Changes, Config]] = []

@@ -78,7 +78,7 @@ class RankRun:
     whole steps, of which each refreshes all bases."""
     num_operations: int
     work: Mapping[str, Work]
-    """What a step of the run asks for, all its micro-batches, by when: see `WorkTally`."""
+    """The work of a step of the run, all its micro-batches, by how often it comes (`WorkTally`)."""
     state_bytes: Mapping[int, int]
     """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
 

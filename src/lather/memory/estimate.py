@@ -29,7 +29,7 @@ STATE = tuple(kind for kind in KINDS if kind.startswith("optimizer"))
 
 @dataclass(frozen=True)
 class Bytes:
-    """At a peak."""
+    """Bytes by kind."""
 
     kinds: dict[str, float]
 
@@ -43,12 +43,12 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the first pipeline rank."""
+    """Memory and work of the first pipeline rank."""
 
     peak: Bytes
     allowance: float
     work: Work
-    """Of a step, with its share of a refresh."""
+    """The work of a step, with its share of a refresh."""
 
     @property
     def needed(self) -> float:
@@ -57,7 +57,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Half:
-    """Passes, or the optimizer's step and what it leaves."""
+    """One half of an estimate: passes, or the optimizer's step and the state that it leaves."""
 
     peak: Bytes
     building: Bytes
@@ -112,6 +112,11 @@ class Estimator:
         self._known |= {key: job.result() for key, job in jobs.items()}
         return [self._estimate(config, world_size) for config in configs]
 
+    @property
+    def failures(self) -> list[str]:
+        """Messages of the dry runs that failed."""
+        return [half for half in self._known.values() if isinstance(half, str)]
+
     def _parts(self, config: Config, world_size: int) -> tuple[tuple[Config, int, str], ...]:
         """Dry runs that an estimate is made of, for passes and for the optimizer: the base on this mesh; on the first mesh the base, and
         this configuration."""
@@ -160,7 +165,7 @@ def _ratio(one: float, other: float) -> float:
 def _half(
     config: Config, world_size: int, name: str, *, device: Literal["gpu", "cpu"], imbalance: float, memory: int | None
 ) -> _Half | str:
-    """In a process of its own. A message where it cannot be run."""
+    """Run one half of an estimate, in a process of its own; the error's message where it cannot be run."""
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
     try:

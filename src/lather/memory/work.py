@@ -17,7 +17,7 @@ MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
 @dataclass(frozen=True)
 class Work:
-    """Of one rank."""
+    """One rank's work."""
 
     flops: float = 0.0
     sent: float = 0.0
@@ -58,7 +58,7 @@ class WorkTally:
 
 def sent_bytes(name: str, args: Sequence[Any]) -> int:
     """Bytes that a rank sends in an operation of a process group, named as torch does; 0 for receiving and for waiting."""
-    sizes = [sum(map(nbytes, tensors_in(x))) for x in args[:2]]
+    sizes = [sum(map(nbytes, tensors_in(x))) for x in (*args[:2], (), ())]
     if name in ("_allgather_base_", "allgather_"):
         return sizes[0] - sizes[1]  # what it gathers less what it had: a ring hands that on
     if name in ("_reduce_scatter_base_", "reduce_scatter_"):

@@ -131,13 +131,13 @@ ATTENTION = "_scaled_dot_product_"
 
 
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Of products, attention and factorisations; causal masks save nothing, elementwise work counts nothing."""
+    """Flops of products, attention and factorisations; causal masks save nothing, elementwise work counts nothing."""
     formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
 
 def _other_flops(name: str, args: Sequence[Any]) -> int:
-    """What torch's own table (`torch.utils.flop_counter`) lacks."""
+    """Flops of operations that torch's own table (`torch.utils.flop_counter`) lacks."""
     if name.startswith(ATTENTION):
         backward = name.endswith("_backward")
         q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]

@@ -27,7 +27,9 @@ from lather.train.engine import Engine
 
 FILE = "memory.json"
 TOLERANCE = 0.05
-"""Of what was planned; beyond it the reader is warned."""
+"""Share of a planned size by which the seen one may differ before the reader is warned."""
+PATIENCE = 180.0
+"""Seconds that the first step waits for the plan: others wait for this rank meanwhile, at most `parallel.timeout`."""
 GIB = 2**30
 
 
@@ -36,6 +38,7 @@ class MemoryCheck:
 
     def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None]) -> None:
         self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
+        self.timeout = config.parallel.timeout
         wanted = config.log.memory_plan
         self.is_on = wanted == "always" or (wanted == "auto" and is_gpu(mesh.device))
         self.peak = 0
@@ -52,7 +55,7 @@ class MemoryCheck:
 
     def before_first_step(self) -> None:
         """Say what the run will need, and whether that is more than there is."""
-        if (found := self._planned()) is None:
+        if (found := self._planned(min(PATIENCE, self.timeout / 2))) is None:
             return
         rank, needed = found.largest.rank, found.needed / GIB
         if self._memory is None:
@@ -79,7 +82,7 @@ class MemoryCheck:
         if self.mesh.size > 1:
             everybody = [None] * self.mesh.size
             dist.all_gather_object(everybody, own, group=self.mesh.control_group)
-        if (found := self._planned()) is None:
+        if (found := self._planned(self.timeout / 2)) is None:
             return
         seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
         ranks = [_compared(run, *seen[run.rank]) for run in found.ranks]
@@ -87,12 +90,15 @@ class MemoryCheck:
         for warning in (text for row in ranks for text in differences(row)):
             self.note(f"memory plan: {warning}")
 
-    def _planned(self) -> MemoryPlan | None:
-        """Waits for the plan. None on other ranks, or if it failed, which is said once."""
+    def _planned(self, seconds: float) -> MemoryPlan | None:
+        """The plan, waited for so long. None on other ranks, where it is not done by then, which is said, or failed, which is said once."""
         if self._plan is None:
             return None
         try:
-            return self._plan.result()
+            return self._plan.result(seconds)
+        except TimeoutError:
+            self.note(f"memory plan: not done after {seconds:.0f} s; lather plan takes its time")
+            return None
         except Exception as error:
             self.note(f"memory plan: none could be made: {type(error).__name__}: {error}")
             self._plan = None

@@ -4,6 +4,7 @@ config.toml        the resolved configuration        metrics.jsonl   a row per s
 provenance.json    versions, commit, data sets       loss.png        the picture
 tokenizer.json     the data set's                    checkpoints/    complete ones only
 huggingface/       what belongs to the tokenizer     changes.jsonl   what was changed, and when
+memory.json        planned and seen bytes
 """
 
 from __future__ import annotations
