@@ -13,7 +13,7 @@ from lather.models.families import build_model
 from lather.models.weight_gradients import defer_weight_gradients
 from lather.parallel.mesh import Mesh
 from lather.pipeline.part import Share, empty_part, fill
-from lather.pipeline.partition import partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 from lather.pipeline.tape import Frees
 from lather.train.config import LoopConfig, MoEConfig, ParallelConfig
@@ -136,7 +136,7 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
                 router.weight[2:] = router.weight[:1] * 0.01
     mesh = mesh or mesh_of(case)
     schedule = _schedule(case)
-    share = Share(partition([1.0] * case.layers, schedule.num_stages).stages, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    share = Share(stages_of(uniform(case.layers, schedule.num_stages)), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
     part = empty_part(whole, share, mesh.device, case.dtype)
     fill(part, plain.named_parameters())

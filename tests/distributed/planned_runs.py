@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 from unittest.mock import patch
@@ -68,9 +68,11 @@ def run_config(
     )
 
 
-def counted_run(rank: int, world_size: int, config: Config, *, tracked: bool = False) -> tuple[int, int]:
+def counted_run(
+    rank: int, world_size: int, config: Config, layers: Sequence[Sequence[int]] | None = None, *, tracked: bool = False
+) -> tuple[int, int]:
     """Peak bytes of this rank's storages over three steps that refresh, by our count. If `tracked`, of building the model, too, and what
-    torch's tracker counts; else 0."""
+    torch's tracker counts; else 0. `layers`: of every stage; None: equally many."""
     torch.manual_seed(0)
     tracker = memory_tracker()
     choose = Router._choose
@@ -82,16 +84,16 @@ def counted_run(rank: int, world_size: int, config: Config, *, tracked: bool = F
     with PeakBytes() as alive, patch.object(Router, "_choose", evenly):
         if tracked:
             with tracker:
-                _train(config, lambda: None)
+                _train(config, layers, lambda: None)
             return alive.bytes, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        _train(config, lambda: setattr(alive, "bytes", 0))
+        _train(config, layers, lambda: setattr(alive, "bytes", 0))
     return alive.bytes, 0
 
 
-def _train(config: Config, built: Callable[[], None]) -> None:
+def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]) -> None:
     """Three steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
-    engine = build_engine(config, mesh)
+    engine = build_engine(config, mesh, layers=layers)
     optimizer = build_optimizer(config.optim, engine.parameters)
     refresh_at_every_step(optimizer)
     step = TrainStep(engine, optimizer, config.train.max_grad_norm)

@@ -25,10 +25,11 @@ TOLERANCE = 0.002
 def largest_error(config: Config, world_size: int) -> float:
     """Relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
     planned = plan(config, world_size, "cpu")
+    layers = None if planned.partition is None else planned.partition.stages
     if world_size == 1:
         seen = [counted_run(0, 1, config)[0]]
     else:
-        seen = [count for count, _ in run_ranks(counted_run, world_size, config, timeout=240)]
+        seen = [count for count, _ in run_ranks(counted_run, world_size, config, layers, timeout=240)]
     each = world_size // config.parallel.pp
     peaks = [max(timeline.peak for name, timeline in run.steps.items() if name != BUILDING) for run in planned.ranks]
     return max(abs(peak / max(seen[i * each : (i + 1) * each]) - 1) for i, peak in enumerate(peaks))
@@ -40,6 +41,11 @@ def largest_error(config: Config, world_size: int) -> float:
 def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str) -> None:
     world_size, parallel = MESHES[mesh]
     assert largest_error(run_config(rule, memory=memory, parallel=parallel), world_size) < TOLERANCE
+
+
+def test_planned_peaks_with_layers_dealt_by_memory() -> None:
+    config = run_config("soap", layers=9, parallel={"pp": 2, "partition": "memory"})
+    assert largest_error(config, 2) < TOLERANCE
 
 
 @pytest.mark.grid

@@ -18,7 +18,7 @@ from lather.memory.chunks import ChunkMeter, Levers, layer_places
 from lather.memory.live_bytes import PeakBytes
 from lather.memory.ranks import rank_bytes
 from lather.models.layout import SequenceLayout
-from lather.pipeline.partition import partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import MicroBatch
 from models.tiny import tiny_family_model
@@ -78,7 +78,7 @@ def expected(case: Case) -> list[int]:
     meter = ChunkMeter(model, layer_places(model, None), batch, case.ep)
     chunks = meter.measure(Levers(case.memory, case.recompute, case.frees))
     schedule = dualpipev(case.pp, case.num_micro_batches)
-    return [one.peak for one in rank_bytes(schedule, chunks, partition([1.0] * case.layers, schedule.num_stages).stages)]
+    return [one.peak for one in rank_bytes(schedule, chunks, stages_of(uniform(case.layers, schedule.num_stages)))]
 
 
 def tolerance(case: Case) -> float:

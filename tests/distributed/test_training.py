@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from changing_runs import Shown
+from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.parallel.local import LocalParameters
 from lather.parallel.mesh import Mesh
+from lather.pipeline.partition import Partition
 from lather.pipeline.picture import read_timeline
 from lather.pipeline.schedule import COMPUTE, Kind, dualpipev
 from lather.pipeline.segments import Segments
 from lather.pipeline.timeline import TimelineRecorder
+from lather.train import memory_check
 from lather.train.checkpoint import list_checkpoints
 from lather.train.config import Config
 from lather.train.config_file import config_from_mapping
@@ -44,6 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "soap": {"optim": {"name": "soap", "precondition_frequency": 2}},
     "async klsoap": {"optim": {"name": "klsoap", "precondition_frequency": 1, "async_refresh": True}},
     "muon": {"optim": {"name": "muon", "momentum": 0.9, "router": {"rule": "muon"}}},
+    "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64}},
     "soap_muon": {"optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
 }
 """Each is done by one process and by meshes."""
@@ -112,6 +117,7 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found["diverged"] = diverge(rank, folder)
         found["at once"] = without_pieces(make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}}))
         found["slow neighbour"] = slow_neighbour(rank)
+        found["dealt by memory"] = dealt_by_memory(rank, folder)
     return found
 
 
@@ -135,6 +141,18 @@ def diverge(rank: int, folder: Path) -> str:
     finally:
         LocalParameters.collect_gradients = collect  # type: ignore[method-assign]
     return "finished"
+
+
+def dealt_by_memory(rank: int, folder: Path) -> bool:
+    """A run with the layers of the stages as rank 0, and it alone, finds them. The search itself is left out: a rank here may not have
+    processes of its own."""
+
+    def search(config: Config, world_size: int, assumed: Assumed) -> Partition:
+        assert (rank, world_size, assumed.device) == (0, 2, "cpu")
+        return Partition((1, 3, 1, 2), (2.0, 1.0), 3.0)
+
+    with patch.object(memory_check, "memory_partition", search):
+        return start(make_config(folder, "dealt by memory", RUNS["deep"], {"parallel": {"pp": 2, "partition": "memory"}})).finished
 
 
 def without_pieces(config: Config) -> bool:
@@ -253,6 +271,11 @@ def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(tw
     assert [found["resumed"] for found in two] == [4, 4]
     assert [path.name for path in list_checkpoints(folder / "moved" / "checkpoints")] == ["step-00000003", "step-00000004"]
     assert_same_rows(folder / "moved", folder / "everything")
+
+
+def test_layers_dealt_by_memory_change_no_number(two: list[dict[str, Any]], folder: Path) -> None:
+    assert all(found["dealt by memory"] for found in two)
+    assert_same_rows(folder / "dealt by memory", folder / "deep")
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(two: list[dict[str, Any]], folder: Path) -> None:

@@ -21,7 +21,7 @@ from lather.models.layout import SequenceLayout
 from lather.models.moe import Arrived
 from lather.models.weight_gradients import Deferrable
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
-from lather.pipeline.partition import partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.pipeline.tape import Frees
@@ -36,7 +36,7 @@ MIB = 2**20
 def walked(schedule: Schedule, kept: int, waiting: int, boundary: int, head: int = 0) -> list[RankBytes]:
     """One layer per stage, all alike."""
     chunks = ModelChunks((ChunkBytes(kept, waiting),) * schedule.num_stages, ChunkBytes(head), boundary)
-    return rank_bytes(schedule, chunks, partition([1.0] * schedule.num_stages, schedule.num_stages).stages)
+    return rank_bytes(schedule, chunks, stages_of(uniform(schedule.num_stages, schedule.num_stages)))
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), [(1, 2), (1, 7), (2, 4), (3, 11), (4, 8)])
@@ -53,7 +53,7 @@ def test_chunks_of_one_byte_are_the_schedule_s_live_chunks(num_ranks: int, micro
 
 def test_which_chunks_are_alive_at_the_peak_depends_on_their_sizes() -> None:
     """On the second of 3 ranks, by hand from the table: before the first backward, or with one more of the later stage in the overlaps."""
-    layers = partition([1.0] * 6, 6).stages
+    layers = stages_of(uniform(6, 6))
     for heavy, expected in ((1, [5, 1]), (4, [4, 2])):
         chunks = ModelChunks(tuple(ChunkBytes(1000 if stage == heavy else 1) for stage in range(6)), ChunkBytes(), 0)
         one = rank_bytes(dualpipev(3, 6), chunks, layers)[1]
@@ -184,7 +184,7 @@ def test_expert_ranks_that_are_not_there_send_what_is_sent_to_them(model: Decode
 def test_tables_and_json() -> None:
     schedule = dualpipev(2, 4)
     chunks = ModelChunks((ChunkBytes(MIB, 2 * MIB),) * 5, ChunkBytes(MIB // 2), MIB // 4)
-    found = rank_bytes(schedule, chunks, partition([1.0] * 5, 4).stages)
+    found = rank_bytes(schedule, chunks, stages_of(uniform(5, 4)))
     console = Console(file=io.StringIO(), width=150)
     ranks.print_ranks(found, console)
     ranks.print_levers({"saved": found, "other": found}, console)

@@ -15,7 +15,7 @@ from lather.models.families import ModelConfig, build_model
 from lather.models.layout import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.part import Part, Share, Stage, empty_part, fill, fresh_part, whole_part
-from lather.pipeline.partition import partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
 from models.tiny import random_tokens, tiny_family_config, tiny_family_model
 
@@ -35,7 +35,7 @@ def generator() -> torch.Generator:
 def shares(layers: int, pp: int, ep: int, *, v: bool = True) -> Iterator[Share]:
     """Of all ranks."""
     stages = 2 * pp if v else 1
-    division = partition([1.0] * layers, stages).stages
+    division = stages_of(uniform(layers, stages))
     for pp_rank in range(pp):
         own = tuple(sorted({pp_rank, stages - 1 - pp_rank}))
         for ep_rank in range(ep):

@@ -1,4 +1,4 @@
-"""Layers to stages: the specified cases, properties over all sizes, and the memory rule against every partition there is."""
+"""Layers to stages: known sizes, properties over all sizes, and `smallest_peak` against every partition there is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from lather.errors import ConfigError
-from lather.pipeline.partition import partition
-
-EVEN = range(2, 17, 2)
+from lather.pipeline.partition import SLACK, RankPeaks, smallest_peak, stages_of, uniform
 
 
 @pytest.mark.parametrize(
@@ -26,15 +25,14 @@ EVEN = range(2, 17, 2)
         (7, (7,)),
     ],
 )
-def test_the_uniform_rule_on_known_sizes(num_layers: int, expected: tuple[int, ...]) -> None:
-    assert partition([1.0] * num_layers, len(expected)).layers == expected
+def test_uniform_on_known_sizes(num_layers: int, expected: tuple[int, ...]) -> None:
+    assert uniform(num_layers, len(expected)) == expected
 
 
 @pytest.mark.parametrize("num_stages", range(1, 17))
-def test_the_uniform_rule_spreads_all_layers_evenly(num_stages: int) -> None:
+def test_uniform_spreads_all_layers_evenly(num_stages: int) -> None:
     for num_layers in range(num_stages, 65):
-        result = partition([1.0] * num_layers, num_stages)
-        layers = result.layers
+        layers = uniform(num_layers, num_stages)
         assert len(layers) == num_stages
         assert sum(layers) == num_layers
         assert {num_layers // num_stages} <= set(layers) <= {num_layers // num_stages, num_layers // num_stages + 1}
@@ -42,89 +40,78 @@ def test_the_uniform_rule_spreads_all_layers_evenly(num_stages: int) -> None:
         inner = layers[1:-1]
         assert list(inner) == sorted(inner, reverse=True)  # the first inner stages take what is left
         assert not inner or max(layers[0], layers[-1]) <= min(inner) or layers[0] == layers[-1] == num_layers // num_stages
-        assert [layer for stage in result.stages for layer in stage] == list(range(num_layers))
-        assert result.gain == 0
+        assert [layer for stage in stages_of(layers) for layer in stage] == list(range(num_layers))
 
 
-@pytest.mark.parametrize("num_stages", EVEN)
-def test_the_memory_rule_on_equal_layers_is_the_uniform_rule(num_stages: int) -> None:
-    for num_layers in (num_stages, num_stages + 1, 27):
-        if num_layers >= num_stages:
-            result = partition([1.0] * num_layers, num_stages, rule="memory")
-            assert result.largest <= partition([1.0] * num_layers, num_stages).largest
-            assert result.largest >= num_layers / (num_stages // 2)
-            if result.gain == 0:
-                assert result.layers == partition([1.0] * num_layers, num_stages).layers
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 layers do not fill 4 pipeline stages"):
+        uniform(3, 4)
+    with pytest.raises(ConfigError, match="3 layers do not fill 4 pipeline stages"):
+        smallest_peak([RankPeaks(np.ones(1), np.ones((1, 3)), np.ones((1, 3)))] * 2)
+
+
+# --- by memory ------------------------------------------------------------------------------------------------------------------------
+
+
+def random_ranks(generator: random.Random, num_ranks: int, num_layers: int) -> list[RankPeaks]:
+    """Three phases, whole numbers, so that sums are exact."""
+
+    def some(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return np.array([generator.randint(0, 9) for _ in range(int(np.prod(shape)))], np.float64).reshape(shape)
+
+    return [RankPeaks(3 * some(3), some(3, num_layers), some(3, num_layers)) for _ in range(num_ranks)]
 
 
 def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for cuts in combinations(range(1, num_layers), num_stages - 1):
-        ends = (0, *cuts, num_layers)
-        yield tuple(right - left for left, right in pairwise(ends))
+        yield tuple(right - left for left, right in pairwise((0, *cuts, num_layers)))
 
 
-def stage_costs(layers: Sequence[int], costs: Sequence[int], edges: tuple[int, int]) -> list[int]:
-    queue = list(costs)
-    stages = [sum(queue.pop(0) for _ in range(count)) for count in layers]
-    stages[0] += edges[0]
-    stages[-1] += edges[1]
-    return stages
-
-
-def largest(stages: Sequence[int]) -> int:
-    return max(stages[rank] + stages[len(stages) - 1 - rank] for rank in range(len(stages) // 2))
+def largest(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
+    """Element by element."""
+    ends = [sum(layers[: stage + 1]) for stage in range(len(layers))]
+    stage_layers = [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
+    return max(
+        float(peaks.base[phase])
+        + sum(float(peaks.first[phase, layer]) for layer in stage_layers[rank])
+        + sum(float(peaks.second[phase, layer]) for layer in stage_layers[-1 - rank])
+        for rank, peaks in enumerate(ranks)
+        for phase in range(len(peaks.base))
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_memory_rule_is_the_best_and_most_even_of_all_partitions(seed: int) -> None:
+def test_the_partition_is_the_most_even_of_those_that_are_nearly_the_smallest(seed: int) -> None:
     generator = random.Random(seed)
-    num_stages = generator.choice((2, 4, 6, 8))
-    costs = [generator.randint(0, 9) for _ in range(generator.randint(num_stages, 11))]
-    edges = (generator.randint(0, 20), generator.randint(0, 20))
-    result = partition([float(cost) for cost in costs], num_stages, rule="memory", edge_costs=edges)
-    every = [stage_costs(layers, costs, edges) for layers in all_partitions(len(costs), num_stages)]
-    least = min(map(largest, every))
-    found = stage_costs(result.layers, costs, edges)
-    assert (largest(found), result.largest) == (least, least)
-    assert sum(cost**2 for cost in found) == min(sum(cost**2 for cost in stages) for stages in every if largest(stages) == least)
-    uniform = stage_costs(partition([1.0] * len(costs), num_stages).layers, costs, edges)
-    assert result.gain == pytest.approx(1 - least / largest(uniform) if largest(uniform) else 0)
+    num_ranks = generator.choice((1, 2, 3, 4))
+    num_layers = generator.randint(2 * num_ranks, 11)
+    ranks = random_ranks(generator, num_ranks, num_layers)
+    found = smallest_peak(ranks)
+    every = {layers: largest(ranks, layers) for layers in all_partitions(num_layers, 2 * num_ranks)}
+    near = [layers for layers, size in every.items() if size <= (1 + SLACK) * min(every.values())]
+    assert found.layers in near
+    assert sum(size**2 for size in found.layers) == min(sum(size**2 for size in layers) for layers in near)
+    assert found.largest == every[found.layers]
+    assert found.uniform_largest == every[uniform(num_layers, 2 * num_ranks)]
+    assert found == smallest_peak(ranks)
 
 
-@pytest.mark.parametrize("num_stages", EVEN)
-def test_the_memory_rule_fills_every_stage_and_never_loses(num_stages: int) -> None:
-    generator = random.Random(num_stages)
-    for num_layers in (num_stages, num_stages + 3, 64 if num_stages == 16 else 19):
-        costs = [generator.uniform(1, 3) for _ in range(num_layers)]
-        result = partition(costs, num_stages, rule="memory", edge_costs=(4.0, 7.0))
-        assert min(result.layers) >= 1
-        assert sum(result.layers) == num_layers
-        assert 0 <= result.gain < 1
-        assert result == partition(costs, num_stages, rule="memory", edge_costs=(4.0, 7.0))
-        assert sum(result.rank_costs) == pytest.approx(sum(costs) + 11)
+def test_a_peak_is_the_largest_phase_and_no_sum_of_largest_parts() -> None:
+    """The first stage counts in one phase, the second in another: 6 and 6 layers are as good as 12 in either phase alone."""
+    peaks = RankPeaks(np.zeros(2), np.array([[1.0] * 12, [0.0] * 12]), np.array([[0.0] * 12, [1.0] * 12]))
+    found = smallest_peak([peaks])
+    assert (found.layers, found.largest) == ((6, 6), 6.0)
 
 
-def test_what_was_gained_is_said() -> None:
-    heavy_edges = partition([1.0] * 12, 4, rule="memory", edge_costs=(3.0, 3.0))
-    assert heavy_edges.rank_costs == (9.0, 9.0)
-    assert heavy_edges.gain == pytest.approx(1 - 9 / 12)
-    assert "25.0% less" in heavy_edges.describe()
-    assert "less" not in partition([1.0] * 12, 4).describe()
-    assert partition([0.0] * 4, 4, rule="memory").gain == 0
+def test_heavy_edges_get_fewer_layers() -> None:
+    edge = RankPeaks(np.array([6.0]), np.ones((1, 12)), np.ones((1, 12)))
+    inner = RankPeaks(np.array([0.0]), np.ones((1, 12)), np.ones((1, 12)))
+    found = smallest_peak([edge, inner])
+    assert found.rank_peaks == (9.0, 9.0)
+    assert found.uniform_largest == 12.0
+    assert sorted(found.layers[::3]) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_stages", "options", "message"),
-    [
-        ([1.0] * 3, 4, {}, "3 layers do not fill 4 pipeline stages"),
-        ([1.0] * 3, 0, {}, "number of stages = 0"),
-        ([1.0, -1.0], 2, {}, "layer costs"),
-        ([1.0, float("nan")], 2, {}, "layer costs"),
-        ([1.0] * 2, 2, {"edge_costs": (0.0, float("inf"))}, "edge_costs"),
-        ([1.0] * 5, 3, {"rule": "memory"}, "even"),
-    ],
-    ids=["too few layers", "no stage", "negative", "nan", "infinite edge", "odd stages"],
-)
-def test_what_cannot_be_partitioned_is_refused(costs: list[float], num_stages: int, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        partition(costs, num_stages, **options)  # type: ignore[arg-type]
+def test_layers_stay_even_where_memory_does_not_care() -> None:
+    same = RankPeaks(np.array([100.0]), np.full((1, 27), 1e-3), np.full((1, 27), 1e-3))
+    assert smallest_peak([same] * 4).layers == uniform(27, 8)

@@ -6,15 +6,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.families import build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.train.config import Config, LoopConfig, ParallelConfig, check_parallel, num_routed_experts
-from lather.train.engine import divide_layers
 
 
 def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **parallel: object) -> Config:
@@ -91,16 +88,3 @@ def test_schedule_auto() -> None:
 def test_every_family_says_how_many_experts_it_has() -> None:
     families = [DeepseekV2Config(n_routed_experts=10), Qwen3MoeConfig(num_experts=10), GptOssConfig(num_local_experts=10)]
     assert [num_routed_experts(model) for model in families] == [10, 10, 10]
-
-
-def test_a_partition_counts_a_tied_weight_once_and_of_the_experts_one_ranks_share() -> None:
-    tied, own = config(layers=4, pp=2), config(layers=4, pp=2)
-    tied = replace(tied, model=replace(tied.model, tie_word_embeddings=True))
-    weight = own.model.vocab_size * own.model.hidden_size / 1e6
-    first = [divide_layers(each, 4).rank_costs[0] for each in (tied, own)]
-    assert first[1] - first[0] == pytest.approx(weight)
-    whole = sum(p.numel() for p in build_model(own.model, None, torch.device("meta")).parameters())
-    assert sum(divide_layers(own, 4).rank_costs) == pytest.approx(whole / 1e6)
-    experts = sum(p.numel() for name, p in build_model(own.model, None, torch.device("meta")).named_parameters() if ".experts." in name)
-    spread = replace(own, parallel=ParallelConfig(pp=2, ep=3))
-    assert sum(divide_layers(spread, 4).rank_costs) == pytest.approx((whole - experts * 2 / 3) / 1e6)

@@ -35,7 +35,7 @@ from lather.parallel.expert import exchange_over
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Activation, Executor, Recorder
 from lather.pipeline.part import Part, Share, Stage, fresh_part
-from lather.pipeline.partition import partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
@@ -102,7 +102,7 @@ def _nothing() -> None:
 
 def make_part(case: Case, mesh: Mesh, memory: str) -> Part:
     stages = dualpipev(mesh.pp, 2 * mesh.pp)
-    layers = partition([1.0] * case.model.num_hidden_layers, stages.num_stages).stages
+    layers = stages_of(uniform(case.model.num_hidden_layers, stages.num_stages))
     share = Share(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device).to(case.dtype)
     part.set_memory(memory)

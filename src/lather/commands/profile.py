@@ -27,13 +27,16 @@ from lather.memory.distinct import Cut, keep_two_of_each, materialize
 from lather.memory.dry_run import DOCUMENTS
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from lather.memory.ranks import RankBytes, rank_bytes
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
 from lather.models.layout import SequenceLayout
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.train.config import Config, check_parallel
-from lather.train.engine import divide_layers, document_boundaries
+from lather.train.engine import document_boundaries
 from lather.train.loop import build_model
 from lather.train.step import pick_device
 
@@ -141,7 +144,8 @@ def profile_ranks(model: Decoder, cut: Cut | None, config: Config, *, compare: b
     """What every pipeline rank keeps, by name of the levers."""
     number = config.num_micro_batches(data_ranks(config))
     schedule = dualpipev(config.parallel.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
-    layers = divide_layers(config, schedule.num_stages).stages
+    partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
+    layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages)) if partition is None else partition.stages
     tokens, boundaries = _random_batch(config, next(model.parameters()).device)
     layout = SequenceLayout(len(tokens), config.train.sequence_length, tokens.device, boundaries)
     micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], layout)

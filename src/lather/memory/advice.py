@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -23,8 +23,8 @@ from lather.memory.plan import MemoryPlan, plan
 from lather.memory.work import Work
 from lather.models.families import build_model
 from lather.optim.options import options_of
-from lather.pipeline.replay import Durations, replay
-from lather.pipeline.schedule import Kind, dualpipev
+from lather.pipeline.partition import uniform
+from lather.pipeline.replay import bubble_of_layers
 from lather.train.config import Config, num_routed_experts
 from lather.train.optim_config import RuleOptimConfig, optim_config
 from lather.train.rule_fields import name_of
@@ -258,17 +258,11 @@ def as_options(changes: Changes) -> str:
 
 
 def bubble_of(config: Config, world_size: int) -> float:
-    """By replay of the table, with a forward, and each half of a backward, as long as the other."""
+    """The bubble of a step with equally many layers on all stages."""
     if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
         return 0.0
-    number = config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)
-    return _bubble(config.parallel.pp, number)
-
-
-@cache
-def _bubble(num_ranks: int, num_micro_batches: int) -> float:
-    even = Durations({Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0})
-    return replay(dualpipev(num_ranks, num_micro_batches), even).bubble_fraction
+    layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
+    return bubble_of_layers(layers, config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep))
 
 
 def _divides(config: Config, world_size: int) -> bool:

@@ -10,7 +10,7 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -71,7 +71,7 @@ class RankRun:
 
     rank: int
     pp_rank: int
-    layers: tuple[range, ...]
+    layers: tuple[Sequence[int], ...]
     """Layers of each of its stages."""
     steps: Mapping[str, Timeline]
     """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; then
@@ -271,10 +271,12 @@ def run_rank(
     imbalance: float = 1.0,
     do: Collection[str] = (FIRST, STEP),
     walked: int = WALKED_MICRO_BATCHES,
+    layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
 
     `do`: which of FIRST, PASSES and STEP are run after the model is built. `walked`: micro-batches, for each pipeline rank.
+    `layers`: of every stage; None: equally many.
     """
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
@@ -286,7 +288,7 @@ def run_rank(
     with _group(rank, world_size, device), LedgerMode(ledger, load, tally):
         mesh = Mesh.build(config.parallel, device)
         ledger.mark(BUILDING)
-        engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper)
+        engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper, layers=layers)
         bookkeeper.label_parameters()
         found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
@@ -315,8 +317,8 @@ def run_rank(
             if any(group.get("async_refresh") for group in optimizer.param_groups):
                 record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
-        layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, layers, found, ledger.time, dict(tally.found), owned)
+        own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
+        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned)
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:

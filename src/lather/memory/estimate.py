@@ -6,20 +6,19 @@ head, is run. Passes and optimizer are run apart, as each has settings that the 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from lather.errors import ConfigError
 from lather.memory.dry_run import BUILDING, FIRST, PASSES, RankRun
 from lather.memory.ledger import KINDS
-from lather.memory.plan import allowance_for, dry_run_here
+from lather.memory.plan import allowance_for
+from lather.memory.stage_bytes import WALKED
 from lather.memory.work import REFRESH, Work
+from lather.memory.workers import Assumed, Device, dry_run, worker_processes
 from lather.train.config import Config, MoEConfig, ParallelConfig
 from lather.train.optim_config import optim_config
 
@@ -88,16 +87,14 @@ class Estimator:
     optimizer, makes of bytes and work is run on one mesh, the first that is asked about, and taken to be the same factor on all.
     """
 
-    def __init__(self, base: Config, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0, memory: int | None = None) -> None:
+    def __init__(self, base: Config, device: Device = "gpu", *, imbalance: float = 1.0, memory: int | None = None) -> None:
         self._asked, self._device = base, device
         self._first: tuple[Config, int] | None = None
-        self._run = partial(_half, device=device, imbalance=imbalance, memory=memory)
+        self._run = partial(_half, assumed=Assumed(device, imbalance, memory))
         self._known: dict[tuple[str, int, str], _Half | str] = {}
 
     def __enter__(self) -> Self:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lather.memory.dry_run"])
-        self._pool = ProcessPoolExecutor(os.cpu_count() or 1, context, max_tasks_per_child=1)
+        self._pool = worker_processes()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -162,17 +159,12 @@ def _ratio(one: float, other: float) -> float:
     return one / other if other else 1.0
 
 
-def _half(
-    config: Config, world_size: int, name: str, *, device: Literal["gpu", "cpu"], imbalance: float, memory: int | None
-) -> _Half | str:
+def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _Half | str:
     """Run one half of an estimate, in a process of its own; the error's message where it cannot be run."""
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
     try:
-        small, large = (
-            dry_run_here(with_layers(config, size * stages), world_size, device, imbalance, memory, 0, do=(name,), walked=2)
-            for size in sizes
-        )
+        small, large = (dry_run(with_layers(config, size * stages), world_size, assumed, 0, do=(name,), walked=WALKED) for size in sizes)
     except (ConfigError, RuntimeError) as error:
         return str(error)
     layers = -(-config.model.num_hidden_layers // stages)

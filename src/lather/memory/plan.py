@@ -9,19 +9,15 @@ communication buffers, and fragmentation.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import warnings
-from collections.abc import Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-import torch
-
-from lather.memory.dry_run import FIRST, STEP, WALKED_MICRO_BATCHES, RankRun, run_rank
-from lather.standin.device import module, standin
+from lather.memory.dry_run import RankRun, data_ranks
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed, Device, thinned_dry_run, worker_processes
+from lather.pipeline.partition import Partition, uniform
+from lather.pipeline.replay import bubble_of_layers
 from lather.train.config import Config, check_parallel
 
 CONTEXT_BYTES = 3 * 2**29
@@ -29,19 +25,21 @@ CONTEXT_BYTES = 3 * 2**29
 FRAGMENTATION = 0.03
 """Allowance on a GPU, as a share of the peak: memory that the allocator holds and cannot give out."""
 
-POINTS = 1500
-"""Of each curve that is kept."""
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """A run's memory."""
 
     world_size: int
-    device: Literal["gpu", "cpu"]
+    device: Device
     imbalance: float
     ranks: tuple[RankRun, ...]
     """The one with the largest peak of each pipeline position."""
+    partition: Partition | None = None
+    """Where the layers were dealt by memory."""
+    bubbles: tuple[float, float] = (0.0, 0.0)
+    """With a partition: the share of the step in which a pipeline rank waits, if all layers take equally long, and the same with equally
+    many layers on all stages."""
 
     @property
     def largest(self) -> RankRun:
@@ -59,7 +57,13 @@ class MemoryPlan:
 
 
 def plan(
-    config: Config, world_size: int, device: Literal["gpu", "cpu"] = "gpu", *, imbalance: float = 1.0, memory: int | None = None
+    config: Config,
+    world_size: int,
+    device: Device = "gpu",
+    *,
+    imbalance: float = 1.0,
+    memory: int | None = None,
+    partition: Partition | None = None,
 ) -> MemoryPlan:
     """The memory of `world_size` ranks that train with this configuration.
 
@@ -67,19 +71,29 @@ def plan(
         device: the kind of device that each rank has.
         imbalance: rows of the busiest rank's experts, relative to an even load.
         memory: bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's.
+        partition: what `memory_partition` found for these arguments, if that is known; None: it is asked.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
     check_parallel(config, world_size)
+    assumed = Assumed(device, imbalance, memory)
+    if partition is None:
+        partition = memory_partition(config, world_size, assumed)
     per_position = world_size // config.parallel.pp
     firsts = [position * per_position for position in range(config.parallel.pp)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(firsts), os.cpu_count() or 1), context, max_tasks_per_child=1) as pool:
-        run = partial(dry_run_here, config, world_size, device, imbalance, memory)
+    layers = None if partition is None else partition.stages
+    run = partial(thinned_dry_run, config, world_size, assumed, layers=layers)
+    with worker_processes() as pool:
         runs = list(pool.map(run, firsts))
         runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
-    return MemoryPlan(world_size, device, imbalance, tuple(by_position))
+    bubbles = (0.0, 0.0) if partition is None else _bubbles(config, world_size, partition)
+    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, bubbles)
+
+
+def _bubbles(config: Config, world_size: int, partition: Partition) -> tuple[float, float]:
+    number = config.num_micro_batches(data_ranks(config, world_size))
+    return bubble_of_layers(partition.layers, number), bubble_of_layers(uniform(sum(partition.layers), len(partition.layers)), number)
 
 
 def _others(runs: list[RankRun]) -> Iterator[int]:
@@ -91,25 +105,6 @@ def _others(runs: list[RankRun]) -> Iterator[int]:
             yield rank
 
 
-def dry_run_here(
-    config: Config,
-    world_size: int,
-    device: Literal["gpu", "cpu"],
-    imbalance: float,
-    memory: int | None,
-    rank: int,
-    do: Collection[str] = (FIRST, STEP),
-    walked: int = WALKED_MICRO_BATCHES,
-) -> RankRun:
-    """`run_rank` in a process of its own; of each timeline some points are kept."""
-    os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    module.memory = memory or module.memory
-    found = run_rank(config, world_size, rank, standin(device), imbalance=imbalance, do=do, walked=walked)
-    return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})
-
-
-def allowance_for(peak: float, device: Literal["gpu", "cpu"]) -> int:
+def allowance_for(peak: float, device: Device) -> int:
     """Bytes beside a rank's peak."""
     return CONTEXT_BYTES + int(FRAGMENTATION * peak) if device == "gpu" else 0

@@ -17,6 +17,7 @@ from lather.memory.dry_run import RankRun
 from lather.memory.ledger import KINDS, Timeline
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.memory.report import unit_of, whole_file, write_json
+from lather.pipeline.partition import SLACK, Partition, uniform
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
@@ -60,6 +61,8 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     timeline = largest.steps[largest.peak_step]
     segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
+    if plan.partition is not None:
+        console.print(dealt(plan.partition, plan.bubbles), highlight=False)
     if plan.device == "gpu":
         console.print(
             f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
@@ -70,6 +73,18 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
         fits = plan.needed <= memory
         verdict, rest = ("fits", "left") if fits else ("does not fit", "too much")
         console.print(f"{verdict} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}", highlight=False)
+
+
+def dealt(partition: Partition, bubbles: tuple[float, float]) -> str:
+    """A line on layers that were dealt by memory."""
+    unit, scale = unit_of(partition.uniform_largest)
+    counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
+    if partition.layers == uniform(sum(partition.layers), len(partition.layers)):
+        return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
+    return (
+        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
+        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%} if all layers take equally long"
+    )
 
 
 def write(plan: MemoryPlan, out: Path) -> None:
@@ -85,6 +100,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "imbalance": plan.imbalance,
         "needed": plan.needed,
         "allowance": plan.allowance,
+        "layers_by_stage": None if plan.partition is None else plan.partition.layers,
         "ranks": [_rank_json(run) for run in plan.ranks],
     }
 

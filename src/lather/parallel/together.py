@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -50,6 +50,17 @@ def of_first(value: T, group: dist.ProcessGroup | None) -> T:
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+def on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """The result of work that rank 0 alone does, for all ranks of `group`; what it raises there, all raise."""
+    if group is None:
+        return work()
+    found: T | None = None
+    with together(group):
+        if dist.get_rank(group) == 0:
+            found = work()
+    return cast(T, of_first(found, group))
 
 
 def _portable(error: Exception) -> Exception:

@@ -9,7 +9,7 @@ Fresh weights are those of one process, bit for bit: every rank draws all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Stage:
 class Share:
     """What of a model a rank has."""
 
-    layers_of_stage: tuple[range, ...]
+    layers_of_stage: tuple[Sequence[int], ...]
     """Of all stages, in order."""
     own_stages: tuple[int, ...] = (0,)
     expert_rank: int = 0

@@ -1,92 +1,84 @@
 """Layers -> pipeline stages: contiguous blocks in V order, rank r holding stages r and S - 1 - r of S.
 
-Two rules. *uniform*: as many layers on every stage as go; what is left goes to inner stages first, as the edges also have the embedding
-or the final norm and head. *memory*: given costs (bytes or seconds) per layer and of the two edges, the largest rank is made as small as
-it can be. A rank's two stages are the ends of what the ranks outside it left, so this is a dynamic programme over what is left, [a, b):
+`uniform` deals as many layers to every stage as go. `smallest_peak` deals them so that the largest rank's peak is as small as it can be, or
+nearly. A rank has several *phases* (actions of its schedule, steps of the optimizer), and in each its bytes are a sum over its layers,
 
-    f_r(a, b) = min over a' < a, b' > b of max(f_{r-1}(a', b'), cost[a', a) + cost[b, b'))
+    peak_r(A, B) = max over phases p of base_r(p) + sum over layers a in A of first_r(p, a) + sum over b in B of second_r(p, b)
 
-It is exact, in O(n^4 P) time, vectorised over (a', b'): 0.3 s for 64 layers on 16 stages. A second pass of the same programme, over sums of
-squares, takes the most even one of the optimal partitions.
+for A in its first and B in its second stage. A rank's two stages are the ends of what the ranks outside it left, so this is a dynamic
+programme over what is left, [a, b):
+
+    f_r(a, b) = min over a' < a, b' > b of max(f_{r-1}(a', b'), peak_r([a', a), [b, b')))
+
+in O(n^4 P) steps for n layers on P ranks, vectorised over (a', b') and the phases. The rank that is largest decides alone, so that many
+partitions are as good, and a far more even one is often within a hair; uneven stages make others wait. So a second pass takes, of all
+partitions within `SLACK` of the least, the most even one: that with the least sum of squares over the stages' numbers of layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import isfinite
-from typing import Literal
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from lather.errors import ConfigError, require
+from lather.errors import ConfigError
 
 Array = npt.NDArray[np.float64]
-Rule = Literal["uniform", "memory"]
-RULES: tuple[Rule, ...] = ("uniform", "memory")
+SLACK = 0.01
+"""How much larger than the least, as a share of it, a more even partition's largest rank may be."""
+
+
+@dataclass(frozen=True)
+class RankPeaks:
+    """A pipeline rank's bytes in each phase, as sums over the layers of its two stages."""
+
+    base: Array
+    """(phases,), what does not depend on the layers."""
+    first: Array
+    """(phases, layers of the model), what each layer adds in the rank's first stage."""
+    second: Array
+    """(phases, layers of the model), what each layer adds in its second stage."""
+
+    def peak(self, first: range, second: range) -> float:
+        """Bytes with these layers in its stages."""
+        sums = self.base + self.first[:, first.start : first.stop].sum(1) + self.second[:, second.start : second.stop].sum(1)
+        return float(sums.max())
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How many layers every stage has, and what that costs."""
+    """The number of layers of every stage, and the peaks that are expected of it."""
 
     layers: tuple[int, ...]
     """Number of layers by stage."""
-    rank_costs: tuple[float, ...]
-    """By pipeline rank, edges included, in the unit of the costs."""
+    rank_peaks: tuple[float, ...]
+    """By pipeline rank, bytes."""
     uniform_largest: float
-    """The largest rank under the uniform rule."""
+    """The largest rank's with equally many layers on every stage, bytes."""
 
     @property
     def stages(self) -> tuple[range, ...]:
         """The layers of every stage."""
-        ends = list(accumulate(self.layers))
-        return tuple(range(end - count, end) for end, count in zip(ends, self.layers, strict=True))
+        return stages_of(self.layers)
 
     @property
     def largest(self) -> float:
-        """The cost of the largest rank."""
-        return max(self.rank_costs)
-
-    @property
-    def gain(self) -> float:
-        """The part of the uniform rule's largest rank that this partition saves: 0 for the uniform rule itself."""
-        return 1 - self.largest / self.uniform_largest if self.uniform_largest else 0.0
-
-    def describe(self, unit: str = "") -> str:
-        """One line: layers by stage, largest rank and what was gained. `unit` is that of the costs."""
-        saved = f", {self.gain:.1%} less than the uniform rule's" if self.gain > 0 else ""
-        return f"layers by stage: {' '.join(map(str, self.layers))}; largest rank {self.largest:.4g}{unit and f' {unit}'}{saved}"
+        return max(self.rank_peaks)
 
 
-def partition(
-    costs: Sequence[float], num_stages: int, *, rule: Rule = "uniform", edge_costs: tuple[float, float] = (0.0, 0.0)
-) -> Partition:
-    """Layers with `costs`, in order, on `num_stages` stages; `edge_costs` come on top of the first and the last stage.
-
-    Deterministic. Among partitions with the same largest rank, the memory rule takes one with the least sum of squares over the
-    stages, the uniform rule's if that is one. Raises ConfigError for fewer layers than stages, for costs that are negative or not
-    finite, and, under the memory rule, for an odd number of stages above 1 (there is no V).
-    """
-    require(rule in RULES, "parallel.partition", rule, f"one of {RULES}")
-    require(num_stages >= 1, "number of stages", num_stages, "at least 1")
-    if len(costs) < num_stages:
-        raise ConfigError(f"{len(costs)} layers do not fill {num_stages} pipeline stages, two to a rank: lower parallel.pp")
-    for name, values in (("layer costs", costs), ("edge_costs", edge_costs)):
-        require(all(isfinite(cost) and cost >= 0 for cost in values), name, tuple(values), "finite and not negative")
-    uniform = _uniform(len(costs), num_stages)
-    of_uniform = _stage_costs(uniform, costs, edge_costs)
-    layers = uniform
-    if rule == "memory" and num_stages > 1:
-        require(num_stages % 2 == 0, "number of stages", num_stages, "even: two to a rank")
-        layers = _most_even_of_the_best(costs, edge_costs, uniform)
-    ranks = _rank_costs(_stage_costs(layers, costs, edge_costs))
-    return Partition(layers, ranks, max(_rank_costs(of_uniform)))
+def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
+    """The layers of every stage, from their numbers."""
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(layers, initial=0)))
 
 
-def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The number of layers of every stage. What is left over goes to inner stages first, as the edges also have the embedding, or the final
+    norm and head. Raises ConfigError for fewer layers than stages."""
+    if num_layers < num_stages:
+        raise ConfigError(f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower parallel.pp")
     layers = [num_layers // num_stages] * num_stages
     for _ in range(num_layers % num_stages):
         least = min(layers)
@@ -96,68 +88,64 @@ def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _stage_costs(layers: Sequence[int], costs: Sequence[float], edge_costs: tuple[float, float]) -> list[float]:
-    ends = list(accumulate(layers))
-    stages = [float(sum(costs[end - count : end])) for end, count in zip(ends, layers, strict=True)]
-    stages[0] += edge_costs[0]
-    stages[-1] += edge_costs[1]
-    return stages
+def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
+    """The partition for these pipeline ranks: the most even one within `SLACK` of the smallest largest peak; deterministic.
+
+    Raises ConfigError for fewer layers than stages.
+    """
+    num_layers = ranks[0].first.shape[1]
+    even = uniform(num_layers, 2 * len(ranks))
+    least, _ = _search(ranks, lambda peaks, sizes: peaks, np.maximum)
+    limit = max(least * (1 + SLACK), least)
+
+    def squares(peaks: Array, sizes: Array) -> Array:
+        return np.where(peaks <= limit, sizes, np.inf)
+
+    evenness, layers = _search(ranks, squares, np.add)
+    even_peaks = _peaks(ranks, even)
+    if max(even_peaks) <= limit and sum(size**2 for size in even) <= evenness:
+        layers = even
+    return Partition(layers, _peaks(ranks, layers), max(even_peaks))
 
 
-def _rank_costs(stages: Sequence[float]) -> tuple[float, ...]:
-    last = len(stages) - 1
-    return tuple(sum(stages[stage] for stage in {rank, last - rank}) for rank in range((last + 2) // 2))
-
-
-def _most_even_of_the_best(costs: Sequence[float], edge_costs: tuple[float, float], uniform: tuple[int, ...]) -> tuple[int, ...]:
-    """Two passes of `_search`: the least largest rank, then the least sum of squares over the stages among those that reach it."""
-    sums = np.concatenate(([0.0], np.cumsum(costs, dtype=np.float64)))
-    least, layers = _search(sums, edge_costs, len(uniform), lambda first, second: first + second, np.maximum)
-    limit = least * (1 + 1e-12)  # sums in another order must not shut out an equal partition
-
-    def squares(first: Array, second: Array) -> Array:
-        return np.where(first + second <= limit, first**2 + second**2, np.inf)
-
-    evenness, layers = _search(sums, edge_costs, len(uniform), squares, np.add)
-    stages = _stage_costs(uniform, costs, edge_costs)
-    uniform_is_best = max(_rank_costs(stages)) <= limit and sum(cost**2 for cost in stages) <= evenness * (1 + 1e-12)
-    return uniform if uniform_is_best else layers
+def _peaks(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> tuple[float, ...]:
+    stages = stages_of(layers)
+    return tuple(peaks.peak(stages[rank], stages[-1 - rank]) for rank, peaks in enumerate(ranks))
 
 
 def _search(
-    sums: Array,
-    edge_costs: tuple[float, float],
-    num_stages: int,
-    charge: Callable[[Array, Array], Array],
-    combine: Callable[[Array, Array], Array],
+    ranks: Sequence[RankPeaks], charge: Callable[[Array, Array], Array], combine: Callable[[Array, Array], Array]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least of all ranks' charges, combined, and the layers by stage that reach it. `sums[i]` is the cost of the first i layers."""
-    n, num_ranks = len(sums) - 1, num_stages // 2
+    """The least of all ranks' charges, combined, and the layers by stage that reach it. A charge is made of the rank's peaks and of the
+    squares of its stages' sizes, both for all (a', b')."""
+    n, num_ranks = ranks[0].first.shape[1], len(ranks)
     best = np.full((n + 1, n + 1), np.inf)
     best[0, n] = 0.0
     came_from = []
-    for rank in range(num_ranks):
-        first_edge, last_edge = edge_costs if rank == 0 else (0.0, 0.0)
+    for rank, peaks in enumerate(ranks):
+        firsts, seconds = (np.concatenate((np.zeros((len(x), 1)), x.cumsum(1)), axis=1) for x in (peaks.first, peaks.second))
         inside = num_ranks - 1 - rank  # each rank inside needs a layer at both ends
         new, origin = np.full_like(best, np.inf), np.zeros((n + 1, n + 1), np.int64)
         ends = [(a, a) for a in range(rank + 1, n - rank)] if not inside else _ends(n, rank + 1, inside)
         for a, b in ends:  # [a, b) is left for the ranks inside this one
-            first = sums[a] - sums[:a, None] + first_edge
-            second = sums[b + 1 :] - sums[b] + last_edge
-            total = combine(best[:a, b + 1 :], charge(first, second))
+            first = firsts[:, a, None] - firsts[:, :a] + peaks.base[:, None]
+            second = seconds[:, b + 1 :] - seconds[:, b, None]
+            sizes = np.arange(a, 0, -1)[:, None] ** 2 + np.arange(1, n - b + 1)[None, :] ** 2
+            charged = charge((first[:, :, None] + second[:, None, :]).max(0), sizes.astype(np.float64))
+            total = combine(best[:a, b + 1 :], charged)
             origin[a, b] = at = int(np.argmin(total))
             new[a, b] = total.flat[at]
         came_from.append(origin)
         best = new
     a = b = int(np.argmin(np.diagonal(best)))
     least = float(best[a, b])
-    firsts, seconds = [], []
+    outer, inner = [], []
     for origin in reversed(came_from):
         row, column = divmod(int(origin[a, b]), n - b)
-        firsts.append(a - row)
-        seconds.append(column + 1)
+        outer.append(a - row)
+        inner.append(column + 1)
         a, b = row, b + 1 + column
-    return least, (*reversed(firsts), *seconds)
+    return least, (*reversed(outer), *inner)
 
 
 def _ends(n: int, outside: int, inside: int) -> list[tuple[int, int]]:

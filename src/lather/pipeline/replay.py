@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
 
-from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, gives
+from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, dualpipev, gives
 
 TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
@@ -147,6 +147,15 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
                 f"the table stalls: {[str(schedule.ranks[rank][positions[rank]]) for rank in sorted(waiting)]} wait for each other"
             )
     return Timeline(tuple(event for row in events for event in row))
+
+
+@cache
+def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int) -> float:
+    """The bubble of DualPipeV with so many layers on its stages, if each layer's forward, and each half of its backward, takes equally
+    long."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    durations = Durations({}, {(kind, stage): float(size) for stage, size in enumerate(layers) for kind in kinds})
+    return replay(dualpipev(len(layers) // 2, num_micro_batches), durations).bubble_fraction
 
 
 def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:

@@ -100,7 +100,8 @@ class ParallelConfig:
     replicas: int = 1
     """Whole sharded copies among the data parallel ranks (HSDP): less traffic for more memory; 1: each parameter is there once."""
     partition: Literal["uniform", "memory"] = "uniform"
-    """How layers are dealt to stages; uniform: equally many. memory: the largest rank is as small as it can be."""
+    """How layers are dealt to stages; uniform: equally many. memory: so that the largest rank needs as few bytes as it can, or 1 % more if
+    that is more even; dry runs at the start find how, which takes a minute or more."""
     schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
     """Order of forwards and backwards; auto: dualpipev from two pipeline ranks on. sequential: one micro-batch after the other."""
     poison: bool = False

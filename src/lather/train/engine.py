@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
 from lather.models.compiled import compile_parts
 from lather.models.decoder import RoutedModel
-from lather.models.families import build_model
 from lather.models.layout import SequenceLayout
 from lather.models.rounded import RoundedWeights, keep_rounded
 from lather.models.routing import counting_step
@@ -29,7 +28,7 @@ from lather.parallel.mesh import Mesh
 from lather.parallel.shard import shard
 from lather.pipeline.executor import Activation, Executor, Filler, Recorder, StepOutput
 from lather.pipeline.part import Part, Share, fresh_part
-from lather.pipeline.partition import Partition, partition
+from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import MicroBatch, Segments
 from lather.pipeline.tape import Frees
@@ -235,12 +234,14 @@ class Engine:
         return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
 
 
-def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) -> Engine:
-    """This rank's engine with the fresh weights that the seed gives, the same on every mesh."""
+def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:
+    """This rank's engine with the fresh weights that the seed gives, the same on every mesh. `layers`: of every stage; None: equally
+    many."""
     number = config.num_micro_batches(mesh.data_size)
     schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
-    layers = divide_layers(config, schedule.num_stages).stages
-    share = Share(layers, schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    if layers is None:
+        layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
+    share = Share(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     generator = torch.Generator().manual_seed(config.seed)
     part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
     train_only(part, trained_names(config))
@@ -253,21 +254,6 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None) 
 def weights_dtype(config: Config) -> torch.dtype:
     """Of parameters and gradients; products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
-
-
-def divide_layers(config: Config, num_stages: int) -> Partition:
-    """Costs are millions of parameters, of which weights, gradients and optimizer state are multiples; of the experts one rank's share
-    counts, of embedding and head their one weight if they are tied."""
-    whole = build_model(config.model, None, torch.device("meta"))
-    seen: set[Tensor] = set()
-
-    def cost(module: nn.Module) -> float:
-        new = {name: p for name, p in module.named_parameters() if p not in seen}
-        seen.update(new.values())
-        return sum(p.numel() / (config.parallel.ep if ".experts." in name else 1) for name, p in new.items()) / 1e6
-
-    edges = (cost(whole.embed_tokens), cost(whole.norm) + cost(whole.lm_head))
-    return partition([cost(block) for block in whole.layers], num_stages, rule=config.parallel.partition, edge_costs=edges)
 
 
 def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:

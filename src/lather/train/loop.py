@@ -30,10 +30,10 @@ from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_
 from lather.train.companions import same_tokenizer
 from lather.train.config import Config
 from lather.train.config_file import folder_of
-from lather.train.engine import build_engine, divide_layers, prepare_experts, weights_dtype
+from lather.train.engine import build_engine, prepare_experts, weights_dtype
 from lather.train.find import best_checkpoint
 from lather.train.finetune import trained_parameters, with_adapters
-from lather.train.memory_check import MemoryCheck
+from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import (
     MetricsWriter,
     StepRow,
@@ -198,7 +198,8 @@ class _Run:
         train = config.train
         self.batches, self.held_out = data.batches, data.held_out
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
-        self.engine = build_engine(config, mesh, record=self.timeline)
+        partition = agreed_partition(config, mesh)
+        self.engine = build_engine(config, mesh, record=self.timeline, layers=None if partition is None else partition.stages)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
         self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
         self.state = TrainingState.of_engine(self.engine, self.optimizer)
@@ -224,7 +225,7 @@ class _Run:
         tokens = train.batch_size * train.sequence_length
         display.note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
         if mesh.pp > 1:
-            display.note(divide_layers(config, 2 * mesh.pp).describe("M parameters"))
+            display.note(f"layers by stage: {' '.join(str(len(layers)) for layers in self.engine.part.share.layers_of_stage)}")
         self.resumed_step = self.progress.step if existing else None
         self.metrics: MetricsWriter | None = None
         if mesh.rank == 0:
@@ -232,7 +233,7 @@ class _Run:
             if (self.path / TIMELINE).exists():
                 cut_rows(self.path / TIMELINE, self.resumed_step)
             self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
-        self.memory = MemoryCheck(config, mesh, display.note)
+        self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.lowest_loss = math.inf
         if checkpoint.keep_best:
             with together(mesh.control_group):

@@ -1,7 +1,8 @@
 """A run's memory plan: said before the first step, and held against what the ranks had at the end (`memory.json`).
 
-Rank 0 plans in processes beside the start of the run (`lather.memory.plan`), and waits for them before the first step. Kinds that stay from
-step to step are compared on every rank that was planned; the peak only on GPUs, whose allocator counts it. Nothing is refused.
+Where `parallel.partition` is "memory", rank 0 first deals the layers to stages. It plans in processes beside the start of the run
+(`lather.memory.plan`), and waits for them before the first step. Kinds that stay from step to step are compared on every rank that was
+planned; the peak only on GPUs, whose allocator counts it. Nothing is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from lather.device import gpu_module, is_gpu
 from lather.files import write_aside
 from lather.memory.dry_run import RankRun, kind_of_state
 from lather.memory.plan import MemoryPlan, plan
+from lather.memory.stage_bytes import memory_partition
+from lather.memory.workers import Assumed, Device
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
+from lather.parallel.together import on_first
+from lather.pipeline.partition import Partition
 from lather.train.config import Config
 from lather.train.engine import Engine
 
@@ -36,7 +41,8 @@ GIB = 2**30
 class MemoryCheck:
     """One rank's side of it. All ranks call the same methods in the same order."""
 
-    def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None], partition: Partition | None = None) -> None:
+        """`partition`: what `agreed_partition` found."""
         self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
         self.timeout = config.parallel.timeout
         wanted = config.log.memory_plan
@@ -44,13 +50,10 @@ class MemoryCheck:
         self.peak = 0
         """Bytes, the most that this rank's allocator ever had in a step."""
         self._plan: Future[MemoryPlan] | None = None
-        self._memory: int | None = None
-        """Bytes of this rank's device, if it is a GPU."""
+        self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
-            if is_gpu(mesh.device):
-                self._memory = gpu_module(mesh.device).get_device_properties(mesh.device).total_memory
             thread = ThreadPoolExecutor(1, "memory-plan")
-            self._plan = thread.submit(plan, config, mesh.size, "gpu" if is_gpu(mesh.device) else "cpu", memory=self._memory)
+            self._plan = thread.submit(plan, config, mesh.size, device_kind(mesh.device), memory=self._memory, partition=partition)
             thread.shutdown(wait=False)
 
     def before_first_step(self) -> None:
@@ -103,6 +106,26 @@ class MemoryCheck:
             self.note(f"memory plan: none could be made: {type(error).__name__}: {error}")
             self._plan = None
             return None
+
+
+def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
+    """The partition that `parallel.partition = "memory"` asks for, which rank 0 searches while the others wait; None: layers are dealt
+    uniformly. Raises ConfigError on all ranks if the model cannot be dealt by memory."""
+    if config.parallel.partition == "uniform" or mesh.pp == 1:
+        return None
+    return on_first(
+        lambda: memory_partition(config, mesh.size, Assumed(device_kind(mesh.device), memory=device_memory(mesh.device))),
+        mesh.control_group,
+    )
+
+
+def device_kind(device: torch.device) -> Device:
+    return "gpu" if is_gpu(device) else "cpu"
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of the device, if it is a GPU."""
+    return int(gpu_module(device).get_device_properties(device).total_memory) if is_gpu(device) else None
 
 
 def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
