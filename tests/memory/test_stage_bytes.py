@@ -50,7 +50,7 @@ def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, M
 def test_what_was_dealt_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> None:
     found = plans["memory"]
     assert found.partition is not None
-    assert found.bubbles[0] > found.bubbles[1] > 0
+    assert found.bubbles[1] > found.bubbles[0] > 0  # each rank has five layers, not four and six
     line = dealt(found.partition, found.bubbles)
     assert " ".join(map(str, found.partition.layers)) in line
     assert f"bubble {found.bubbles[0]:.1%} instead of {found.bubbles[1]:.1%}" in line
@@ -61,13 +61,13 @@ def test_what_was_dealt_is_shown_with_its_price(plans: dict[str, MemoryPlan]) ->
 def test_nothing_is_searched_where_there_is_nothing_to_deal() -> None:
     assert memory_partition(deep_config("uniform"), 2, Assumed("cpu")) is None
     assert memory_partition(deep_config("memory", pp=1), 1, Assumed("cpu")) is None
+    one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})  # four layers on four stages
+    assert memory_partition(one_way, 2, Assumed("cpu")) is None
 
 
 def test_too_few_layers_of_a_kind_are_refused_before_anything_is_run() -> None:
-    few = deep_config("memory")
-    few = replace(few, model=replace(few.model, num_hidden_layers=4, mlp_only_layers=(0, 2)))
-    with pytest.raises(ConfigError, match=r"needs three layers of a kind .* 4 layers of 2 kinds have at most 2: set .*'uniform'"):
-        memory_partition(few, 2, Assumed("cpu"))
+    with pytest.raises(ConfigError, match=r"needs three layers of a kind .* 5 layers of 3 kinds have at most 2: set .*'uniform'"):
+        _samples((0, 0, 1, 1, 2), position=0, pp=2)
 
 
 # --- from made-up bytes -----------------------------------------------------------------------------------------------------------------

@@ -23,9 +23,6 @@ from lather.models.families import build_model
 from lather.pipeline.partition import Partition, RankPeaks, smallest_peak
 from lather.train.config import Config, check_parallel
 
-WALKED = 2
-"""Micro-batches per pipeline rank in a run; a third one changes nothing but the time that it takes."""
-
 Phases = Mapping[str, int]
 """Bytes at the peak of each phase."""
 
@@ -91,7 +88,7 @@ def _samples(kinds: Sequence[int], position: int, pp: int) -> list[_Sample]:
 def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sample) -> Phases:
     """The peaks of a sample's run."""
     rank = sample.position * (world_size // config.parallel.pp)
-    return phase_peaks(dry_run(config, world_size, assumed, rank, walked=WALKED, layers=sample.layers))
+    return phase_peaks(dry_run(config, world_size, assumed, rank, layers=sample.layers))
 
 
 def phase_peaks(run: RankRun) -> Phases:
