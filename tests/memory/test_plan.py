@@ -80,6 +80,7 @@ def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> No
 
 
 def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
+    """Two more than fill a pipeline of two ranks, and two for one."""
     config = shortened(config_of("adamw", parallel={"pp": 2}, batch_size=64), 4)
     assert config.num_micro_batches(2) == 6
     assert shortened(config_of("adamw", batch_size=2), 1).num_micro_batches(1) == 2
@@ -149,7 +150,7 @@ def test_sizes_are_followed_only_inside() -> None:
 
 def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "configs/quickstart.toml", "--device", "cpu", "--train.sequence-length", "32"]
-    files = ["--out", str(tmp_path / "plan.png"), "--json", str(tmp_path / "plan.json")]
+    files = [text for kind in ("png", "json", "html") for text in (f"--{kind}".replace("png", "out"), str(tmp_path / f"plan.{kind}"))]
     assert main([*arguments, "--memory", "10GiB", *files]) == 0
     shown = capsys.readouterr().out
     assert "fits in 10.00 GiB" in shown
@@ -158,6 +159,7 @@ def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.Captur
     assert document["needed"] == rank["peak"] == max(step["peak"] for step in rank["steps"].values())
     assert sum(rank["steps"]["a step"]["kinds"].values()) == rank["steps"]["a step"]["peak"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "quickstart: 1 rank" in (tmp_path / "plan.html").read_text("utf-8")
     assert main([*arguments, "--memory", f"{document['needed'] - 1}B"]) == 1
     assert "does not fit" in capsys.readouterr().out
 
@@ -171,6 +173,7 @@ def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.Captur
         (["--world", "3", "--parallel.pp", "2"], "parallel.pp * parallel.ep = 2 * 1 = 2 does not divide the number of ranks, 3"),
         (["--imbalance", "0"], "--imbalance = 0.0 is not valid"),
         (["--out", "/nowhere/plan.png"], "cannot be written"),
+        (["--html", "/nowhere/plan.html"], "cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

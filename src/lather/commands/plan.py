@@ -16,6 +16,8 @@ from lather.errors import UserError, require
 from lather.memory import advice_report, plan_report
 from lather.memory.advice import advise, as_options
 from lather.memory.plan import plan
+from lather.memory.plan_page import write_page
+from lather.memory.plan_picture import draw
 from lather.memory.report import whole_file
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml
@@ -36,7 +38,9 @@ class PlanArguments:
     imbalance: float = 1.0
     """Rows of the busiest rank's experts, relative to an even load; above 1 for routers that are not balanced."""
     out: Path | None = None
-    """Picture to write, PNG: bytes over the operations of a step, by kind, for every pipeline rank."""
+    """Picture to write, PNG: peaks of all pipeline ranks, and their bytes over the operations of a step, by kind."""
+    html: Path | None = None
+    """Page to write, HTML without other files: the same for every step, to look into with the pointer."""
     json: Path | None = None
     """File to write every number to."""
     advice: Literal["auto", "always", "never"] = "auto"
@@ -61,15 +65,18 @@ class PlanArguments:
 def plan_command(arguments: list[str]) -> int:
     """Plan, write what is asked for, print the tables; returns 1 if the run does not fit in the memory that was given."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
-    for path in filter(None, (parsed.out, parsed.json, parsed.write)):
+    for path in filter(None, (parsed.out, parsed.html, parsed.json, parsed.write)):
         if not path.absolute().parent.is_dir() or path.is_dir():
             raise UserError(f"{path}: cannot be written: name a file in a folder that there is")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance, memory=memory)
     if parsed.json:
         plan_report.write(found, parsed.json)
+    title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
-        plan_report.draw(found, memory, f"{name}: {parsed.world} ranks", parsed.out)
+        draw(found, memory, title, parsed.out)
+    if parsed.html:
+        write_page(found, memory, title, config_to_toml(parsed.config), parsed.html)
     console = wide_console(150)
     plan_report.show(found, memory, console)
     fits = memory is None or found.needed <= memory

@@ -60,10 +60,6 @@ FIRST = "the first optimizer step"
 PASSES = "passes forward and backward"
 STEP = "a step"
 
-WALKED_MICRO_BATCHES = 3
-"""Per pipeline rank: with more of them a step has the same peak, as the schedule bounds the chunks alive at a time, but for their tokens
-and labels, which are there from the start."""
-
 
 @dataclass(frozen=True)
 class RankRun:
@@ -270,18 +266,16 @@ def run_rank(
     *,
     imbalance: float = 1.0,
     do: Collection[str] = (FIRST, STEP),
-    walked: int = WALKED_MICRO_BATCHES,
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
 
-    `do`: which of FIRST, PASSES and STEP are run after the model is built. `walked`: micro-batches, for each pipeline rank.
-    `layers`: of every stage; None: equally many.
+    `do`: which of FIRST, PASSES and STEP are run after the model is built. `layers`: of every stage; None: equally many.
     """
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
-    config = shortened(config, world_size, walked)
+    config = shortened(config, world_size)
     ledger, tally = Ledger(), WorkTally(number / config.num_micro_batches(data_size))
     bookkeeper = Bookkeeper(ledger, tally)
     load = Load(config, tokens_of_all // number, imbalance)
@@ -338,12 +332,13 @@ def data_ranks(config: Config, world_size: int) -> int:
     return config.parallel.data_ranks(world_size) * config.parallel.ep
 
 
-def shortened(config: Config, world_size: int, per_rank: int = WALKED_MICRO_BATCHES) -> Config:
-    """With as few micro-batches as have the same peak, `per_rank` for each pipeline rank, each as large as before."""
+def shortened(config: Config, world_size: int) -> Config:
+    """With as few micro-batches, each as large as before, as have the same peak but for their tokens and labels, which are there from the
+    start: a pipeline of P ranks has at most 2 P + 1 chunks alive at a time; one rank alone has gradients from the second on."""
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
-    few = min(number, per_rank * config.parallel.pp)
+    few = min(number, 2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2)
     train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
     return replace(config, train=train)
 

@@ -21,8 +21,6 @@ from lather.memory.workers import Assumed, Device, dry_run, worker_processes
 from lather.train.config import Config, MoEConfig, ParallelConfig
 from lather.train.optim_config import optim_config
 
-WALKED = 2
-"""Micro-batches per pipeline rank; with a third, of which a plan has one, some ranks need up to 4 % more, and runs take longer."""
 WORK = tuple(one.name for one in fields(Work))
 STATE = tuple(kind for kind in KINDS if kind.startswith("optimizer"))
 
@@ -165,7 +163,7 @@ def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _H
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
     try:
-        small, large = (dry_run(with_layers(config, size * stages), world_size, assumed, 0, do=(name,), walked=WALKED) for size in sizes)
+        small, large = (dry_run(with_layers(config, size * stages), world_size, assumed, 0, do=(name,)) for size in sizes)
     except (ConfigError, RuntimeError) as error:
         return str(error)
     layers = -(-config.model.num_hidden_layers // stages)

@@ -1,4 +1,4 @@
-"""Ways to show a memory plan: a table of every pipeline rank's peak by kind, JSON, and a picture of bytes over a step."""
+"""A memory plan as a table of every pipeline rank's peak by kind, and as JSON. (Pictures: `lather.memory.plan_picture`, `plan_page`.)"""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from lather.memory.dry_run import RankRun
-from lather.memory.ledger import KINDS, Timeline
+from lather.memory.ledger import Timeline
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
-from lather.memory.report import unit_of, whole_file, write_json
+from lather.memory.report import unit_of, write_json
 from lather.pipeline.partition import SLACK, Partition, uniform
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -29,15 +26,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "temporaries": ("temporaries",),
 }
 """Columns of the table, and the kinds that they add up."""
-
-COLORS = dict(
-    zip(
-        KINDS,
-        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "0.78"),
-        strict=True,
-    )
-)
-"""A color per kind, told apart with any color vision."""
 
 GIB = 2**30
 
@@ -70,9 +58,14 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
             highlight=False,
         )
     if memory is not None:
-        fits = plan.needed <= memory
-        verdict, rest = ("fits", "left") if fits else ("does not fit", "too much")
-        console.print(f"{verdict} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}", highlight=False)
+        console.print(verdict(plan, memory), highlight=False)
+
+
+def verdict(plan: MemoryPlan, memory: int) -> str:
+    """Whether the run fits in `memory` bytes, and how much is left."""
+    fits = plan.needed <= memory
+    word, rest = ("fits", "left") if fits else ("does not fit", "too much")
+    return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
 
 
 def dealt(partition: Partition, bubbles: tuple[float, float]) -> str:
@@ -116,42 +109,6 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         for name, timeline in run.steps.items()
     }
     return {"rank": run.rank, "pp_rank": run.pp_rank, "layers": [list(layers) for layers in run.layers], "peak": run.peak, "steps": steps}
-
-
-def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
-    """Bytes over the operations of the step with the largest peak, stacked by kind, a panel per pipeline rank. Raises UserError if `out`
-    cannot be written."""
-    figure = Figure(figsize=(11, 1.2 + 2.4 * len(plan.ranks)), layout="constrained")
-    panels = np.atleast_1d(np.array(figure.subplots(len(plan.ranks), 1, sharey=True)))
-    figure.suptitle(title, x=0.01, ha="left")
-    for panel, run in zip(panels, plan.ranks, strict=True):
-        _draw_rank(panel, run, memory, *unit_of(max(plan.largest.peak, memory or 0)))
-    names = [
-        kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
-    ]
-    handles = [panels[0].fill_between([], [], [], color=COLORS[kind], label=kind) for kind in names]
-    figure.legend(handles[::-1], names[::-1], loc="outside right upper", frameon=False, fontsize=9)
-    panels[-1].set_xlabel("operations of a step")
-    with whole_file(out, "--out") as aside:
-        figure.savefig(aside, dpi=110, format="png")
-
-
-def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
-    timeline = run.steps[run.peak_step]
-    times = np.arange(timeline.curves.shape[1])
-    panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
-    at, peak = timeline.peak_time, timeline.peak / scale
-    panel.plot([at], [peak], "v", color="black", markersize=5)
-    side = "right" if at > 0.6 * len(times) else "left"
-    panel.annotate(f" {peak:.2f} {unit} in {_when(timeline)} ", (at, peak), ha=side, va="bottom", fontsize=8)
-    if memory is not None:
-        panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
-    panel.set_title(f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left")
-    panel.set_ylabel(unit)
-    panel.set_xlim(0, len(times))
-    panel.set_xticks([])
-    panel.set_ylim(0, 1.15 * max(peak, 0 if memory is None else memory / scale))
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def layers_of(run: RankRun) -> str:

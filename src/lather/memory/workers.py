@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from lather.memory.dry_run import FIRST, STEP, WALKED_MICRO_BATCHES, RankRun, run_rank
+from lather.memory.dry_run import FIRST, STEP, RankRun, run_rank
 from lather.standin.device import module, standin
 from lather.train.config import Config
 
@@ -47,7 +47,6 @@ def dry_run(
     rank: int,
     *,
     do: Collection[str] = (FIRST, STEP),
-    walked: int = WALKED_MICRO_BATCHES,
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
     """`run_rank`, in a process that is for it alone."""
@@ -56,7 +55,7 @@ def dry_run(
     warnings.simplefilter("ignore")
     module.memory = assumed.memory or module.memory
     device = standin(assumed.device)
-    return run_rank(config, world_size, rank, device, imbalance=assumed.imbalance, do=do, walked=walked, layers=layers)
+    return run_rank(config, world_size, rank, device, imbalance=assumed.imbalance, do=do, layers=layers)
 
 
 def thinned_dry_run(
