@@ -1,0 +1,33 @@
+"""A run needs what its plan says: it is done with 5 % more beside the interpreter's own, and not with 5 % less."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from limited_run import NOT_ENOUGH, limited_config
+
+from lather.memory.plan import plan
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "PYTHONPATH": f"{HERE}:{HERE.parent}",
+    "MALLOC_MMAP_THRESHOLD_": "65536",  # larger blocks have pages of their own, and give them back
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_run_needs_what_its_plan_says() -> None:
+    needed = plan(limited_config(), 1, "cpu").needed
+    statuses = []
+    for share in (1.05, 0.95):
+        command = [sys.executable, str(HERE / "limited_run.py"), str(int(share * needed))]
+        done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=240, check=False)
+        assert "Error" not in done.stderr, done.stderr
+        statuses.append(done.returncode)
+    assert statuses == [0, NOT_ENOUGH]
