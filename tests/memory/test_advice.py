@@ -17,7 +17,10 @@ from lather.memory.advice import Advice, advise, as_options, changed
 from lather.memory.estimate import Bytes, Estimate, Estimator, with_layers
 from lather.memory.plan import plan
 from lather.memory.work import MICRO_BATCHES, REST, Work, sent_bytes
+from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
+from lather.pipeline.partition import Partition
+from lather.pipeline.replay import bubble_of_layers
 from lather.train.config import Config
 from lather.train.config_file import config_to_toml, load_config
 
@@ -148,15 +151,21 @@ def work_of(config: Config) -> Work:
     return Work(flops=1e15 * (1 + len(config.train.recompute)))
 
 
-def advised(memory: int, off: int = 0) -> Advice:
-    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates."""
+def advised(memory: int, off: int = 0, saved: int = 0) -> Advice:
+    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory."""
 
-    def planned(config: Config, world_size: int, *args: object, **kwargs: object) -> SimpleNamespace:
-        return SimpleNamespace(needed=size_of(config, world_size) + off)
+    def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
+        assert (partition is not None) == (config.parallel.partition == "memory")
+        return SimpleNamespace(needed=size_of(config, world_size) + off - (0 if partition is None else saved))
+
+    def dealt(config: Config, world_size: int, assumed: Assumed) -> Partition:
+        size = size_of(config, world_size)
+        return Partition((1, 2, 2, 3), (size - saved, 1.0), size)
 
     with (
         patch.object(advice_module, "Estimator", MadeUp),
         patch.object(advice_module, "plan", planned),
+        patch.object(advice_module, "memory_partition", dealt),
         patch.object(advice_module._Search, "has_room", lambda search, parts: True),
     ):
         return advise(deep_config("soap"), 2, memory, "cpu")
@@ -175,6 +184,17 @@ def test_less_is_kept_before_the_rule_changes() -> None:
     assert all(setting.config.train.recompute for setting, _ in found.settings)
     flops = [setting.work.flops for setting, _ in found.settings]
     assert flops == sorted(flops)
+
+
+def test_layers_are_dealt_by_memory_where_a_pipeline_nearly_fits() -> None:
+    """100 bytes for a pipeline, 95 without; 91 are there."""
+    found = advised(91, saved=10)
+    (dealt,) = [setting for setting, _ in found.settings if setting.partition is not None]
+    assert dealt.changes == {"parallel.pp": 2, "parallel.partition": "memory"}
+    assert dealt.estimate.needed == pytest.approx(90)
+    assert dealt.bubble == bubble_of_layers((1, 2, 2, 3), 16)
+    assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
+    assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # 20 % less is too much to hope for
 
 
 def test_then_the_state_and_at_last_the_rule() -> None:

@@ -1,8 +1,8 @@
 """Which settings let a run fit into its devices, and what each costs.
 
-Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; with less kept of activations; with a
-lighter state of the optimizer; with a lighter rule. The search stops after the first step that leaves enough that fit. Sizes are estimated
-(`lather.memory.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
+Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; layers dealt by memory; with less kept of
+activations; with a lighter state of the optimizer; with a lighter rule. The search stops after the first step that leaves enough that fit.
+Sizes are estimated (`lather.memory.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
 
 The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
 """
@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lather.errors import ConfigError
-from lather.memory.estimate import Estimate, Estimator
-from lather.memory.plan import MemoryPlan, plan
+from lather.memory.dry_run import data_ranks
+from lather.memory.estimate import Bytes, Estimate, Estimator
+from lather.memory.plan import MemoryPlan, allowance_for, plan
+from lather.memory.stage_bytes import memory_partition
 from lather.memory.work import Work
+from lather.memory.workers import Assumed, Device
 from lather.models.families import build_model
 from lather.optim.options import options_of
-from lather.pipeline.partition import uniform
+from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
 from lather.train.config import Config, num_routed_experts
 from lather.train.optim_config import RuleOptimConfig, optim_config
@@ -38,6 +41,10 @@ ENOUGH = 3
 """Settings that are advised."""
 MOST_PLANS = 6
 """Settings that are planned in full."""
+MOST_DEALT = 2
+"""Settings whose layers are dealt by memory, each of which takes dry runs of its own."""
+DEALING_SAVES = 0.15
+"""What dealing layers by memory can save of the largest rank's bytes, as a share; 0.13 was the most where it was tried."""
 LARGEST_WORLD = 64
 """How many times as many ranks are tried where nothing fits."""
 
@@ -63,7 +70,9 @@ class Setting:
     config: Config
     estimate: Estimate
     bubble: float
-    """Share of the step in which a pipeline rank waits, if a stage's backward takes twice as long as its forward."""
+    """Share of the step in which a pipeline rank waits, if a layer's backward takes twice as long as its forward."""
+    partition: Partition | None = None
+    """Where layers are dealt by memory."""
 
     @property
     def work(self) -> Work:
@@ -95,7 +104,7 @@ def advise(
     config: Config,
     world_size: int,
     memory: int,
-    device: Literal["gpu", "cpu"] = "gpu",
+    device: Device = "gpu",
     *,
     imbalance: float = 1.0,
     machine: int = 8,
@@ -111,7 +120,8 @@ def advise(
     Raises ConfigError if no mesh of so many ranks can run the batch, or none can be estimated.
     """
     with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
-        search = _Search(config, world_size, memory, machine, estimator, say)
+        assumed = Assumed(device, imbalance, memory)
+        search = _Search(config, world_size, assumed, memory, machine, estimator, say)
         search.run()
         lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         best = sorted(search.fitting(), key=lambda setting: setting.seconds)
@@ -120,7 +130,7 @@ def advise(
         chosen: list[tuple[Setting, MemoryPlan]] = []
         for setting in best:
             say(f"planning {as_options(setting.changes) or 'as it is'}")
-            found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory)
+            found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=setting.partition)
             if found.needed <= memory:
                 chosen.append((setting, found))
             if len(chosen) == ENOUGH:
@@ -133,9 +143,16 @@ class _Search:
     """See the head of this file."""
 
     def __init__(
-        self, config: Config, world_size: int, memory: int, machine: int, estimator: Estimator, say: Callable[[str], None]
+        self,
+        config: Config,
+        world_size: int,
+        assumed: Assumed,
+        memory: int,
+        machine: int,
+        estimator: Estimator,
+        say: Callable[[str], None],
     ) -> None:
-        self.config, self.world_size, self.memory, self.machine = config, world_size, memory, machine
+        self.config, self.world_size, self.assumed, self.memory, self.machine = config, world_size, assumed, memory, machine
         self.estimator, self.say = estimator, say
         self.tried: list[Setting] = []
 
@@ -148,6 +165,8 @@ class _Search:
         self.try_all("meshes", meshes)
         if not self.tried:
             raise ConfigError(f"no setting could be estimated: {self.estimator.failures[0]}")
+        if not self.is_enough():
+            self.deal_by_memory()
         for name, lighter in (
             ("what activations are kept", [{}]),
             ("a lighter state", self.lighter_states()),
@@ -155,6 +174,24 @@ class _Search:
         ):
             if not self.is_enough() and lighter:
                 self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
+
+    def deal_by_memory(self) -> None:
+        """Of the pipelines that nearly fit, the fastest with their layers dealt so that the largest rank is smallest."""
+        near = [
+            setting
+            for setting in self.tried
+            if setting.config.parallel.pp > 1
+            and setting.config.parallel.partition == "uniform"
+            and self.memory < setting.estimate.needed <= self.memory / (1 - DEALING_SAVES)
+        ]
+        for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_DEALT]:
+            changes: Changes = {**setting.changes, "parallel.partition": "memory"}
+            config = changed(self.config, changes)
+            assert config is not None
+            self.say(f"dealing layers by memory: {as_options(setting.changes) or 'as it is'}")
+            partition = memory_partition(config.resolved(), self.world_size, self.assumed)
+            if partition is not None and partition.largest < partition.uniform_largest:
+                self.tried.append(_dealt(setting, changes, config, partition, self.world_size, self.assumed.device))
 
     def is_enough(self) -> bool:
         return len(self.fitting()) >= ENOUGH
@@ -234,6 +271,15 @@ class _Search:
         return None
 
 
+def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
+    """The setting with its layers dealt like this: its estimate smaller by as much as the largest rank is."""
+    factor = partition.largest / partition.uniform_largest
+    peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
+    estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
+    bubble = bubble_of_layers(partition.layers, config.num_micro_batches(data_ranks(config, world_size)))
+    return Setting(changes, config, estimate, bubble, partition)
+
+
 def changed(config: Config, changes: Changes) -> Config | None:
     """The configuration with other values, not resolved; None if they do not go together. With another rule, the options of the rule and
     the rates are that one's own."""
@@ -262,12 +308,12 @@ def bubble_of(config: Config, world_size: int) -> float:
     if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
         return 0.0
     layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
-    return bubble_of_layers(layers, config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep))
+    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)))
 
 
 def _divides(config: Config, world_size: int) -> bool:
     try:
-        config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)
+        config.num_micro_batches(data_ranks(config, world_size))
     except ConfigError:
         return False
     return True
