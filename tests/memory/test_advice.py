@@ -12,6 +12,7 @@ import torch
 from planned_configs import config_of
 
 from lather.cli import main
+from lather.errors import ConfigError
 from lather.memory import advice as advice_module
 from lather.memory.advice import Advice, advise, as_options, changed
 from lather.memory.estimate import Bytes, Estimate, Estimator, with_layers
@@ -159,6 +160,8 @@ def advised(memory: int, off: int = 0, saved: int = 0) -> Advice:
         return SimpleNamespace(needed=size_of(config, world_size) + off - (0 if partition is None else saved))
 
     def dealt(config: Config, world_size: int, assumed: Assumed) -> Partition:
+        if saved < 0:
+            raise ConfigError("cannot be dealt")
         size = size_of(config, world_size)
         return Partition((1, 2, 2, 3), (size - saved, 1.0), size)
 
@@ -195,6 +198,10 @@ def test_layers_are_dealt_by_memory_where_a_pipeline_nearly_fits() -> None:
     assert dealt.bubble == bubble_of_layers((1, 2, 2, 3), 16)
     assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
     assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # 20 % less is too much to hope for
+
+
+def test_a_search_goes_on_where_layers_cannot_be_dealt() -> None:
+    assert advised(91, saved=-1).settings
 
 
 def test_then_the_state_and_at_last_the_rule() -> None:

@@ -204,3 +204,24 @@ def test_the_table_of_qwen3_30b_is_that_of_its_plans() -> None:
         assert f"{document['needed'] / 2**30:.2f}" == needs
         assert (document["needed"] <= parse_size(size + unit, "memory")) == (fits == "yes")
         assert document["world_size"] == int(number)
+
+
+def test_the_table_of_layers_dealt_by_memory_is_that_of_its_plans() -> None:
+    root = Path(__file__).parents[2]
+    lines = [line for line in (root / "docs/memory.md").read_text().splitlines() if line.startswith("| pp ")]
+    assert len(lines) == 2
+    for line in lines:
+        mesh, layers, even, by_memory, expected, bubble = (cell.strip() for cell in line.strip("|").split("|"))
+        name = f"qwen3-30b-a3b-16-{mesh.replace(', ', '-').replace(' ', '')}-soap_muon"
+        uniform, dealt = (json.loads((root / f"benchmarks/results/plans/{name}{end}.json").read_text()) for end in ("", "-by-memory"))
+        found = dealt["dealt"]
+        assert [int(count) for count in layers.split()] == found["layers"]
+        peaks = [max(rank["peak"] for rank in document["ranks"]) for document in (uniform, dealt)]
+        assert [even, by_memory, expected] == [f"{size / 2**30:.2f}" for size in (*peaks, found["expected"])]
+        assert bubble == f"{100 * found['bubble_uniform']:.1f} % -> {100 * found['bubble']:.1f} %"
+
+
+def test_deepseek_v2_needs_what_its_plan_says() -> None:
+    root = Path(__file__).parents[2]
+    needed = json.loads((root / "benchmarks/results/plans/deepseek-v2-512-pp8-ep8-soap_muon.json").read_text())["needed"]
+    assert f"pp 8, ep 8: {needed / 2**30:.2f} GiB" in (root / "docs/memory.md").read_text()

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 
 from lather.errors import UserError
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import KINDS, Mark, Timeline
 from lather.memory.plan import MemoryPlan
 from lather.memory.plan_page import page_data, write_page
-from lather.memory.plan_picture import Doing, doings, draw, kinds_of
+from lather.memory.plan_picture import Doing, doings, draw, figure_of, kinds_of
 from lather.pipeline import picture
 from lather.pipeline.partition import Partition
 from lather.pipeline.schedule import Kind
@@ -39,7 +40,7 @@ STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP
 def plan() -> MemoryPlan:
     steps = {"building the model": timeline([1, 1], {0: "building the model"}), "a step": STEP}
     ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, 6, {}, {}) for rank in (0, 1))
-    return MemoryPlan(2, "cpu", 1.0, ranks, Partition((1, 2, 3, 4), (19.0 * MIB, 19.0 * MIB), 20.0 * MIB), (0.2, 0.1))
+    return MemoryPlan(2, "cpu", 1.0, ranks, Partition((1, 2, 3, 4), (19.0 * MIB, 19.0 * MIB), 20.0 * MIB), 8)
 
 
 def test_the_strip_has_actions_and_phases_from_start_to_end() -> None:
@@ -92,7 +93,24 @@ def test_the_page_is_one_file_whatever_the_names(plan: MemoryPlan, tmp_path: Pat
     assert json.loads(block) == json.loads(json.dumps(page_data(plan, None)))
 
 
-def test_the_picture_has_a_bar_and_a_panel_for_each_rank(plan: MemoryPlan, tmp_path: Path) -> None:
+def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
+    bars, *panels = figure_of(plan, 15 * MIB, "a run").axes
+    assert len(panels) == len(plan.ranks)
+    ends = dict.fromkeys(range(len(plan.ranks)), 0.0)
+    for bar in (patch for patch in bars.patches if isinstance(patch, Rectangle)):
+        lane = round(bar.get_y() + bar.get_height() / 2)
+        assert bar.get_x() == pytest.approx(ends[lane])
+        ends[lane] += bar.get_width()
+    assert ends == {0: 19.0, 1: 19.0}
+    for panel in panels:
+        *curves, strip = panel.collections
+        assert max(path.vertices[:, 1].max() for curve in curves for path in curve.get_paths()) == 19.0
+        assert [path.vertices[:, 0].min() for path in strip.get_paths()] == [1.0, 2.0, 2.0, 4.0]  # an overlapped pair has two boxes
+        assert panel.lines[-1].get_ydata()[0] == 15.0  # the device's memory
+        assert any("19.00 MiB in (0F2;3B0)OVERLAP_F_B" in text.get_text() for text in panel.texts)
+
+
+def test_the_picture_grows_with_the_ranks(plan: MemoryPlan, tmp_path: Path) -> None:
     one = MemoryPlan(2, "cpu", 1.0, plan.ranks[:1])
     sizes = []
     for number, found in enumerate((one, plan)):

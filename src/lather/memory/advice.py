@@ -44,7 +44,7 @@ MOST_PLANS = 6
 MOST_DEALT = 2
 """Settings whose layers are dealt by memory, each of which takes dry runs of its own."""
 DEALING_SAVES = 0.15
-"""What dealing layers by memory can save of the largest rank's bytes, as a share; 0.13 was the most where it was tried."""
+"""Share of the largest rank's bytes that dealing layers by memory may save; 0.13 was the most where it was tried."""
 LARGEST_WORLD = 64
 """How many times as many ranks are tried where nothing fits."""
 
@@ -121,7 +121,7 @@ def advise(
     """
     with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
         assumed = Assumed(device, imbalance, memory)
-        search = _Search(config, world_size, assumed, memory, machine, estimator, say)
+        search = _Search(config, world_size, memory, assumed, machine, estimator, say)
         search.run()
         lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         best = sorted(search.fitting(), key=lambda setting: setting.seconds)
@@ -146,8 +146,8 @@ class _Search:
         self,
         config: Config,
         world_size: int,
-        assumed: Assumed,
         memory: int,
+        assumed: Assumed,
         machine: int,
         estimator: Estimator,
         say: Callable[[str], None],
@@ -176,7 +176,7 @@ class _Search:
                 self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
 
     def deal_by_memory(self) -> None:
-        """Of the pipelines that nearly fit, the fastest with their layers dealt so that the largest rank is smallest."""
+        """Try the fastest of the pipelines that nearly fit once more, with their layers dealt so that the largest rank is smallest."""
         near = [
             setting
             for setting in self.tried
@@ -189,7 +189,11 @@ class _Search:
             config = changed(self.config, changes)
             assert config is not None
             self.say(f"dealing layers by memory: {as_options(setting.changes) or 'as it is'}")
-            partition = memory_partition(config.resolved(), self.world_size, self.assumed)
+            try:
+                partition = memory_partition(config.resolved(), self.world_size, self.assumed)
+            except (ConfigError, RuntimeError) as error:  # too few layers of a kind, or an operation that refuses these sizes
+                self.say(f"not dealt: {error}")
+                continue
             if partition is not None and partition.largest < partition.uniform_largest:
                 self.tried.append(_dealt(setting, changes, config, partition, self.world_size, self.assumed.device))
 

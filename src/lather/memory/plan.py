@@ -16,7 +16,7 @@ from functools import partial
 from lather.memory.dry_run import RankRun, data_ranks
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.workers import Assumed, Device, thinned_dry_run, worker_processes
-from lather.pipeline.partition import Partition, uniform
+from lather.pipeline.partition import Partition
 from lather.pipeline.replay import bubble_of_layers
 from lather.train.config import Config, check_parallel
 
@@ -37,9 +37,8 @@ class MemoryPlan:
     """The one with the largest peak of each pipeline position."""
     partition: Partition | None = None
     """Where the layers were dealt by memory."""
-    bubbles: tuple[float, float] = (0.0, 0.0)
-    """With a partition: the share of the step in which a pipeline rank waits, if all layers take equally long, and the same with equally
-    many layers on all stages."""
+    num_micro_batches: int = 1
+    """Those of a data rank in a step."""
 
     @property
     def largest(self) -> RankRun:
@@ -54,6 +53,12 @@ class MemoryPlan:
     def needed(self) -> int:
         """Bytes of the device that the largest rank needs."""
         return self.largest.peak + self.allowance
+
+    def bubbles(self, partition: Partition) -> tuple[float, float]:
+        """The share of a step in which a pipeline rank waits, if all layers take equally long: with these layers on the stages, and with
+        equally many."""
+        bubble, uniform_bubble = (bubble_of_layers(one, self.num_micro_batches) for one in (partition.layers, partition.uniform_layers))
+        return bubble, uniform_bubble
 
 
 def plan(
@@ -87,13 +92,8 @@ def plan(
         runs = list(pool.map(run, firsts))
         runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
-    bubbles = (0.0, 0.0) if partition is None else _bubbles(config, world_size, partition)
-    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, bubbles)
-
-
-def _bubbles(config: Config, world_size: int, partition: Partition) -> tuple[float, float]:
     number = config.num_micro_batches(data_ranks(config, world_size))
-    return bubble_of_layers(partition.layers, number), bubble_of_layers(uniform(sum(partition.layers), len(partition.layers)), number)
+    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, number)
 
 
 def _others(runs: list[RankRun]) -> Iterator[int]:

@@ -14,13 +14,13 @@ from matplotlib.colors import to_hex
 
 from lather import __version__
 from lather.memory.ledger import KINDS, Timeline
-from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
+from lather.memory.plan import MemoryPlan
 from lather.memory.plan_picture import COLORS, doings, kinds_of
-from lather.memory.plan_report import dealt, layers_of, verdict
+from lather.memory.plan_report import dealt, layers_of, needs, verdict
 from lather.memory.report import unit_of, whole_file
 
 POINTS = 700
-"""Of each curve; more are not told apart on a screen."""
+"""Points kept of each curve; more are not told apart on a screen."""
 
 
 def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path) -> None:
@@ -39,14 +39,13 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
     kinds = kinds_of(plan)
     notes = [verdict(plan, memory)] if memory is not None else []
     if plan.partition is not None:
-        notes.append(dealt(plan.partition, plan.bubbles))
+        notes.append(dealt(plan, plan.partition))
     if plan.device == "gpu":
-        notes.append(f"Allowance beside a GPU's peak: {CONTEXT_BYTES / 2**30:.1f} GiB and {FRAGMENTATION:.0%}, assumed, not measured.")
+        notes.append(needs(plan))
     return {
         "unit": unit,
         "scale": scale,
         "memory": memory,
-        "needed": plan.needed,
         "fits": memory is None or plan.needed <= memory,
         "notes": notes,
         "kinds": [{"name": kind, "color": to_hex(COLORS[kind])} for kind in kinds],

@@ -38,7 +38,7 @@ STRIP = 0.07
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does from one point of a timeline to another."""
+    """An action or phase of a rank, from one point of a timeline to another."""
 
     start: int
     stop: int
@@ -78,6 +78,12 @@ def _action(name: str) -> Action | None:
 
 def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
     """Write a PNG of the plan; `memory`: bytes of a device, a dashed line. Raises UserError if `out` cannot be written."""
+    with whole_file(out, "--out") as aside:
+        figure_of(plan, memory, title).savefig(aside, dpi=110, format="png")
+
+
+def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
+    """The picture: a panel of bars, and one for each pipeline rank."""
     ranks = len(plan.ranks)
     bars = 0.5 + 0.32 * ranks
     figure = Figure(figsize=(11, 1.4 + bars + 2.6 * ranks), layout="constrained")
@@ -92,8 +98,7 @@ def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
     strip = "strip: forward blue, backward green, for weights alone orange, darker on the rank's second stage; optimizer violet"
     axes[-1].set_xlabel(f"operations of a step ({strip})", fontsize=9)
-    with whole_file(out, "--out") as aside:
-        figure.savefig(aside, dpi=110, format="png")
+    return figure
 
 
 def kinds_of(plan: MemoryPlan) -> list[str]:
@@ -144,7 +149,7 @@ def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: 
 
 
 def _draw_strip(panel: Axes, timeline: Timeline, bottom: float) -> None:
-    """What the rank does, from `bottom` to 0."""
+    """Draw what the rank does, from `bottom` to 0."""
     corners, colors = [], []
     for doing in doings(timeline):
         height = bottom / len(doing.colors)

@@ -14,7 +14,7 @@ from lather.memory.dry_run import RankRun
 from lather.memory.ledger import Timeline
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.memory.report import unit_of, write_json
-from lather.pipeline.partition import SLACK, Partition, uniform
+from lather.pipeline.partition import SLACK, Partition
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
@@ -50,15 +50,19 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
     if plan.partition is not None:
-        console.print(dealt(plan.partition, plan.bubbles), highlight=False)
+        console.print(dealt(plan, plan.partition), highlight=False)
     if plan.device == "gpu":
-        console.print(
-            f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
-            f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)",
-            highlight=False,
-        )
+        console.print(needs(plan), highlight=False)
     if memory is not None:
         console.print(verdict(plan, memory), highlight=False)
+
+
+def needs(plan: MemoryPlan) -> str:
+    """The bytes of a GPU, and what they are made of."""
+    return (
+        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
+        f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
+    )
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
@@ -68,15 +72,16 @@ def verdict(plan: MemoryPlan, memory: int) -> str:
     return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
 
 
-def dealt(partition: Partition, bubbles: tuple[float, float]) -> str:
+def dealt(plan: MemoryPlan, partition: Partition) -> str:
     """A line on layers that were dealt by memory."""
     unit, scale = unit_of(partition.uniform_largest)
     counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
-    if partition.layers == uniform(sum(partition.layers), len(partition.layers)):
+    if partition.layers == partition.uniform_layers:
         return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
+    bubble, uniform_bubble = plan.bubbles(partition)
     return (
         f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
-        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%} if all layers take equally long"
+        f"bubble {bubble:.1%} instead of {uniform_bubble:.1%} if all layers take equally long"
     )
 
 
@@ -93,9 +98,15 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "imbalance": plan.imbalance,
         "needed": plan.needed,
         "allowance": plan.allowance,
-        "layers_by_stage": None if plan.partition is None else plan.partition.layers,
+        "dealt": None if plan.partition is None else _partition_json(plan, plan.partition),
         "ranks": [_rank_json(run) for run in plan.ranks],
     }
+
+
+def _partition_json(plan: MemoryPlan, partition: Partition) -> dict[str, Any]:
+    bubble, uniform_bubble = plan.bubbles(partition)
+    expected = {"expected": partition.largest, "expected_uniform": partition.uniform_largest}
+    return {"layers": partition.layers, **expected, "bubble": bubble, "bubble_uniform": uniform_bubble}
 
 
 def _rank_json(run: RankRun) -> dict[str, Any]:

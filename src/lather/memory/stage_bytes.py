@@ -49,9 +49,9 @@ class _Sample:
     """A dry run with few layers."""
 
     position: int
-    """Of the pipeline rank."""
+    """The pipeline rank's, from 0."""
     layers: tuple[tuple[int, ...], ...]
-    """Of every stage; the others' are left out."""
+    """The layers of every stage; stages of other ranks have none."""
     added: tuple[int, int] | None = None
     """The kind of layer that this run has more than the first, and in which of the rank's two stages; None: this is the first."""
 

@@ -19,7 +19,7 @@ from lather.train.config import Config
 Device = Literal["gpu", "cpu"]
 
 POINTS = 1500
-"""Of each curve that is kept."""
+"""Points kept of each curve."""
 
 
 def worker_processes() -> ProcessPoolExecutor:
@@ -31,7 +31,7 @@ def worker_processes() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a dry run is told of the devices and of the experts' load."""
+    """Assumptions of a dry run: the devices and the experts' load."""
 
     device: Device = "gpu"
     imbalance: float = 1.0

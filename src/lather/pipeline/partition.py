@@ -65,6 +65,11 @@ class Partition:
         return stages_of(self.layers)
 
     @property
+    def uniform_layers(self) -> tuple[int, ...]:
+        """Equally many layers on as many stages."""
+        return uniform(sum(self.layers), len(self.layers))
+
+    @property
     def largest(self) -> float:
         return max(self.rank_peaks)
 
@@ -96,16 +101,16 @@ def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
     num_layers = ranks[0].first.shape[1]
     even = uniform(num_layers, 2 * len(ranks))
     least, _ = _search(ranks, lambda peaks, sizes: peaks, np.maximum)
-    limit = max(least * (1 + SLACK), least)
+    limit = least * (1 + SLACK)
+    uniform_largest = max(_peaks(ranks, even))
+    if uniform_largest <= limit:
+        return Partition(even, _peaks(ranks, even), uniform_largest)
 
     def squares(peaks: Array, sizes: Array) -> Array:
         return np.where(peaks <= limit, sizes, np.inf)
 
-    evenness, layers = _search(ranks, squares, np.add)
-    even_peaks = _peaks(ranks, even)
-    if max(even_peaks) <= limit and sum(size**2 for size in even) <= evenness:
-        layers = even
-    return Partition(layers, _peaks(ranks, layers), max(even_peaks))
+    _, layers = _search(ranks, squares, np.add)
+    return Partition(layers, _peaks(ranks, layers), uniform_largest)
 
 
 def _peaks(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> tuple[float, ...]:
