@@ -1,6 +1,7 @@
 """`lather plan`: each kind of bytes from first principles, what is refused, and what it shows. (Against real ranks: tests/distributed.)"""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from lather.memory.dry_run import BUILDING, FIRST, Load, shortened
 from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
 from lather.models.families import FAMILIES, build_model
+from lather.train.config import CheckpointConfig
 
 OUTER = ("embed_tokens", "lm_head")
 
@@ -47,12 +49,29 @@ def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
 
 def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
     run = planned.largest
-    assert set(run.steps) == {BUILDING, FIRST, "a step"}
+    assert set(run.steps) == {BUILDING, FIRST, "a checkpoint", "a step"}
     timeline = run.steps["a step"]
     assert timeline.peak == run.peak == int(timeline.total.max())
     assert sum(timeline.at(timeline.peak_time).values()) == run.peak
     assert sum(timeline.segments_at(timeline.peak_time).values()) == timeline.at(timeline.peak_time)["activations"]
     assert planned.needed == run.peak + planned.allowance > run.peak
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size: int) -> None:
+    """Two moments and the weights of each element, factors and bases, a step counter per parameter, and the state of the generator."""
+    config = config_of("soap", parallel={"ep": world_size // 2 or 1})
+    at_once, copied = (
+        plan(replace(config, checkpoint=CheckpointConfig(asynchronous=flag)), world_size, "cpu").largest for flag in (False, True)
+    )
+    assert at_once.checkpoint_bytes == copied.checkpoint_bytes
+    for step in ("a checkpoint", "a step"):
+        assert copied.steps[step].peak == at_once.steps[step].peak + copied.checkpoint_bytes
+    before = at_once.steps["a checkpoint"].at(-1)
+    assert at_once.steps["a checkpoint"].peak <= sum(before.values()) + 5120  # views: nothing is gathered for it
+    stays = [size for kind, size in before.items() if kind == "parameters" or kind.startswith("optimizer")]
+    extra = copied.checkpoint_bytes - sum(stays)
+    assert 0 <= extra - torch.get_rng_state().nbytes < 1024
 
 
 def test_sharding_divides_parameters_gradients_and_state() -> None:

@@ -10,7 +10,7 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.data.batches import Batch
+from lather.device import is_gpu
 from lather.memory.ledger import Ledger, Timeline
 from lather.memory.work import Work, WorkTally
 from lather.optim import MatrixOptimizer
@@ -34,6 +35,8 @@ from lather.torch_private import start_fake_process_group
 from lather.train.config import Config, num_routed_experts
 from lather.train.engine import Engine, build_engine
 from lather.train.optimizer import build_optimizer
+from lather.train.saver import Staging
+from lather.train.state import TrainingState
 from lather.train.step import TrainStep
 
 SETTLES = {
@@ -58,6 +61,7 @@ DOCUMENTS = 4
 BUILDING = "building the model"
 FIRST = "the first optimizer step"
 PASSES = "passes forward and backward"
+SAVE = "a checkpoint"
 STEP = "a step"
 
 
@@ -70,13 +74,16 @@ class RankRun:
     layers: tuple[Sequence[int], ...]
     """Layers of each of its stages."""
     steps: Mapping[str, Timeline]
-    """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; then
-    whole steps, of which each refreshes all bases."""
+    """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; a
+    checkpoint; then whole steps, of which each refreshes all bases."""
     num_operations: int
     work: Mapping[str, Work]
     """The work of a step of the run, all its micro-batches, by how often it comes (`WorkTally`)."""
     state_bytes: Mapping[int, int]
     """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
+    checkpoint_bytes: int = 0
+    """Bytes of weights, optimizer state and random state that the rank has for a checkpoint. Of those that several ranks have, one rank
+    writes each. An asynchronous checkpoint has a copy of them, which is in the plan of a CPU, and in the host's memory beside a GPU's."""
 
     @property
     def peak(self) -> int:
@@ -265,12 +272,12 @@ def run_rank(
     device: torch.device,
     *,
     imbalance: float = 1.0,
-    do: Collection[str] = (FIRST, STEP),
+    do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
     """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
 
-    `do`: which of FIRST, PASSES and STEP are run after the model is built. `layers`: of every stage; None: equally many.
+    `do`: which of FIRST, SAVE, PASSES and STEP are run after the model is built. `layers`: of every stage; None: equally many.
     """
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
@@ -303,6 +310,9 @@ def run_rank(
             record(FIRST, lambda: step_without_passes(engine, optimizer))
             if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
                 record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
+        checkpoints = Checkpoints(engine, optimizer, copied=config.checkpoint.asynchronous and not is_gpu(device))
+        if SAVE in do:
+            record(SAVE, lambda: ledger.label("checkpoint copies", checkpoints.save()))
         if PASSES in do:
             record(PASSES, lambda: engine.launch_gradients(batch))
         if STEP in do:
@@ -312,7 +322,28 @@ def run_rank(
                 record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned)
+        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned, checkpoints.num_bytes)
+
+
+class Checkpoints:
+    """A rank's checkpoints, which nobody writes."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, copied: bool) -> None:
+        """`copied`: to the stand-in device, which is a CPU then; the copies stay to the end of the run."""
+        self.engine, self.optimizer, self.copied = engine, optimizer, copied
+        self.num_bytes = 0
+        self._staging = Staging(torch.device("cpu"))
+
+    def save(self) -> Iterable[Tensor]:
+        """Collect what the rank has to write; returns the copies."""
+        state = TrainingState.of_engine(self.engine, self.optimizer)
+        pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
+        written = {piece.index: piece.value for piece in pieces if piece.counts}
+        self.num_bytes = sum(x.nbytes for x in written.values())
+        if not self.copied:
+            return ()
+        with self.engine.mesh.device:
+            return self._staging.copy(written).values()
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:

@@ -30,6 +30,7 @@ KINDS = (
     "rounded weights",
     "activations",
     "communication",
+    "checkpoint copies",
     "temporaries",
 )
 """Purposes of bytes; activations have a segment, too."""

@@ -39,6 +39,8 @@ class MemoryPlan:
     """Where the layers were dealt by memory."""
     num_micro_batches: int = 1
     """Those of a data rank in a step."""
+    asynchronous: bool = False
+    """Whether checkpoints are written while training goes on, from copies."""
 
     @property
     def largest(self) -> RankRun:
@@ -93,7 +95,7 @@ def plan(
         runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
     number = config.num_micro_batches(data_ranks(config, world_size))
-    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, number)
+    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, number, config.checkpoint.asynchronous)
 
 
 def _others(runs: list[RankRun]) -> Iterator[int]:

@@ -25,7 +25,7 @@ from lather.pipeline.schedule import COMPUTE, Action
 COLORS = dict(
     zip(
         KINDS,
-        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "0.78"),
+        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "#88aa99", "0.78"),
         strict=True,
     )
 )

@@ -23,7 +23,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "gathered": ("gathered parameters", "rounded weights"),
     "activations": ("activations",),
     "travelling": ("communication",),
-    "temporaries": ("temporaries",),
+    "temporaries": ("temporaries", "checkpoint copies"),
 }
 """Columns of the table, and the kinds that they add up."""
 
@@ -51,6 +51,7 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
     if plan.partition is not None:
         console.print(dealt(plan, plan.partition), highlight=False)
+    console.print(checkpoint(plan), highlight=False)
     if plan.device == "gpu":
         console.print(needs(plan), highlight=False)
     if memory is not None:
@@ -63,6 +64,16 @@ def needs(plan: MemoryPlan) -> str:
         f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
         f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
     )
+
+
+def checkpoint(plan: MemoryPlan) -> str:
+    """The bytes that a rank writes into a checkpoint, and the memory that copies of them take."""
+    most = max(plan.ranks, key=lambda run: run.checkpoint_bytes)
+    unit, scale = unit_of(most.checkpoint_bytes)
+    text = f"a checkpoint takes {_in(most.checkpoint_bytes, scale)} {unit} of rank {most.rank}, at most"
+    if not plan.asynchronous:
+        return f"{text}, and no memory beside it"
+    return f"{text}, and as much {'of its memory' if plan.device == 'cpu' else 'memory of the host'} while training goes on"
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
@@ -119,7 +130,14 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         }
         for name, timeline in run.steps.items()
     }
-    return {"rank": run.rank, "pp_rank": run.pp_rank, "layers": [list(layers) for layers in run.layers], "peak": run.peak, "steps": steps}
+    return {
+        "rank": run.rank,
+        "pp_rank": run.pp_rank,
+        "layers": [list(layers) for layers in run.layers],
+        "peak": run.peak,
+        "checkpoint": run.checkpoint_bytes,
+        "steps": steps,
+    }
 
 
 def layers_of(run: RankRun) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from lather.memory.dry_run import FIRST, STEP, RankRun, run_rank
+from lather.memory.dry_run import FIRST, SAVE, STEP, RankRun, run_rank
 from lather.standin.device import module, standin
 from lather.train.config import Config
 
@@ -46,7 +46,7 @@ def dry_run(
     assumed: Assumed,
     rank: int,
     *,
-    do: Collection[str] = (FIRST, STEP),
+    do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
     """`run_rank`, in a process that is for it alone."""

@@ -112,6 +112,9 @@ class StandIn:
 
     def reset_peak_memory_stats(self, device: object = None) -> None: ...
 
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # as many bytes as CUDA's
+
     def manual_seed_all(self, seed: int) -> None: ...
 
     def max_memory_allocated(self, device: object = None) -> int:
