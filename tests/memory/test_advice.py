@@ -122,7 +122,7 @@ def test_options_that_need_memory(option: list[str], tmp_path: Path, capsys: pyt
 
 # --- the search with made-up sizes -----------------------------------------------------------------------------------------------------
 
-STATES = {"soap": 60, "soap_muon": 60, "muon": 20}
+STATES = {"soap": 60, "stacked_soap": 60, "soap_muon": 60, "muon": 20}
 
 
 class MadeUp:
@@ -209,6 +209,20 @@ def test_then_the_state_and_at_last_the_rule() -> None:
     assert {setting.config.optim.name for setting, _ in sided.settings} == {"soap"}
     assert all(setting.changes["optim.sides"] == "smaller" for setting, _ in sided.settings)
     assert {setting.config.optim.name for setting, _ in advised(30).settings} == {"muon"}
+
+
+def test_owners_share_a_state_where_parameters_are_sharded_and_a_rank_may_have_all_experts() -> None:
+    def lighter(**parallel: int) -> tuple[set[str], set[str]]:
+        config = deep_config("soap", **parallel)
+        search = advice_module._Search(config, 2, 100, Assumed("cpu", 1.0, None), 8, MadeUp(), print)  # type: ignore[arg-type]
+        states, rules = search.lighter_states(), search.lighter_rules()
+        return {name for one in states for name in one}, {one["optim.name"] for one in rules}
+
+    states = {"optim.sides", "optim.state_dtype"}
+    assert lighter() == (states | {"optim.ownership"}, {"stacked_soap", "soap_muon", "muon"})
+    assert lighter(pp=2) == (states, {"stacked_soap", "soap_muon", "muon"})
+    assert lighter(replicas=2)[0] == states
+    assert lighter(ep=2)[1] == {"soap_muon", "muon"}
 
 
 def test_what_a_whole_plan_refuses_is_not_advised() -> None:

@@ -2,6 +2,7 @@
 
 Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; layers dealt by memory; with less kept of
 activations; with a lighter state of the optimizer; with a lighter rule. The search stops after the first step that leaves enough that fit.
+Replicas are not tried: they need more memory and, at these rates, save nothing.
 Sizes are estimated (`lather.memory.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
 
 The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
@@ -58,7 +59,9 @@ ACTIVATIONS: tuple[Changes, ...] = (
     {"train.recompute": ("attention", "experts", "shared_experts")},
 )
 """From more bytes to fewer."""
-LIGHTER_RULES = ("soap_muon", "muon")
+STACKED = "stacked_soap"
+LIGHTER_RULES = (STACKED, "soap_muon", "muon")
+"""From more bytes to fewer."""
 
 
 @dataclass(frozen=True)
@@ -232,12 +235,20 @@ class _Search:
         known = options_of(self.config.optim.rules[""])
         sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
         dtypes: list[Changes] = [{}, {"optim.state_dtype": "bfloat16"}]
-        return [one | two for one, two in product(sides, dtypes)][1:]
+        owners: list[Changes] = [{}, {"optim.ownership": "replicated"}] if self.is_sharded else [{}]
+        return [one | two | three for one, two, three in product(owners, sides, dtypes)][1:]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded on the configured mesh, so that ranks can share the state of a matrix."""
+        return data_ranks(self.config, self.world_size) > self.config.parallel.replicas
 
     def lighter_rules(self) -> list[Changes]:
+        """Lighter rules than the configured one; one that sees all experts of a layer as a matrix only where a rank has them all."""
         assert isinstance(self.config.optim, RuleOptimConfig)
         own = name_of(self.config.optim.rules[""])
-        return [{"optim.name": name} for name in LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]]
+        lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
+        return [{"optim.name": name} for name in lighter if self.config.parallel.ep == 1 or name != STACKED]
 
     def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
         """Estimate the settings that are not known yet; those of this world are kept."""
