@@ -47,11 +47,11 @@ bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' 
 
 ifeq ($(INSTALL),0)
 gpu:  ## everything that has to be measured on a GPU, in 25 minutes; goes on where it stopped (DEVICE=cpu rehearses; PYTHON=python3 INSTALL=0 installs nothing)
-	PYTHONPATH=src $(PYTHON) -m lather.bench.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
 else
 gpu: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	PYTHONPATH=src $(BIN)/python -m lather.bench.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small) $(ARGS)
 endif
 
 bench-convergence: $(READY)  ## which rule learns how fast: the short study (an hour on two cores; may be stopped, goes on)

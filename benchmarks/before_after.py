@@ -1,6 +1,6 @@
 """Step times of two checkouts of this repository, on the sets of `lather bench optimizer`.
 
-    python benchmarks/before_after.py OLD/src NEW/src [--sets many_small big] [--frequencies 1 10] [--rounds 5] [--out FILE]
+    python -m benchmarks.before_after OLD/src NEW/src [--sets many_small big] [--frequencies 1 10] [--rounds 5] [--out FILE]
 
 Rounds alternate between the two, each in a process of its own that is warmed up, does whole intervals of steps and gives their median;
 a row per case has the ratio of the medians over rounds. Nothing else should run meanwhile.
@@ -14,11 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+REPOSITORY = Path(__file__).parents[1]
+"""Whose `benchmarks` both are measured with."""
 SETS = ("many_small", "experts", "experts_3d", "wide", "big")
 
 ROUND = """
 import sys, time, torch
-from lather.bench.contestants import OURS, SETS, gradient_pool, make_contestant
+from benchmarks.contestants import OURS, SETS, gradient_pool, make_contestant
 matrices, frequency, seconds = SETS[sys.argv[1]], int(sys.argv[2]), float(sys.argv[3])
 one = make_contestant(OURS, matrices, frequency, gradient_pool(matrices, torch.device("cpu")))
 def interval():
@@ -38,7 +40,7 @@ print(1e3 * sorted(times)[len(times) // 2])
 
 def step_ms(source: str, name: str, frequency: int, seconds: float) -> float:
     """Of one round."""
-    environment = {**os.environ, "PYTHONPATH": source}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(REPOSITORY)])}
     command = [sys.executable, "-c", ROUND, name, str(frequency), str(seconds)]
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 

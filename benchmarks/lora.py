@@ -1,6 +1,6 @@
 """Adapters on routed experts: products beside the frozen ones against weights W + s B A that are made anew, and against full training.
 
-    python benchmarks/lora.py [--out FILE]        (seconds; one thread)
+    python -m benchmarks.lora [--out FILE]        (seconds; one thread)
 
 Prints, for forward and backward of a layer of experts, the median time and the bytes that autograd keeps besides parameters and inputs;
 with --out also writes a JSON row for each. Before anything is timed, the gradients of A and B in both forms are compared.
@@ -34,7 +34,11 @@ class MadeAnew(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         own, adapters = self.experts, (self.experts.gate_up_lora, self.experts.down_lora)
-        merged = {f"{name}_proj": a.added_to(getattr(own, f"{name}_proj")) for name, a in zip(("gate_up", "down"), adapters, strict=True)}
+        merged = {
+            f"{name}_proj": a.added_to(getattr(own, f"{name}_proj"))
+            for name, a in zip(("gate_up", "down"), adapters, strict=True)
+            if a is not None
+        }
         own.gate_up_lora = own.down_lora = None
         try:
             y: Tensor = torch.func.functional_call(own, merged, (x, experts, weights))

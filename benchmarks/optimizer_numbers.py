@@ -1,6 +1,6 @@
 """The measured numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how large the first updates are.
 
-    python benchmarks/optimizer_numbers.py        (20 seconds on one CPU core)
+    python -m benchmarks.optimizer_numbers        (20 seconds on one CPU core)
 
 Updates are those of matrices whose gradients do not depend on them, so that every setting sees the same gradients. "white": independent
 Gaussian entries, the hardest case for eigenvectors, whose eigenvalues lie close together; "falling": A diag(1/i) X diag(1/i) B^T with
@@ -10,13 +10,13 @@ rounding of fp32 itself by the same measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lather.bench.contestants import MatrixSet, gradient_pool
+from benchmarks.contestants import MatrixSet, gradient_pool
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer
 
 N, STEPS = 256, 20
@@ -32,7 +32,7 @@ def gradients(kind: str, shape: tuple[int, int], steps: int) -> list[Tensor]:
     return [g[0] for g in gradient_pool(MatrixSet("one", 1, shape), torch.device("cpu"), num_steps=steps)]
 
 
-def updates(rule: type[MatrixOptimizer], grads: list[Tensor], **options: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def updates(rule: Callable[..., MatrixOptimizer], grads: list[Tensor], **options: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """U of every step, and the state after it."""
     w = torch.nn.Parameter(torch.zeros_like(grads[0]))
     optimizer = rule([w], lr=1.0, weight_decay=0.0, **options)

@@ -1,8 +1,183 @@
-"""What a pipeline rank keeps, and how long a step takes: the same as `lather bench pipeline`; see `lather.bench.pipeline`."""
+"""`lather bench pipeline`: what a pipeline rank keeps and takes, against torch's own DualPipeV runtime on the same model and table.
 
-import sys
+    bytes     the most saved bytes of each rank (`pipeline_bytes`), counted, so exact on any machine: 2 pipeline x 2 expert ranks; 8, 16 and
+              32 micro-batches, in which they should not grow
+    time      milliseconds of a step, 2 pipeline ranks, medians over interleaved rounds, ratios to torch's
+    bubble    idle time: DualPipeV's table replayed for 2 to 16 ranks with the durations of actions measured in our executor on 2, against
+              DeepSeek's formula; and the time to make the table for 64 ranks
 
-from lather.cli import main
+The model has 8 layers of DeepSeek-V2-Lite's proportions, its widths divided by 16, the first layer dense as in the published one; 16 routed
+experts instead of 64, whose number changes nothing that is kept; 6 per token and 2 shared, as published. fp32. Contestants: see
+`pipeline_ranks`. Every case is checked first: on each rank loss and gradients of all contestants agree.
+"""
 
-if __name__ == "__main__":
-    raise SystemExit(main(["bench", "pipeline", *sys.argv[1:]]))
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks.check import CheckError
+from benchmarks.measure import percentiles
+from benchmarks.pipeline_bubble import bubble_rows, table_row
+from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, measure
+from benchmarks.pipeline_ranks import Case
+from benchmarks.pipeline_report import draw, print_table, summary
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.errors import require
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.parallel.launch import launch
+
+MIN_ROUNDS = 5
+MODEL = DeepseekV2Config(
+    vocab_size=6400,
+    hidden_size=128,
+    intermediate_size=684,
+    moe_intermediate_size=88,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    n_routed_experts=16,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+)
+"""Heads are a quarter as many of a quarter of the width."""
+CASE = Case(MODEL, batch=1, length=256, num_micro_batches=8)
+
+TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured on how many ranks."""
+
+    bytes: tuple[BytesJob, ...] = (
+        BytesJob(2, 2, CASE, ("torch", "held", "experts", "attention", "ours")),
+        BytesJob(2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours"), tracked=False),
+        BytesJob(2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours"), tracked=False),
+    )
+    """Torch first: what the others are checked against."""
+    time: TimeJob = TIMED
+    bubble_ranks: tuple[int, ...] = (2, 4, 8, 16)
+    table: tuple[int, int] = (64, 512)
+    """Ranks and micro-batches."""
+
+
+@dataclass(frozen=True)
+class PipelineBenchmark:
+    """Bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with gloo."""
+
+    parts: tuple[Literal["bytes", "time", "bubble"], ...] = ("bytes", "time", "bubble")
+    """What to measure; bubble needs the durations that time measures."""
+    rounds: int = 9
+    """Timed rounds, each of one step per contestant."""
+    out: Path = Path("benchmarks/results")
+    """Folder for pipeline-cpu.jsonl and pipeline-cpu.png; a run replaces those of the last."""
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
+        require(bool(self.parts), "--parts", self.parts, "some of bytes, time, bubble")
+
+
+def run(options: PipelineBenchmark, plan: Plan | None = None) -> int:
+    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    plan, console = plan or Plan(), wide_console(120)
+    common = environment(torch.device("cpu"), ())
+    file = RowFile(options.out / "pipeline-cpu.jsonl")
+    rows: list[Row] = []
+    try:
+        for row in _rows(options, plan):
+            rows.append({**common, **row})
+            file.write(rows[-1:])
+    except CheckError as error:
+        file.discard()
+        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+        return 1
+    file.finish()
+    picture = file.path.with_suffix(".png")
+    draw(rows, picture)
+    print_table(rows, console)
+    for line in summary(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"rows {file.path}   picture {picture}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _rows(options: PipelineBenchmark, plan: Plan) -> Iterator[Row]:
+    jobs: list[BytesJob | TimeJob] = list(plan.bytes) if "bytes" in options.parts else []
+    if {"time", "bubble"} & set(options.parts):
+        jobs.append(replace(plan.time, rounds=options.rounds))
+    for _, together in itertools.groupby(jobs, key=lambda job: (job.pp, job.ep)):
+        for job, ranks in _in_ranks(list(together)):
+            if isinstance(job, BytesJob):
+                yield from bytes_rows(job, ranks)
+                continue
+            yield from time_rows(job, ranks)
+            if "bubble" in options.parts:
+                yield from bubble_rows(ranks, plan.bubble_ranks)
+                yield table_row(*plan.table)
+
+
+def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | TimeJob, list[Row]]]:
+    """Each job and what every rank found; one start of ranks for all, which want the same mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        if launch(measure, (tuple(jobs), folder), jobs[0].pp * jobs[0].ep):
+            raise CheckError("a rank failed, see above")
+        for number, job in enumerate(jobs):
+            yield job, json.loads((Path(folder) / f"{number}.json").read_text("utf-8"))
+
+
+def _checked(name: str, ranks: list[Row]) -> dict[str, float]:
+    """Largest differences over the ranks. Raises CheckError."""
+    errors = {key: largest(rank[name]["check"][key] for rank in ranks) for key in ("error_of_loss", "error_of_gradients")}
+    if not (error := largest(errors.values())) <= TOLERANCE:
+        raise CheckError(f"{name}: differs from torch's runtime by {error:.1e}, more than {TOLERANCE:.0e}")
+    return errors
+
+
+def _config(job: BytesJob | TimeJob, contestant: str) -> Row:
+    case = job.case
+    sizes = {"batch": case.batch, "length": case.length, "micro_batches": case.num_micro_batches, "dtype": str(case.dtype)[6:]}
+    return {"contestant": contestant, "pp": job.pp, "ep": job.ep, **sizes, "model": asdict(case.model)}
+
+
+def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
+    """A row per contestant. Raises CheckError, also if the counts do not agree."""
+    for name in job.contestants:
+        counts = [rank[name]["counts"] for rank in ranks]
+        worst = max(count["worst_difference"] for count in counts)
+        if not worst <= 0.01:
+            raise CheckError(f"{name}: the counts of bytes differ by {worst:.1%} of the peak, more than 1%")
+        yield {
+            "benchmark": "bytes",
+            "config": _config(job, name),
+            "baseline": "held, torch",
+            "check": {**_checked(name, ranks), "counts_differ_by": worst},
+            "peak_bytes": max(count["saved"] for count in counts),
+            "by_rank": counts,
+        }
+
+
+def time_rows(job: TimeJob, ranks: list[Row]) -> Iterator[Row]:
+    """A row per contestant; a step takes as long as its slowest rank."""
+    times = {name: [max(steps) for steps in zip(*(rank[name]["ms"] for rank in ranks), strict=True)] for name in job.contestants}
+    for name in job.contestants:
+        yield {
+            "benchmark": "time",
+            "config": {**_config(job, name), "rounds": job.rounds},
+            "baseline": "torch",
+            "check": _checked(name, ranks),
+            "step_ms": percentiles(times[name]),
+            "round_ms": times[name],
+            "times_of_torch": percentiles([ours / theirs for ours, theirs in zip(times[name], times["torch"], strict=True)])["median"],
+        }

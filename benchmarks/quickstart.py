@@ -1,6 +1,6 @@
 """The quickstart under its own rule and under others at their tuned rates: loss, seconds, the optimizer's share, memory; and its picture.
 
-    python benchmarks/quickstart.py [--only muon adamw] [--seeds 0 1]
+    python -m benchmarks.quickstart [--only muon adamw] [--seeds 0 1]
 
 Each is the command that a user would give, on all cores, one after the other: nothing else should run meanwhile. Rows go to
 benchmarks/results/quickstart.jsonl, the picture of the first seed to docs/quickstart.png.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lather.bench.report import environment
+from benchmarks.report import environment
 from lather.train.metrics import read_rows, training_rows
 
 REPOSITORY = Path(__file__).parents[1]

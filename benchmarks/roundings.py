@@ -1,7 +1,7 @@
 """The roundings of a GPU's tensor cores in the optimizer's products, emulated on a CPU: what they do to an update, and to the loss.
 
-    python benchmarks/roundings.py updates [--rules soap klsoap soap_muon]      error of single updates, on gradients of the quickstart
-    python benchmarks/roundings.py losses [--rules ...] [--seeds 0 1 2] [--only base projections]       the quickstart's loss with them
+    python -m benchmarks.roundings updates [--rules soap klsoap soap_muon]      error of single updates, on gradients of the quickstart
+    python -m benchmarks.roundings losses [--rules ...] [--seeds 0 1 2] [--only base projections]       the quickstart's loss with them
 
 Operands are rounded, sums are fp32, as in tensor cores: tf32, to 10 bits of mantissa, to nearest; tf32_cut, the rest cut off; bf16x3, three
 products of bf16 in place of one; bf16. A phase's products are those of projections into the bases and out of them, of statistics (whitening
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lather.bench.convergence.training import Silent
-from lather.bench.report import environment
+from benchmarks.convergence.training import Silent
+from benchmarks.report import environment
 from lather.optim import MatrixOptimizer
 from lather.optim.rules import bases, kl_soap, muon, soap, soap_muon
 from lather.train.config import Config
@@ -92,7 +92,7 @@ class RoundedProducts(TorchDispatchMode):
     """Products of fp32 matrices have rounded operands."""
 
     def __init__(self, rounding: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rounding = rounding
 
     def __torch_dispatch__(

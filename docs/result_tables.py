@@ -24,13 +24,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lather.bench import optimizer_report
-from lather.bench.convergence.analysis import Findings, Mean
-from lather.bench.convergence.command import load_findings
-from lather.bench.convergence.queue import read_rows
-from lather.bench.convergence.study import Study, load_study
-from lather.bench.convergence.tables import markdown_table, rates_table
-from lather.bench.optimizer_report import RunRange
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the checkout's `benchmarks`, which is not installed
+
+from benchmarks import optimizer_report
+from benchmarks.convergence.analysis import Findings, Mean
+from benchmarks.convergence.command import load_findings
+from benchmarks.convergence.queue import read_rows
+from benchmarks.convergence.study import Study, load_study
+from benchmarks.convergence.tables import markdown_table, rates_table
+from benchmarks.optimizer_report import RunRange
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"

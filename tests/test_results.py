@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import result_tables
-from lather.bench.convergence.queue import read_rows
+from benchmarks.convergence.queue import read_rows
 
 
 def test_tables_and_quoted_numbers_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,4 +178,5 @@ class RememberedPolar(MuonRule):
 def _largest(z: Tensor, az: Tensor) -> Tensor:
     """A bound on the spectral norm of Z A Z: its Frobenius norm's power mean is cheap and never below it."""
     zaz = z @ az
-    return torch.linalg.matrix_norm(zaz @ zaz, keepdim=True).sqrt()
+    norm: Tensor = torch.linalg.matrix_norm(zaz @ zaz, keepdim=True)
+    return norm.sqrt()

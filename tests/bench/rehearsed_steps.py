@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from lather.bench.launches.cases import STEPS, rows_of_experts, rule_options
-from lather.bench.launches.counter import Counter
+from benchmarks.launches.cases import STEPS, rows_of_experts, rule_options
+from benchmarks.launches.counter import Counter
 from lather.data.batches import Batch
 from lather.models.families import FAMILIES
 from lather.models.lora import LoraConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lather.bench.ahead_of_time import SHARED_KIB, complaints, counted
+from benchmarks.ahead_of_time import SHARED_KIB, complaints, counted
 
 triton = pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/results/kernels-ah
 Row = dict[str, Any]
 
 WITHOUT_A_CASE = """
-from lather.bench import ahead_of_time, kernel_cases
+from benchmarks import ahead_of_time, kernel_cases
 
 launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"])
 assert not ahead_of_time.unreached(one.kernel for one in launches)
@@ -35,7 +35,7 @@ def python(*arguments: str, timeout: float = 220) -> subprocess.CompletedProcess
 
 
 def compile_all(out: Path, *options: str, timeout: float = 220) -> list[Row]:
-    result = python("-m", "lather.bench.ahead_of_time", "--out", str(out), *options, timeout=timeout)
+    result = python("-m", "benchmarks.ahead_of_time", "--out", str(out), *options, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -73,7 +73,7 @@ def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits
 
 
 def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
-    """After a change: `python -m lather.bench.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
+    """After a change: `python -m benchmarks.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
     kept = by_code(committed())
     assert by_code(rows).items() <= kept.items()
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lather.bench import contestants, optimizer, optimizer_report
-from lather.bench.check import CheckError
-from lather.bench.optimizer_report import RunRange, draw, markdown_table, summary
-from lather.bench.report import RowFile
+from benchmarks import contestants, optimizer, optimizer_report
+from benchmarks.check import CheckError
+from benchmarks.optimizer_report import RunRange, draw, markdown_table, summary
+from benchmarks.report import RowFile
 from lather.cli import main
 
 

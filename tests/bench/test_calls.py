@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lather.bench.calls import CASES, count
+from benchmarks.calls import CASES, count
 
 
 def test_counts_keep_to_their_bounds(tmp_path: Path) -> None:

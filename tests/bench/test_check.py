@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lather.bench import check, contestants
-from lather.bench.check import TOLERANCE, CheckError, check_case, error_of_ours, shrunk
-from lather.bench.contestants import OPTIONS, OURS, PEERS, SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
+from benchmarks import check, contestants
+from benchmarks.check import TOLERANCE, CheckError, check_case, error_of_ours, shrunk
+from benchmarks.contestants import OPTIONS, OURS, PEERS, SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lather.bench.convergence.analysis import Findings, Mean, reproduction, steps_to
-from lather.bench.convergence.tables import markdown_table
+from benchmarks.convergence.analysis import Findings, Mean, reproduction, steps_to
+from benchmarks.convergence.tables import markdown_table
 
 
 def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:

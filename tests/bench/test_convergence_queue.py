@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lather.bench.convergence.queue import read_rows
+from benchmarks.convergence.queue import read_rows
 from tiny_run import CONFIG, command, write_config
 
 STUDY = """\

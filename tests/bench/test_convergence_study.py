@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lather.bench.convergence.study import Study, Trial, load_study
+from benchmarks.convergence.study import Study, Trial, load_study
 from lather.errors import ConfigError
 
 HEAD = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.bench.distributed import DistributedBenchmark, count, plan_row, run
+from benchmarks.distributed import DistributedBenchmark, count, plan_row, run
 from lather.errors import ConfigError
 from lather.parallel.launch import launch
 
@@ -39,7 +39,7 @@ def test_no_part_is_refused() -> None:
 
 
 def test_rows_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lather.bench.distributed.MESHES", (8,))
+    monkeypatch.setattr("benchmarks.distributed.MESHES", (8,))
     assert run(DistributedBenchmark(parts=("plan",), out=tmp_path)) == 0
     rows = [json.loads(line) for line in (tmp_path / "distributed-optimizer.jsonl").read_text().splitlines()]
     assert [row["config"]["model"] for row in rows] == ["qwen3-30b-a3b", "deepseek-v2-lite"]

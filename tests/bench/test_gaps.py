@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lather.bench import gaps
-from lather.bench.check import CheckError
-from lather.bench.gaps import GapsBenchmark
+from benchmarks import gaps
+from benchmarks.check import CheckError
+from benchmarks.gaps import GapsBenchmark
 from lather.errors import UserError
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lather.bench import kernels
-from lather.bench.check import CheckError
-from lather.bench.gpu import __main__ as command
-from lather.bench.gpu import block, needs, parts, training
-from lather.bench.gpu.clock import Rates, peak_flops
-from lather.bench.gpu.parts import Part, all_parts
-from lather.bench.gpu.runner import Runner
-from lather.bench.gpu.summary import collect, rows_of
-from lather.bench.gpu.work import Settings, main
+from benchmarks import kernels
+from benchmarks.check import CheckError
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import block, needs, parts, training
+from benchmarks.gpu.clock import Rates, peak_flops
+from benchmarks.gpu.parts import Part, all_parts
+from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.summary import collect, rows_of
+from benchmarks.gpu.work import Settings, main
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ def test_only_and_list_choose_by_the_beginning_of_a_name(capsys: pytest.CaptureF
 
 def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -> None:
     loaded = "print(sorted({'torch', 'numpy', 'rich', 'tyro'} & sys.modules.keys()))"
-    code = f"import sys; import lather.bench.gpu.__main__; {loaded}"
+    code = f"import sys; import benchmarks.gpu.__main__; {loaded}"
 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment)

@@ -33,8 +33,8 @@ def test_launches_do_not_grow_and_nobody_waits(rows: dict[str, Any], case: str, 
 
 STEPS = """
 import json
-from lather.bench.launches.cases import step_case
-from lather.bench.launches.command import count
+from benchmarks.launches.cases import step_case
+from benchmarks.launches.command import count
 rows = [row for packed in (False, True) for row in count(step_case("DeepSeek-V2-Lite", "muon", 2, 1024, packed=packed))]
 print("\\n" + json.dumps([row["waits"] for row in rows]))
 """

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.bench import measure
-from lather.bench.contestants import SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
-from lather.bench.measure import peak_temporary_bytes, percentiles, state_bytes, time_rounds
+from benchmarks import measure
+from benchmarks.contestants import SETS, Contestant, OptimizerCase, gradient_pool, make_contestant
+from benchmarks.measure import peak_temporary_bytes, percentiles, state_bytes, time_rounds
 
 CPU = torch.device("cpu")
 SIZE = 4 * 1000 * 1000

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lather.bench import memory
-from lather.bench.check import CheckError
-from lather.bench.memory import MemoryBenchmark, Sizes, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
-from lather.bench.memory_report import summary
+from benchmarks import memory
+from benchmarks.check import CheckError
+from benchmarks.memory import MemoryBenchmark, Sizes, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
+from benchmarks.memory_report import summary
 from lather.cli import main
 
 D, E, K, F = 32, 5, 3, 24

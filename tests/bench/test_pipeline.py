@@ -11,13 +11,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from lather.bench import pipeline
-from lather.bench.check import CheckError
-from lather.bench.pipeline import Plan, bytes_rows, time_rows
-from lather.bench.pipeline_bubble import inner_durations, longest_chain
-from lather.bench.pipeline_measure import BytesJob, TimeJob
-from lather.bench.pipeline_ranks import Case
-from lather.bench.pipeline_report import summary
+from benchmarks import pipeline
+from benchmarks.check import CheckError
+from benchmarks.pipeline import Plan, bytes_rows, time_rows
+from benchmarks.pipeline_bubble import inner_durations, longest_chain
+from benchmarks.pipeline_measure import BytesJob, TimeJob
+from benchmarks.pipeline_ranks import Case
+from benchmarks.pipeline_report import summary
 from lather.cli import main
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.mesh import Mesh

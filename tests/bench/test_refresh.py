@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.bench import refresh
-from lather.bench.check import CheckError
-from lather.bench.refresh import Factors, check_refreshes, refresh_batched_by_lather, refresh_one_by_one, transformer_factors
+from benchmarks import refresh
+from benchmarks.check import CheckError
+from benchmarks.refresh import Factors, check_refreshes, refresh_batched_by_lather, refresh_one_by_one, transformer_factors
 from lather.optim.linalg import orthogonal
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
 
 pytestmark = pytest.mark.timeout(900)
 """All cases are rehearsed for the first of the tests, a minute on a quiet core."""
 
 CASES = rehearsals()
+REPOSITORY = Path(__file__).parents[2]
 ONCE = ["train/engine.py", "train/step.py"]
 """Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. A step after a refresh beside it looks how that
 went."""
@@ -24,6 +24,7 @@ went."""
 def found() -> dict[str, Any]:
     """By case, from a process of its own: the stand-in is registered with torch for as long as a process lives."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lather.bench.contestants import MatrixSet, OptimizerCase
-from lather.bench.roofline import Rates, flops_per_step, interval_flops, measure_rates, roofline_ms, step_flops
+from benchmarks.contestants import MatrixSet, OptimizerCase
+from benchmarks.roofline import Rates, flops_per_step, interval_flops, measure_rates, roofline_ms, step_flops
 
 
 def test_flops_of_a_2_by_3_matrix() -> None:

@@ -11,7 +11,7 @@ import pytest
 COUNT = """
 import json, sys, warnings
 import torch
-from lather.bench.launches.counter import Counter
+from benchmarks.launches.counter import Counter
 from lather import optim
 
 warnings.simplefilter("ignore")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
+import lather
 from lather.commands.parsing import parse_arguments
 from lather.errors import UserError
 
@@ -24,17 +28,17 @@ usage: lather bench BENCHMARK [OPTIONS]
 
 
 BENCHMARKS = {
-    "optimizer": ("lather.bench.optimizer", "OptimizerBenchmark"),
-    "memory": ("lather.bench.memory", "MemoryBenchmark"),
-    "pipeline": ("lather.bench.pipeline", "PipelineBenchmark"),
-    "gaps": ("lather.bench.gaps", "GapsBenchmark"),
-    "distributed": ("lather.bench.distributed", "DistributedBenchmark"),
-    "calls": ("lather.bench.calls", "CallsBenchmark"),
-    "launches": ("lather.bench.launches.command", "LaunchesBenchmark"),
-    "data": ("lather.bench.data", "DataBenchmark"),
-    "convergence": ("lather.bench.convergence.command", "ConvergenceBenchmark"),
+    "optimizer": ("benchmarks.optimizer", "OptimizerBenchmark"),
+    "memory": ("benchmarks.memory", "MemoryBenchmark"),
+    "pipeline": ("benchmarks.pipeline", "PipelineBenchmark"),
+    "gaps": ("benchmarks.gaps", "GapsBenchmark"),
+    "distributed": ("benchmarks.distributed", "DistributedBenchmark"),
+    "calls": ("benchmarks.calls", "CallsBenchmark"),
+    "launches": ("benchmarks.launches.command", "LaunchesBenchmark"),
+    "data": ("benchmarks.data", "DataBenchmark"),
+    "convergence": ("benchmarks.convergence.command", "ConvergenceBenchmark"),
 }
-"""Name -> the module, imported only for its own benchmark, and the class of its options."""
+"""Name -> the module, imported only for its own benchmark, and the class of its options. They lie in a checkout, beside the package."""
 
 
 def bench_command(arguments: list[str]) -> int:
@@ -47,6 +51,16 @@ def bench_command(arguments: list[str]) -> int:
         *names, last = BENCHMARKS
         raise UserError(f"{given}: use lather bench {', '.join(names)} or {last}")
     module_name, class_name = BENCHMARKS[arguments[0]]
-    module = import_module(module_name)
+    module = _from_checkout(module_name)
     status: int = module.run(parse_arguments(getattr(module, class_name), f"lather bench {arguments[0]}", arguments[1:]))
     return status
+
+
+def _from_checkout(module_name: str) -> ModuleType:
+    """Import a module of the folder `benchmarks` of the checkout that the package lies in, or that is the current folder."""
+    for root in (Path(lather.__file__).parents[2], Path.cwd()):
+        if (root / "benchmarks" / "__init__.py").is_file() and (root / "pyproject.toml").is_file():
+            if str(root) not in sys.path:
+                sys.path.append(str(root))
+            return import_module(module_name)
+    raise UserError("benchmarks are not installed with the package: run `lather bench` in the folder of a checkout of Lather's repository")

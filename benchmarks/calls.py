@@ -1,0 +1,113 @@
+"""`lather bench calls`: how many of the package's own Python functions one optimizer step calls: the length of the way from `.grad` to the
+changed weight, and its share of a step of small matrices. Counted by `sys.setprofile`, so the numbers do not depend on the machine.
+
+A case is a step after `WARM_UP` others, so that state and plan are there. From public names alone: it also counts releases before this one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.optim import SOAP
+
+FREQUENCY = 10
+WARM_UP = 13
+"""Steps before the one that is counted, which does not refresh."""
+
+
+@dataclass(frozen=True)
+class CallsBenchmark:
+    """Python calls of one optimizer step, and in how many files they are."""
+
+    out: Path = Path("benchmarks/results")
+    """Folder for calls.jsonl; a run replaces it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer's step."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_params: int
+    refreshes: bool = False
+    max_calls: int | None = None
+    max_files: int | None = None
+
+
+CASES = (
+    Case("SOAP, a matrix", (32, 48), 1, max_calls=80, max_files=8),
+    Case("SOAP, a matrix, with a refresh", (32, 48), 1, refreshes=True),
+    Case("SOAP, 100 matrices", (32, 48), 100, max_calls=400),
+    Case("SOAP, 100 matrices, with a refresh", (32, 48), 100, refreshes=True),
+    Case("AdamW, 100 vectors", (48,), 100, max_calls=100),
+)
+
+
+def run(options: CallsBenchmark) -> int:
+    """Count all cases; returns the exit status, 1 if one is above its bound."""
+    file, common = RowFile(options.out / "calls.jsonl"), environment(torch.device("cpu"), ())
+    table = Table("step", "calls", "functions", "files", "at most")
+    too_many = False
+    for case in CASES:
+        found = count(case)
+        file.write([{**common, "benchmark": "calls", "config": vars(case), **found}])
+        too_many |= found["calls"] > (case.max_calls or found["calls"]) or found["files"] > (case.max_files or found["files"])
+        bound = " in ".join(f"{most} {what}" for most, what in ((case.max_calls, "calls"), (case.max_files, "files")) if most)
+        table.add_row(case.name, *[str(found[key]) for key in ("calls", "functions", "files")], bound)
+    file.finish()
+    console = wide_console(100)
+    console.print(table)
+    console.print(f"rows {file.path}", highlight=False)
+    return int(too_many)
+
+
+def count(case: Case) -> Row:
+    """Calls, functions and files of the case's step."""
+    params = [nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params)]
+    optimizer = SOAP(params, precondition_frequency=FREQUENCY)
+    for _ in range(WARM_UP + (FREQUENCY - WARM_UP % FREQUENCY - 1) * case.refreshes):
+        _give_gradients(params)
+        optimizer.step()
+    _give_gradients(params)
+    calls = counted(optimizer.step)
+    return {"calls": sum(calls.values()), "functions": len(calls), "files": len({file for file, _ in calls})}
+
+
+def counted(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
+    """How often each of the package's functions is called, by (file, name); each start of a comprehension or generator counts."""
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        _, package, file = frame.f_code.co_filename.rpartition("/lather/")
+        if event == "call" and package:
+            calls[file, frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def _give_gradients(params: list[nn.Parameter]) -> None:
+    for p in params:
+        p.grad = torch.randn_like(p)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(CallsBenchmark(Path(sys.argv[1]))))

@@ -1,0 +1,136 @@
+"""Conclusions from the rows of a study: means with intervals over seeds, differences in pairs, steps and seconds to another one's loss.
+
+Runs of one seed share the first weights and every batch, so contestants are compared seed by seed, and the interval is that of the
+differences: their mean, plus and minus Student's 97.5 % quantile times the standard error. Seconds are steps times milliseconds that were
+measured apart, with nothing else running (`benchmarks.convergence.cost`), for gradient and optimizer alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.convergence.study import Row, final_loss
+
+STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5 % quantiles of Student's t by degrees of freedom, 1 to 10."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds and half the width of its 95 % interval."""
+
+    value: float
+    half_width: float
+    """NaN for a single seed."""
+    count: int
+    finite: int
+    """How many of the values are."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Infinite if one of the values is. Raises ValueError without values."""
+        count = len(values)
+        if not count:
+            raise ValueError("a mean needs at least one value")
+        finite = sum(map(math.isfinite, values))
+        if finite < count:
+            return cls(math.inf, math.nan, count, finite)
+        quantile = STUDENT[min(count - 1, len(STUDENT) - 1)]
+        spread = statistics.stdev(values) / math.sqrt(count) if count > 1 else 0.0
+        return cls(statistics.fmean(values), quantile * spread, count, finite)
+
+    def text(self, digits: int, signed: bool = False) -> str:
+        shown = f"{self.value:+.{digits}f}" if signed else f"{self.value:.{digits}f}"
+        return shown if math.isnan(self.half_width) else f"{shown} ± {self.half_width:.{digits}f}"
+
+
+def steps_to(row: Row, loss: float) -> float:
+    """Steps until the validation curve, straight between its points, first is at `loss`; infinite if it never is."""
+    for (step_0, loss_0), (step_1, loss_1) in itertools.pairwise(row["validation"]):
+        if loss_1 <= loss:
+            share = (loss_0 - loss) / (loss_0 - loss_1) if loss_0 > loss else 0.0
+            return float(step_0 + share * (step_1 - step_0))
+    return math.inf
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Rows of compared runs and of costs, to be asked."""
+
+    rows: Sequence[Row]
+    costs: Sequence[Row] = ()
+
+    def of(self, setting: str, contestant: str) -> dict[int, Row]:
+        """Rows by seed."""
+        return {row["seed"]: row for row in self.rows if (row["setting"], row["contestant"]) == (setting, contestant)}
+
+    def settings(self) -> list[str]:
+        return list(dict.fromkeys(row["setting"] for row in self.rows))
+
+    def contestants(self, setting: str) -> list[str]:
+        """Best mean loss first."""
+        names = dict.fromkeys(row["contestant"] for row in self.rows if row["setting"] == setting)
+        return sorted(names, key=lambda name: self.final(setting, name).value)
+
+    def final(self, setting: str, contestant: str) -> Mean:
+        """Validation loss at the end."""
+        return Mean.of([final_loss(row) for row in self.of(setting, contestant).values()])
+
+    def difference(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """Final loss less the other one's, seed by seed; None without a common seed."""
+        return self._paired(setting, contestant, other, lambda mine, theirs: final_loss(mine) - final_loss(theirs))
+
+    def steps_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """Steps to the other one's final loss, as a share of the other one's steps, seed by seed."""
+        return self._paired(setting, contestant, other, lambda mine, theirs: steps_to(mine, final_loss(theirs)) / theirs["steps"])
+
+    def seconds_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """The same of seconds; None, too, where a cost is not known."""
+        steps = self.steps_ratio(setting, contestant, other)
+        costs = [self.cost(setting, name) for name in (contestant, other)]
+        if steps is None or None in costs:
+            return None
+        mine, theirs = (cost["gradient_ms"]["median"] + cost["optimizer_ms"]["median"] for cost in costs if cost is not None)
+        return replace(steps, value=steps.value * mine / theirs, half_width=steps.half_width * mine / theirs)
+
+    def cost(self, setting: str, contestant: str) -> Row | None:
+        """The row of its milliseconds and bytes."""
+        return next((row for row in self.costs if (row["setting"], row["contestant"]) == (setting, contestant)), None)
+
+    def _paired(self, setting: str, contestant: str, other: str, compare: Callable[[Row, Row], float]) -> Mean | None:
+        mine, theirs = self.of(setting, contestant), self.of(setting, other)
+        values = [compare(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+        return Mean.of(values) if values else None
+
+
+def reproduction(findings: Findings, published: Findings) -> list[str]:
+    """A line for each setting: whether means are within the published intervals, and whether a published order is reversed.
+
+    An order is published for two contestants whose difference in pairs is beyond its interval.
+    """
+    lines = []
+    for setting in findings.settings():
+        both = [name for name in published.contestants(setting) if name in findings.contestants(setting)]
+        outside = [name for name in both if not _is_within(findings.final(setting, name), published.final(setting, name))]
+        reversed_ = [
+            f"{better} and {worse}"
+            for better, worse in itertools.combinations(both, 2)
+            if _is_below(published.difference(setting, better, worse)) and _is_below(findings.difference(setting, worse, better))
+        ]
+        said = f"{setting}: {len(both) - len(outside)} of {len(both)} losses within the published intervals"
+        said += f" (not {', '.join(outside)})" if outside else ""
+        lines.append(f"{said}; order reversed: {', '.join(reversed_) or 'none'}")
+    return lines
+
+
+def _is_within(mean: Mean, published: Mean) -> bool:
+    return abs(mean.value - published.value) <= published.half_width or mean.value == published.value
+
+
+def _is_below(difference: Mean | None) -> bool:
+    """Whether it is negative beyond its interval."""
+    return difference is not None and difference.value + difference.half_width < 0

@@ -1,0 +1,121 @@
+"""Costs of the optimizers of a study: milliseconds of a step and of a gradient, and bytes of state, on a machine that does nothing else.
+
+The optimizers of a setting are alive together and take turns: in every round each does whole intervals between refreshes, on gradients of
+real batches. The gradient is the model's of that setting, forward and backward, timed in the same rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.convergence.study import Row, Study
+from benchmarks.measure import percentiles
+from lather.data.batches import Batch, Batches
+from lather.data.opening import open_datasets, training_batches
+from lather.optim import MatrixOptimizer
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config
+from lather.train.engine import Engine, build_engine
+from lather.train.optimizer import build_optimizer
+
+ROUNDS = 7
+STEPS = 10
+"""Steps of a round, at least; whole intervals."""
+WARM_UP = 12
+
+
+@dataclass
+class _Timed:
+    """An optimizer with parameters of its own."""
+
+    name: str
+    params: list[nn.Parameter]
+    optimizer: MatrixOptimizer
+    steps: int
+    """Steps of a round."""
+
+    def seconds(self, gradients: list[list[Tensor]], steps: int) -> float:
+        """Mean of a step."""
+        total = 0.0
+        for step in range(steps):
+            for p, g in zip(self.params, gradients[step % len(gradients)], strict=True):
+                p.grad = g
+            start = time.perf_counter()
+            self.optimizer.step()
+            total += time.perf_counter() - start
+        return total / steps
+
+
+def measure(study: Study, folder: Path) -> Iterator[Row]:
+    """A row for each setting and contestant of the study."""
+    for setting in study.settings:
+        names = {contestant.name: contestant for where, contestant in study.pairs() if where == setting}
+        configs = {name: study.trial(one, setting, 0, one.rates[setting]).config(folder) for name, one in names.items()}
+        if configs:
+            yield from _measure_setting(setting, configs)
+
+
+def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
+    config = next(iter(configs.values()))
+    engine = build_engine(config, Mesh.single(torch.device("cpu")))
+    batch = _batches(config)
+    gradients = [_gradients(engine, batch.batch(step)) for step in range(1, 5)]
+    contestants = [_timed(name, config, engine) for name, config in configs.items()]
+    for one in contestants:
+        one.seconds(gradients, WARM_UP)
+    times: dict[str, list[float]] = {one.name: [] for one in contestants}
+    gradient_times = []
+    for number in range(ROUNDS):
+        start = time.perf_counter()
+        _gradients(engine, batch.batch(number + 5))
+        gradient_times.append(time.perf_counter() - start)
+        turn = number % len(contestants)
+        for one in (*contestants[turn:], *contestants[:turn]):
+            times[one.name].append(one.seconds(gradients, one.steps))
+    for one in contestants:
+        yield {
+            "benchmark": "convergence-cost",
+            "setting": setting,
+            "contestant": one.name,
+            "optimizer_ms": percentiles([1e3 * seconds for seconds in times[one.name]]),
+            "gradient_ms": percentiles([1e3 * seconds for seconds in gradient_times]),
+            "state_bytes": sum(x.numel() * x.element_size() for state in one.optimizer.state.values() for x in _tensors(state)),
+            "parameters": sum(p.numel() for p in one.params),
+        }
+
+
+def _batches(config: Config) -> Batches:
+    datasets = open_datasets(config.data, config.model.vocab_size, lambda text: None)
+    return training_batches(datasets, config.data, config.train.sequence_length, config.train.batch_size, config.seed)
+
+
+def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
+    """The gradients of a batch, not clipped: only their time and their usual size matter."""
+    engine.gradients(batch)
+    found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
+    engine.clear_gradients()
+    return found
+
+
+def _timed(name: str, config: Config, engine: Engine) -> _Timed:
+    named = [(key, nn.Parameter(p.detach().clone())) for key, p in engine.parameters.spread()]
+    optimizer = build_optimizer(config.optim, named)
+    assert isinstance(optimizer, MatrixOptimizer)
+    frequencies = [group.get("precondition_frequency", 1) for group in optimizer.param_groups]
+    every = math.lcm(*(frequency for frequency in frequencies if isinstance(frequency, int)))
+    return _Timed(name, [p for _, p in named], optimizer, every * -(-STEPS // every))
+
+
+def _tensors(state: object) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)

@@ -1,0 +1,202 @@
+"""The processes that make the runs of a study: each run in a process of its own, on one core, and a row in `rows.jsonl` when it is done.
+
+The parent starts processes, and alone writes rows. Killed at any moment, parent or child, and started again, a study goes on: finished runs
+have their rows, half-finished ones their checkpoints. A child whose parent is gone saves and ends. A run that ends without a row is tried
+once more; then the study stops with its error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.convergence.study import Row, Study, Trial, rows_by_key
+from benchmarks.convergence.training import forget, perform
+from lather.data.opening import open_datasets
+from lather.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+"""Children have torch imported, and start in milliseconds."""
+POLL_SECONDS = 0.2
+LOCK_TRIES = 60
+"""Seconds to wait for the children of a process that was killed."""
+
+
+@dataclass
+class Queue:
+    """The state of a study in a folder."""
+
+    study: Study
+    folder: Path
+    workers: int
+    common: Row
+    """The part of a row that is the same for all: commit, hardware, versions."""
+    report: Callable[[str], None]
+    rows: dict[str, Row] = field(default_factory=dict)
+    running: dict[str, tuple[Trial, BaseProcess]] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+
+    def work(self, seconds: float) -> bool:
+        """Make runs until none is wanted, or for about so long; returns whether the study is done."""
+        end = time.monotonic() + seconds
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self.folder), _terminated_as_interrupted():
+            self.rows = read_rows(self.folder / "rows.jsonl")
+            self._prepare_data()
+            try:
+                while wanted := self.study.wanted(self.rows):
+                    if time.monotonic() > end:
+                        return False
+                    self._start(wanted)
+                    time.sleep(POLL_SECONDS)
+                    self._collect()
+            finally:
+                self._stop()
+        return True
+
+    def _prepare_data(self) -> None:
+        """Make the data sets, in a process that then ends, before there are several that would."""
+        for trial in {trial.setting: trial for trial in self.study.wanted(self.rows)}.values():
+            config = trial.config(self.folder)
+            process = FORK.Process(target=open_datasets, args=(config.data, config.model.vocab_size, self.report))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise UserError(f"the data of setting {trial.setting!r} cannot be prepared; see above")
+
+    def _start(self, wanted: list[Trial]) -> None:
+        for trial in wanted:
+            if len(self.running) == self.workers:
+                return
+            if trial.key not in self.running:
+                process = FORK.Process(target=_child, args=(trial, self._place(trial), os.getpid()), name=trial.key)
+                process.start()
+                self.running[trial.key] = trial, process
+
+    def _place(self, trial: Trial) -> Path:
+        return self.folder / "runs" / trial.key
+
+    def _collect(self) -> None:
+        for key, (trial, process) in [*self.running.items()]:
+            if process.is_alive():
+                continue
+            process.join()
+            del self.running[key]
+            result = self._place(trial) / "row.json"
+            if result.exists():
+                self._keep(trial, json.loads(result.read_text()))
+            else:
+                self._failed(trial, process.exitcode)
+
+    def _keep(self, trial: Trial, row: Row) -> None:
+        row = {**self.common, "study": self.study.name, **row}
+        append_row(self.folder / "rows.jsonl", row)
+        self.rows[trial.key] = row
+        forget(self._place(trial))
+        final = "diverged" if row["final"] is None else f"{row['final']:.4f}"
+        rates = " / ".join(f"{rate:g}" for rate in trial.rates)
+        left = len(self.study.wanted(self.rows))
+        self.report(f"{trial.setting} {trial.contestant} {rates} seed {trial.seed}: {final}  ({row['seconds']:.0f} s; {left} more known)")
+
+    def _failed(self, trial: Trial, code: int | None) -> None:
+        self.failures[trial.key] = self.failures.get(trial.key, 0) + 1
+        if self.failures[trial.key] > 1:
+            error = self._place(trial) / "error.txt"
+            text = error.read_text() if error.exists() else f"its process ended with exit code {code}"
+            raise UserError(f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed twice: {text}")
+
+    def _stop(self) -> None:
+        """Have children save and end."""
+        for _, process in self.running.values():
+            process.terminate()
+        for trial, process in self.running.values():
+            process.join()
+            if (result := self._place(trial) / "row.json").exists():  # it had just finished
+                self._keep(trial, json.loads(result.read_text()))
+        self.running.clear()
+
+
+def _child(trial: Trial, folder: Path, parent: int) -> None:
+    """Perform a run on one core; what it leaves is `row.json`, or `error.txt`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which says what to do
+    stopped = False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal stopped
+        stopped = True
+
+    signal.signal(signal.SIGTERM, stop)
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        row = perform(trial, folder / "run", lambda: stopped or os.getppid() != parent)
+        if row is not None:
+            aside = folder / "row.partial.json"
+            aside.write_text(json.dumps(row))
+            aside.rename(folder / "row.json")
+    except UserError as error:
+        (folder / "error.txt").write_text(str(error))
+        os._exit(1)
+    except BaseException:
+        (folder / "error.txt").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def read_rows(path: Path) -> dict[str, Row]:
+    """The rows of a file by key; a last line that a kill cut short is left out, and cut away."""
+    if not path.exists():
+        return {}
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return rows_by_key(json.loads(line) for line in whole.splitlines())
+
+
+def append_row(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("a") as lock:
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # children hold it, too: after a kill it is free when the last of them has saved
+                time.sleep(1)
+        else:
+            raise UserError(f"{folder} is in use by another process: wait for it, or give another --out")
+        yield
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the study as Ctrl-C does: children save first."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

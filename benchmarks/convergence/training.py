@@ -1,0 +1,74 @@
+"""One run of a study: `lather train` in this process, and the row that is made of what it leaves.
+
+A run that was killed is taken up from its last checkpoint by being started again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.study import Row, Trial
+from lather.train.loop import DivergedError, train
+from lather.train.metrics import StepRow, read_rows, training_rows
+
+BINS = 100
+"""Points of a run's curve of training losses, each the mean of equally many steps."""
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        pass
+
+
+def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
+    """Train to the end in `folder`, a folder of the run's own, and return its row; None if it was stopped before. Raises UserError."""
+    config = trial.config(folder)
+    try:
+        outcome = train(config, Silent(), stop)
+    except DivergedError:
+        return row_of(trial, folder, diverged=True)
+    return row_of(trial, folder, diverged=False) if outcome.finished else None
+
+
+def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
+    """The row of a finished run."""
+    rows = read_rows(folder / "metrics.jsonl")
+    steps: list[dict[str, Any]] = list(training_rows(rows))
+    validation = [[row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row]
+    config = trial.config(folder)
+    return {
+        "benchmark": "convergence",
+        "key": trial.key,
+        "setting": trial.setting,
+        "contestant": trial.contestant,
+        "seed": trial.seed,
+        "rates": list(trial.rates),
+        "optim": trial.mapping["optim"],
+        "steps": config.train.steps,
+        "tokens_per_step": config.train.batch_size * config.train.sequence_length,
+        "final": None if diverged else validation[-1][1],
+        "validation": validation,
+        "training": _binned(steps),
+        "seconds": sum(row["step_seconds"] for row in steps),
+        "optimizer_seconds": sum(row["optimizer_seconds"] for row in steps),
+    }
+
+
+def _binned(rows: list[dict[str, Any]]) -> list[list[float]]:
+    """Last step and mean loss of consecutive parts."""
+    size = max(1, -(-len(rows) // BINS))
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [[part[-1]["step"], round(sum(row["loss"] for row in part) / len(part), 4)] for part in parts]
+
+
+def forget(folder: Path) -> None:
+    """Delete what a finished run left, once its row is safe."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,229 @@
+"""`lather bench data`: how fast data sets are made, what memory that and reading them take, and the loader's share of a training step.
+
+throughput    JSONL to shards, against `tokenizers` alone encoding the same texts from memory on all cores; interleaved rounds
+memory        many small documents and few: the most memory that the processes hold together while the data set is made, and a process that
+              reads batches of it; the time to open it
+loader        a batch of the quickstart's size, against a step of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.data.config import DataConfig
+from lather.data.dataset import DataSet
+from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.making import make_dataset
+from lather.data.opening import open_datasets, training_batches
+from lather.data.recipe import END_OF_TEXT, DataRecipe
+
+VOCABULARY = 8192
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class DataBenchmark:
+    """How fast data sets are made and read, and in how much memory."""
+
+    out: Path = Path("benchmarks/results")
+    """Folder for data-cpu.jsonl; a run replaces it."""
+    megabytes: int = 64
+    """Text of the throughput case, MB."""
+    rounds: int = 5
+    """Rounds of the throughput case, after one that warms up."""
+    documents: int = 10_000_000
+    """Documents of the memory case, against 10,000."""
+    step_ms: float = 480.0
+    """A training step of the quickstart, which the loader's time is compared with, ms."""
+
+
+def run(options: DataBenchmark) -> int:
+    """Measure all cases; returns the exit status."""
+    file, common = RowFile(options.out / "data-cpu.jsonl"), environment(torch.device("cpu"), ("tokenizers",))
+    table = Table("case", "value", "against", "target")
+    with tempfile.TemporaryDirectory(prefix="lather-bench-") as temporary:
+        for row, line in (throughput(Path(temporary), options), *memory(Path(temporary), options), loader(Path(temporary), options)):
+            file.write([{**common, "benchmark": "data", **row}])
+            table.add_row(*line)
+    file.finish()
+    console = wide_console(100)
+    console.print(table)
+    console.print(f"rows {file.path}", highlight=False)
+    return 0
+
+
+Result = tuple[Row, tuple[str, str, str, str]]
+
+
+class _Silent:
+    def note(self, text: str) -> None:
+        pass
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        pass
+
+
+# --- throughput ---------------------------------------------------------------------------------------------------------------------
+
+
+def throughput(folder: Path, options: DataBenchmark) -> Result:
+    """The standard library's files over and over, one document per line."""
+    texts = _texts(options.megabytes * 10**6)
+    source, tokenizer_file = folder / "texts.jsonl", folder / "tokenizer.json"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    train_tokenizer(iter(texts[:600]), VOCABULARY, END_OF_TEXT).save(str(tokenizer_file))
+    tokenizer = load_tokenizer(tokenizer_file, "")
+    recipe = DataRecipe((str(source),), tokenizer=str(tokenizer_file), holdout_every=0)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for number in range(options.rounds + 1):
+        begun = time.perf_counter()
+        for start in range(0, len(texts), 1000):
+            tokenizer.encode_batch_fast(texts[start : start + 1000], add_special_tokens=False)
+        middle = time.perf_counter()
+        make_dataset(folder / "made", recipe, _Silent())
+        end = time.perf_counter()
+        shutil.rmtree(folder / "made")
+        if number:
+            theirs.append(middle - begun)
+            ours.append(end - middle)
+    ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
+    ratio = statistics.median(ratios)
+    rate = options.megabytes / statistics.median(ours)
+    row = {"case": "throughput", "megabytes": options.megabytes, "seconds": ours, "tokenizers_seconds": theirs, "of_tokenizers": ratio}
+    return row, (
+        "JSONL to shards",
+        f"{rate:.1f} MB/s",
+        f"{100 * ratio:.0f} % of tokenizers alone ({100 * ratios[0]:.0f} to {100 * ratios[-1]:.0f})",
+        "90 %",
+    )
+
+
+def _texts(size: int) -> list[str]:
+    from lather.data.sources import Reading, list_files
+
+    files = [Path(file.path).read_text("utf-8", errors="replace") for file in list_files("python-stdlib", Reading("*.py", "text"))]
+    found: list[str] = []
+    total = 0
+    while total < size:
+        for text in files:
+            found.append(text)
+            total += len(text)
+    return found
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------------------
+
+
+def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
+    """Documents of a few words each."""
+    tokenizer_file = folder / "tokenizer.json"
+    found: dict[int, tuple[float, float, float]] = {}
+    for count in (10_000, options.documents):
+        source, made = folder / f"{count}.jsonl", folder / f"set-{count}"
+        draw = random.Random(0)
+        with source.open("w") as file:
+            for number in range(count):
+                file.write(f'{{"text": "document {number} of {count}: {draw.random()}"}}\n')
+        arguments = ["data", "make", str(made), str(source), "--tokenizer", str(tokenizer_file)]
+        making = _peak_mib([sys.executable, "-m", "lather", *arguments])
+        source.unlink()
+        reading = _peak_mib([sys.executable, "-c", READER, str(made)])
+        begun = time.perf_counter()
+        DataSet(made).split("train")
+        found[count] = making, reading, time.perf_counter() - begun
+    few, many = found[10_000], found[options.documents]
+    for name, index in (("making", 0), ("reading", 1)):
+        row = {"case": f"memory of {name}", "documents": options.documents, "mib": many[index], "mib_of_10_000": few[index]}
+        yield (
+            row,
+            (f"memory of {name}", f"{many[index]:,.0f} MiB", f"{many[index] - few[index]:+,.0f} MiB against 10,000 documents", "300 MB"),
+        )
+    row = {"case": "opening", "documents": options.documents, "seconds": many[2], "seconds_of_10_000": few[2]}
+    yield row, ("opening", f"{1e3 * many[2]:.1f} ms", f"{1e3 * few[2]:.1f} ms with 10,000 documents", "1 s")
+
+
+READER = """
+import sys
+from lather.data.config import DataConfig
+from lather.data.opening import open_datasets, training_batches
+config = DataConfig(path=(sys.argv[1],))
+batches = training_batches(open_datasets(config, 8192, print), config, 128, 64, 0)
+for step in range(1, 2001):
+    batches.batch(step)
+"""
+
+
+def _peak_mib(command: list[str]) -> float:
+    """The most memory that the command's processes held together, MiB."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak, ended = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            peak[0] = max(peak[0], sum(_resident_mib(pid) for pid in _family(process.pid)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    status = process.wait()
+    ended.set()
+    watcher.join()
+    if status:
+        raise RuntimeError(f"{command} ended with status {status}")
+    return peak[0]
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from _family(int(child))
+
+
+def _resident_mib(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+    except (OSError, IndexError):
+        return 0.0
+
+
+# --- loader -------------------------------------------------------------------------------------------------------------------------
+
+
+def loader(folder: Path, options: DataBenchmark) -> Result:
+    """Batches of the quickstart: 16 sequences of 128 tokens."""
+    config = DataConfig(path=(str(folder / f"set-{options.documents}"),))
+    batches = training_batches(open_datasets(config, VOCABULARY, lambda text: None), config, 128, 16, 0)
+    times = []
+    for step in range(1, 301):
+        begun = time.perf_counter()
+        batches.batch(step)
+        times.append(1e3 * (time.perf_counter() - begun))
+    median = statistics.median(times)
+    row = {"case": "loader", "ms": median, "step_ms": options.step_ms}
+    return row, (
+        "loader",
+        f"{median:.2f} ms a batch",
+        f"{100 * median / options.step_ms:.2f} % of a step of {options.step_ms:.0f} ms",
+        "1 %",
+    )

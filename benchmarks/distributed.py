@@ -1,0 +1,274 @@
+"""`lather bench distributed`: what a rank of a sharded optimizer sends, keeps and computes, counted, so exact on any machine.
+
+    counts    SOAP on 4 gloo ranks, parameters sharded on dim 0 as FSDP2 has them: bytes that leave a rank in a step, bytes of its state,
+              flops of a step with a refresh, against one process; and what gathering gradient, L and R on every rank would send
+    plan      the owners of every matrix of published models on 8, 64 and 512 ranks: what the busiest rank has to do, over the mean
+
+A case is checked first: after the counted steps every parameter has the bits of one process. Flops are torch's FlopCounterMode's, which
+counts products; QR and eigendecompositions are added by formula (4/3 n^3 and 9 n^3), alike everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.check import CheckError
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.errors import require
+from lather.models.families import FAMILIES, build_model
+from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
+from lather.optim.engine.layout import layout_of
+from lather.optim.rules.adamw import AdamWRule
+from lather.optim.rules.soap import SOAPRule
+from lather.optim.sharded.owners import share_out
+from lather.optim.sharded.placement import Spread, boxes_of
+from lather.parallel.launch import launch
+from lather.parallel.world import World
+from lather.torch_private import linalg_eigh as eigh_of_torch
+
+NUM_RANKS = 4
+SHAPES: tuple[tuple[int, ...], ...] = ((128, 128),) * 8 + ((256, 128),) * 8 + ((8, 64, 128),) * 4
+"""Matrices, and stacks of experts that 4 ranks have whole; every rank's share is the same."""
+UNEVEN: tuple[tuple[int, ...], ...] = ((128, 128),) * 5 + ((96, 160),) * 3 + ((6, 64, 128),) * 3
+STEPS = 4
+MESHES = (8, 64, 512)
+ENOUGH = 20
+"""Matrices per rank from which on the plan should be even."""
+
+
+@dataclass(frozen=True)
+class DistributedBenchmark:
+    """Bytes, state and arithmetic of a sharded optimizer, and how even the plan of owners is. On CPU, with gloo."""
+
+    parts: tuple[Literal["counts", "plan"], ...] = ("counts", "plan")
+    """What to find out."""
+    out: Path = Path("benchmarks/results")
+    """Folder for distributed-optimizer.jsonl; a run replaces that of the last."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.parts), "--parts", self.parts, "some of counts, plan")
+
+
+def run(options: DistributedBenchmark) -> int:
+    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    console = wide_console(120)
+    common = environment(torch.device("cpu"), ())
+    file = RowFile(options.out / "distributed-optimizer.jsonl")
+    try:
+        for row in _rows(options):
+            file.write([{**common, **row}])
+            console.print(row["summary"], highlight=False, soft_wrap=True)
+    except CheckError as error:
+        file.discard()
+        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+        return 1
+    file.finish()
+    console.print(f"rows {file.path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _rows(options: DistributedBenchmark) -> Iterator[Row]:
+    if "counts" in options.parts:
+        for name, shapes in (("even", SHAPES), ("uneven", UNEVEN)):
+            yield _counts_row(name, shapes)
+    if "plan" in options.parts:
+        for preset in ("qwen3-30b-a3b", "deepseek-v2-lite"):
+            for num_ranks in MESHES:
+                yield plan_row(preset, num_ranks)
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _counts_row(name: str, shapes: Sequence[tuple[int, ...]]) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        if launch(count, (tuple(shapes), folder), NUM_RANKS):
+            raise CheckError(f"{name}: a rank failed, see above")
+        ranks: list[Row] = json.loads((Path(folder) / "ranks.json").read_text("utf-8"))
+    if wrong := [rank["wrong"] for rank in ranks if rank["wrong"]]:
+        raise CheckError(f"{name}: {wrong[0]} of {len(shapes)} parameters differ from those of one process")
+    flops, alone = [rank["flops"] for rank in ranks], ranks[0]["flops_of_one_process"]
+    state, whole = [rank["state_bytes"] for rank in ranks], sum(_state_bytes(shape) for shape in shapes)
+    sent = max(rank["bytes_sent"] for rank in ranks)
+    share = 4 * sum(math.prod(shape) for shape in shapes) / NUM_RANKS
+    bound = 2 * (NUM_RANKS - 1) / NUM_RANKS * share
+    found = {
+        "sent_of_bound": sent / bound,
+        "sent_of_gathering": sent / max(rank["bytes_gathering"] for rank in ranks),
+        "state_of_one_process_over_n": max(state) * NUM_RANKS / whole,
+        "flops_of_one_process_over_n": max(flops) * NUM_RANKS / alone,
+    }
+    summary = (
+        f"{name}: a rank sends {sent:,} bytes in a step, {found['sent_of_bound']:.2f} of 2 (N-1)/N of its share and "
+        f"{found['sent_of_gathering']:.2f} of what gathering G, L and R sends; state {found['state_of_one_process_over_n']:.3f} / N, "
+        f"flops {found['flops_of_one_process_over_n']:.3f} / N of one process"
+    )
+    config = {
+        "case": name,
+        "ranks": NUM_RANKS,
+        "shapes": [list(shape) for shape in shapes],
+        "optimizer": "SOAP",
+        "precondition_frequency": 1,
+    }
+    return {"benchmark": "counts", "config": config, "check": {"parameters_that_differ": 0}, **found, "by_rank": ranks, "summary": summary}
+
+
+def _state_bytes(shape: tuple[int, ...]) -> int:
+    return state_bytes(shape, matrix_layout="per_expert" if len(shape) > 2 else "tensor")
+
+
+def _values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _soap(params: Sequence[nn.Parameter]) -> SOAP:
+    groups = [{"params": [p], "matrix_layout": "per_expert" if p.dim() > 2 else "tensor"} for p in params]
+    return SOAP(groups, lr=1e-2, precondition_frequency=1)
+
+
+def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int:
+    """A worker of `launch`; rank 0 writes what all ranks found."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (world.size,))
+    alone = [nn.Parameter(x) for x in _values(shapes, 0)]
+    ours = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)) for p in alone]
+    one, many = _soap(alone), _soap(ours)
+    flops = flops_alone = sent = 0
+    for step in range(STEPS):
+        for p, q, grad in zip(alone, ours, _values(shapes, 100 + step), strict=True):
+            p.grad, q.grad = grad, distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+        flops_alone = _counted_flops(one)
+        with CountedBytes() as counted:
+            flops = _counted_flops(many)
+        sent = counted.sent
+    found = {
+        "wrong": sum(not torch.equal(p.detach(), q.detach().full_tensor()) for p, q in zip(alone, ours, strict=True)),  # type: ignore[attr-defined]
+        "flops": flops,
+        "flops_of_one_process": flops_alone,
+        "bytes_sent": sent,
+        "bytes_gathering": gathering_bytes(ours, mesh),
+        "state_bytes": sum(piece.value.nbytes for piece in many.state_pieces() if piece.key != "step"),
+    }
+    everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(found, everybody)
+    if everybody is not None:
+        (Path(folder) / "ranks.json").write_text(json.dumps(everybody))
+    return 0
+
+
+def _counted_flops(optimizer: MatrixOptimizer) -> int:
+    def qr(shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+        return int(4 / 3 * math.prod(shape) * shape[-1])
+
+    def eigh(shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+        return 9 * math.prod(shape) * shape[-1]
+
+    mapping = {torch.ops.aten.linalg_qr: qr, eigh_of_torch: eigh}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        optimizer.step()
+    return int(counter.get_total_flops())
+
+
+class CountedBytes:
+    """Inside the block: bytes that collectives send from this rank to others."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._patches = [
+            patch.object(dist, "all_to_all_single", self._counting(dist.all_to_all_single, self._of_all_to_all)),
+            patch.object(dist, "all_reduce", self._counting(dist.all_reduce, self._of_all_reduce)),
+            patch.object(dist, "all_gather", self._counting(dist.all_gather, self._of_all_gather)),
+        ]
+
+    def __enter__(self) -> CountedBytes:
+        for one in self._patches:
+            one.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for one in self._patches:
+            one.stop()
+
+    def _counting(self, original: Any, size: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.sent += size(*args)
+            return original(*args, **kwargs)
+
+        return counting
+
+    def _of_all_to_all(self, arriving: Tensor, leaving: Tensor, sizes_in: list[int], sizes_out: list[int]) -> int:
+        return leaving.element_size() * (sum(sizes_out) - sizes_out[dist.get_rank()])
+
+    def _of_all_reduce(self, x: Tensor, *args: Any) -> int:
+        return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())  # a ring
+
+    def _of_all_gather(self, gathered: list[Tensor], own: Tensor) -> int:
+        return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it got
+
+
+def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
+    """What this rank sends if every rank gathers gradient, L and R of every matrix, in equal parts; experts that are whole stay."""
+    with CountedBytes() as counted:
+        for p in params:
+            assert isinstance(p, DTensor)
+            if p.dim() > 2 and p.shape[0] % mesh.size() == 0:
+                continue
+            batch, (m, n) = math.prod(p.shape[:-2]), p.shape[-2:]
+            for numel in (batch * m * n, batch * m * m, batch * n * n):
+                own = torch.zeros(-(-numel // mesh.size()))
+                dist.all_gather([torch.empty_like(own) for _ in range(mesh.size())], own)
+    return counted.sent
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------------------------
+
+
+def plan_row(preset: str, num_ranks: int) -> Row:
+    """Every matrix of a published model under FSDP2 on one mesh of all ranks: dim 0 sharded, experts stacked."""
+    config = next(family.presets[preset] for family in FAMILIES.values() if preset in family.presets)
+    groups = parameter_groups(build_model(config, None, torch.device("meta")))
+    options = SOAP([{**group, "params": list(group["params"])} for group in groups]).param_groups
+    wanted, spreads = [], {}
+    for group in options:
+        rule = AdamWRule() if group.get("rule") == "adamw" else SOAPRule(matrix_layout=group["matrix_layout"])
+        for p in group["params"]:
+            layout = layout_of(tuple(p.shape), rule)
+            if layout.kind != "elements":
+                key = tuple(p.shape)
+                if key not in spreads:
+                    spreads[key] = Spread(key, tuple(range(num_ranks)), boxes_of(key, (num_ranks,), [Shard(0)]), 0)
+                wanted.append((spreads[key], layout))
+    loads, counts, stays = [0.0] * num_ranks, [0] * num_ranks, 0
+    for (_, layout), units in zip(wanted, share_out(wanted, {}), strict=True):
+        for unit in units:
+            loads[unit.owner] += layout.rule.cost(layout.matrix)
+            counts[unit.owner] += 1
+            stays += unit.stays
+    imbalance = max(loads) * num_ranks / sum(loads)
+    each = sum(counts) / num_ranks
+    target = "" if each >= ENOUGH else f", fewer than {ENOUGH}"
+    return {
+        "benchmark": "plan",
+        "config": {"model": preset, "ranks": num_ranks, "layout": "FSDP2 on one axis"},
+        "matrices": sum(counts),
+        "stay": stays,
+        "max_over_mean": imbalance,
+        "summary": f"{preset} on {num_ranks} ranks: {each:.1f} matrices per rank{target}; the busiest has {imbalance:.4f} of the mean; "
+        f"{stays:,} of {sum(counts):,} matrices never travel",
+    }

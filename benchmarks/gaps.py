@@ -1,0 +1,185 @@
+"""`lather bench gaps`: what it gains to do the optimizer's refreshes where ranks of a pipeline wait for each other anyway.
+
+Two ranks on this machine train the same model with `async_refresh`: *filled* does the refreshes in pieces inside the next step's gaps, *at
+once* does all of them at the end of the step, as a CPU otherwise does. After equally many steps the weights must have the same bits, or
+nothing is reported. Step times are taken by turns; of each contestant one step more is recorded, which says how much of its idle time is
+filled.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.check import CheckError
+from benchmarks.measure import percentiles
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.data.batches import Batch
+from lather.errors import require
+from lather.models.qwen3_moe import Qwen3MoeConfig
+from lather.optim import MatrixOptimizer
+from lather.parallel.launch import launch
+from lather.parallel.mesh import Mesh
+from lather.parallel.world import World
+from lather.pipeline.replay import Event, Timeline
+from lather.pipeline.schedule import Action
+from lather.pipeline.timeline import TimelineRecorder
+from lather.train.config import Config, LoopConfig, ParallelConfig
+from lather.train.engine import Engine, build_engine
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import TrainStep
+
+MODEL = Qwen3MoeConfig(
+    vocab_size=1024,
+    hidden_size=192,
+    moe_intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=48,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+SEQUENCES, LENGTH, MICRO_BATCH = 16, 512, 4
+"""Four micro-batches, the fewest that two ranks take: the longest gaps."""
+CONTESTANTS = ("filled", "at once")
+WARM_UP = 3
+MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class GapsBenchmark:
+    """Refreshes in the gaps of a pipeline, on two ranks over gloo, against refreshes at the end of a step."""
+
+    frequency: int = 1
+    """Steps between refreshes."""
+    rounds: int = 9
+    """Timed rounds of a run, each of one step per contestant."""
+    runs: int = 3
+    """How often the ranks are started anew."""
+    out: Path = Path("benchmarks/results")
+    """Folder for gaps-cpu.jsonl; it replaces that of the last time."""
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
+        require(self.frequency >= 1, "--frequency", self.frequency, "at least 1")
+
+
+def run(options: GapsBenchmark) -> int:
+    """The whole benchmark; returns the exit status, 1 if the contestants' weights differ."""
+    console = wide_console(120)
+    file = RowFile(options.out / "gaps-cpu.jsonl")
+    for _ in range(options.runs):
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder) / "found.json"
+            if launch(measure, (options.frequency, options.rounds, str(found)), 2):
+                file.discard()
+                return 1
+            ranks = json.loads(found.read_text("utf-8"))
+        try:
+            row = {**environment(torch.device("cpu"), ()), **_row(options, ranks)}
+        except CheckError as error:
+            file.discard()
+            console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+            return 1
+        file.write([row])
+        console.print(row["summary"], highlight=False, soft_wrap=True)
+    file.finish()
+    return 0
+
+
+def _row(options: GapsBenchmark, ranks: list[dict[str, Any]]) -> Row:
+    sums = [{name: rank[name]["weights"] for name in CONTESTANTS} for rank in ranks]
+    if any(own["filled"] != own["at once"] for own in sums):
+        raise CheckError(f"the weights of {' and '.join(CONTESTANTS)} differ: {sums}")
+    times = {name: [max(step) for step in zip(*(rank[name]["ms"] for rank in ranks), strict=True)] for name in CONTESTANTS}
+    ratios = [filled / other for filled, other in zip(times["filled"], times["at once"], strict=True)]
+    timelines = {name: Timeline(tuple(_events(ranks, name))) for name in CONTESTANTS}
+    idle, filled = sum(timelines["filled"].idle().values()), sum(timelines["filled"].filled().values())
+    median = percentiles(ratios)["median"]
+    return {
+        "benchmark": "gaps",
+        "config": {"ranks": 2, "optimizer": "soap", "frequency": options.frequency, "rounds": options.rounds, "micro_batches": 4},
+        "baseline": "at once",
+        "step_ms": {name: percentiles(times[name]) for name in CONTESTANTS},
+        "ratio": percentiles(ratios),
+        "idle_ms": 1e3 * idle / 2,
+        "filled_ms": 1e3 * filled / 2,
+        "filled_share": filled / idle,
+        "summary": f"SOAP every {options.frequency}: {filled / idle:.0%} of the idle time filled, a step takes {median:.3f} times as long",
+    }
+
+
+def _events(ranks: list[dict[str, Any]], name: str) -> Iterator[Event]:
+    for rank in ranks:
+        yield from (Event(number, Action.from_text(action), start, end) for number, action, start, end in rank[name]["events"])
+
+
+@dataclass
+class Contestant:
+    """A model in training on this rank."""
+
+    engine: Engine
+    step: TrainStep
+    recorder: TimelineRecorder
+
+    @classmethod
+    def make(cls, name: str, frequency: int, mesh: Mesh) -> Contestant:
+        config = Config(
+            model=MODEL,
+            train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=LENGTH),
+            optim=optim_config("soap", lr=1e-3, precondition_frequency=frequency, async_refresh=True),
+            parallel=ParallelConfig(pp=2),
+        )
+        recorder = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
+        engine = build_engine(config, mesh, record=recorder)
+        optimizer = build_optimizer(config.optim, engine.parameters)
+        step = TrainStep(engine, optimizer, 1.0)
+        assert isinstance(optimizer, MatrixOptimizer)
+        optimizer.put_off_refreshes().put_off = name == "filled"
+        return cls(engine, step, recorder)
+
+    def timed_step(self, number: int) -> float:
+        """Milliseconds of one step."""
+        generator = torch.Generator().manual_seed(number)
+        batch: Batch = self.engine.share_of(torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator))
+        dist.barrier()
+        start = time.perf_counter()
+        self.step(batch, 1e-3)
+        return 1e3 * (time.perf_counter() - start)
+
+
+def measure(frequency: int, rounds: int, path: str, world: World) -> int:
+    """A worker of `launch`; rank 0 writes what every rank found to `path`."""
+    torch.set_num_threads(1)
+    mesh = Mesh.build(ParallelConfig(pp=2), torch.device("cpu"))
+    contestants = {name: Contestant.make(name, frequency, mesh) for name in CONTESTANTS}
+    found: dict[str, Any] = {name: {"ms": []} for name in CONTESTANTS}
+    order = list(CONTESTANTS)
+    for number in range(WARM_UP + rounds):
+        for name in order:
+            milliseconds = contestants[name].timed_step(number)
+            if number >= WARM_UP:
+                found[name]["ms"].append(milliseconds)
+        order.append(order.pop(0))
+    for name, contestant in contestants.items():
+        contestant.recorder.begin()
+        contestant.timed_step(WARM_UP + rounds)
+        events = contestant.recorder.end()
+        found[name]["events"] = [(event.rank, str(event.action), event.start, event.end) for event in events]
+        found[name]["weights"] = [p.double().sum().item() for p in contestant.engine.part.parameters()]
+    everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(found, everybody)
+    if everybody is not None:
+        Path(path).write_text(json.dumps(everybody), encoding="utf-8")
+    return 0

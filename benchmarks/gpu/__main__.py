@@ -1,0 +1,72 @@
+"""`python -m benchmarks.gpu`: all parts, those that are done already left out. With the standard library alone until it is known that
+torch is there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu import needs
+from benchmarks.gpu.parts import Part, all_parts
+from benchmarks.gpu.runner import Runner
+
+FOLDER = Path("runs/gpu")
+"""Where parts work and what is done is remembered."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if a part was not done, 2 if nothing can be."""
+    options = _parser().parse_args(arguments)
+    folder = FOLDER / options.device / ("small" if options.small else "full")
+    parts = all_parts(options.device, folder.resolve(), small=options.small)
+    chosen = [part for part in parts if not options.only or any(part.name.startswith(name) for name in options.only)]
+    if not chosen:
+        print(f"--only {' '.join(options.only)} fits no part: {', '.join(part.name for part in parts)}", file=sys.stderr)
+        return 2
+    if options.list:
+        print("\n".join(f"{part.name:20} {part.seconds:4.0f} s  {part.title}" for part in chosen))
+        return 0
+    if not _possible(chosen, options.device):
+        return 2
+    from benchmarks.gpu.summary import collect
+
+    runner = Runner(folder)
+    collected = partial(collect, parts, runner, options.out, publish=options.device == "cuda" and not options.small)
+    outcomes = runner.run(chosen, fresh=options.fresh, after=collected)  # each time, lest all be lost when this is ended
+    print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
+    return int(any(outcome.status != "done" for outcome in outcomes.values()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make gpu ARGS=", description="All that a GPU has to measure; goes on where it stopped.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, for a rehearsal")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="the parts whose names begin so")
+    parser.add_argument("--fresh", action="store_true", help="do again what is done")
+    parser.add_argument("--list", action="store_true", help="the parts, and how long each may take")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for all rows, logs, picture and summary, in a file each")
+    return parser
+
+
+def _possible(parts: Sequence[Part], device: str) -> bool:
+    """Whether anything can be done here; says exactly which wheels are missing."""
+    stopped = {part.name: needs.missing(part.needs) for part in parts}
+    stopped = {name: lacks for name, lacks in stopped.items() if lacks}
+    if stopped:
+        print(f"{', '.join(stopped)}: not possible without\n{needs.describe(one for lacks in stopped.values() for one in lacks)}")
+    if lacks := needs.missing({"torch": needs.TORCH, **({"triton": needs.TRITON} if device == "cuda" else {})}):
+        print(f"nothing can be run without\n{needs.describe(lacks)}", file=sys.stderr)
+        return False
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        print("this torch sees no CUDA device: rehearse with DEVICE=cpu", file=sys.stderr)
+        return False
+    return len(stopped) < len(parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""A decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory modes against plain autograd of the same formulas.
+
+Time by the device's events, the most bytes beyond parameters and input by its allocator. First all give plain autograd's output and
+gradients, with the router's choices of the first, so that a near-tie cannot turn them.
+
+Letters: B sequences, S tokens of each, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.check import CheckError
+from benchmarks.gpu.clock import milliseconds
+from benchmarks.gpu.work import Settings
+from benchmarks.measure import peak_temporary_bytes
+from benchmarks.report import Row
+from lather.models.decoder import Decoder
+from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
+from lather.models.layout import SequenceLayout
+
+CONTESTANTS = ("reference", "saved", "recompute")
+"""Memory modes of a block; the first is plain autograd."""
+TOLERANCE = 5e-2
+"""Largest difference from plain autograd's in bf16, relative in the Frobenius norm."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A block, and what goes through it."""
+
+    hidden: int = 2048
+    intermediate: int = 1408
+    experts: int = 64
+    slots: int = 6
+    heads: int = 16
+    latent: int = 512
+    head: int = 128
+    rope: int = 64
+    sequences: int = 2
+    length: int = 4096
+
+
+SMALL = Sizes(hidden=64, intermediate=32, experts=8, slots=2, heads=2, latent=16, head=16, rope=8, sequences=2, length=32)
+
+
+def rows(settings: Settings, contestant: str) -> Iterator[Row]:
+    """A row for each contestant. Raises CheckError."""
+    sizes = SMALL if settings.small else Sizes()
+    model = _model(sizes, settings.device)
+    block: Any = model.layers[0]
+    device = settings.device
+    layout = SequenceLayout(sizes.sequences, sizes.length, device)
+    x_BSD, cotangent_BSD = (_input(sizes, device, seed) for seed in (0, 1))
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        experts_TK = block.attend_and_route(x_BSD, layout).routing.experts_TK
+    plain_ms, plain_peak = 0.0, 0
+    expected: list[Tensor] = []
+
+    def step() -> list[Tensor]:
+        with torch.autocast(device.type, dtype=torch.bfloat16), block.mlp.gate.replay(experts_TK):
+            y_BSD, _ = block(x_BSD, layout)
+        return [y_BSD.detach(), *torch.autograd.grad(y_BSD, (x_BSD, *block.parameters()), cotangent_BSD)]
+
+    for name in CONTESTANTS:
+        model.set_memory(name)
+        results = step()
+        expected = expected or results
+        error = _largest_error(name, results, expected)
+        del results
+        ms, peak = milliseconds(step, device, 3 if settings.small else 10), peak_temporary_bytes(step, device)
+        plain_ms, plain_peak = (plain_ms, plain_peak) if plain_ms else (ms["median"], peak)
+        yield {
+            "benchmark": "block",
+            "config": {"contestant": name, "dtype": "bfloat16", "device": device.type, **asdict(sizes)},
+            "baseline": CONTESTANTS[0],
+            "check": {"error": error},
+            "ms": ms,
+            "times_of_plain": ms["median"] / plain_ms,
+            "peak_temporary_bytes": peak,
+            "peak_of_plain": peak / max(1, plain_peak),
+        }
+
+
+def _model(sizes: Sizes, device: torch.device) -> Decoder:
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        moe_intermediate_size=sizes.intermediate,
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        num_attention_heads=sizes.heads,
+        kv_lora_rank=sizes.latent,
+        qk_nope_head_dim=sizes.head,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.head,
+        n_routed_experts=sizes.experts,
+        n_shared_experts=2,
+        num_experts_per_tok=sizes.slots,
+        max_position_embeddings=sizes.length,
+    )
+    model = build_deepseek_v2(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model.to(device)
+
+
+def _input(sizes: Sizes, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    x_BSD = torch.randn(sizes.sequences, sizes.length, sizes.hidden, device=device, generator=generator)
+    return x_BSD.requires_grad_() if seed == 0 else x_BSD
+
+
+def _largest_error(name: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    error = max(float(torch.dist(a.float(), b.float()) / b.float().norm().clamp(min=1e-20)) for a, b in zip(results, expected, strict=True))
+    if not error <= TOLERANCE:
+        raise CheckError(f"{name}: differs from plain autograd by {error:.1e}, more than {TOLERANCE:.0e}")
+    return error

@@ -1,0 +1,65 @@
+"""Milliseconds and rates of a device: by its events on a GPU, by the clock on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.measure import percentiles
+from lather.device import gpu_module, is_gpu
+
+WARM_UP = 3
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 flops per second that the makers state, by a part of the device's name; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device reaches in this process: the measure of everything else."""
+
+    bytes: float
+    """Bytes per second of a device copy, those read and those written."""
+    flops: float
+    """Flops per second of a large bf16 matrix product."""
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, rounds: int, warm_up: int = WARM_UP) -> dict[str, float]:
+    """Median, p20 and p80 of `rounds` calls, after `warm_up` that compile and warm up."""
+    for _ in range(warm_up):
+        work()
+    return percentiles([_one(work, device) for _ in range(rounds)])
+
+
+def _one(work: Callable[[], object], device: torch.device) -> float:
+    if not is_gpu(device):
+        begun = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - begun)
+    gpu = gpu_module(device)
+    start, end = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
+    gpu.synchronize(device)
+    start.record()
+    work()
+    end.record()
+    gpu.synchronize(device)
+    return float(start.elapsed_time(end))
+
+
+def measure_rates(device: torch.device, *, small: bool) -> Rates:
+    """A copy of 1 GiB and a product of 8192 x 8192 matrices; much less of both if `small`."""
+    source = torch.zeros(2**20 if small else 2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    n = 128 if small else 8192
+    x, y = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    copy, product = (milliseconds(work, device, 10)["median"] for work in (lambda: target.copy_(source), lambda: x @ y))
+    return Rates(2e3 * source.nbytes / copy, 2e3 * n**3 / product)
+
+
+def peak_flops(device: torch.device, rates: Rates) -> tuple[float, str]:
+    """Dense bf16 flops per second of the device, and where the number is from: its maker, or the product measured here."""
+    name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
+    known = next((key for key in PEAK_FLOPS if key in name), None)
+    return (rates.flops, "measured matrix product") if known is None else (PEAK_FLOPS[known], f"stated for {known}")

@@ -1,0 +1,134 @@
+"""Runs parts, each in a process of its own with a time limit, and remembers which are done.
+
+`state.json` has a line of state per part. A part is done again if it has not been done, if the code has changed (`fingerprint`), or with
+`fresh`. One that fails or is too slow stops nothing: its whole process group is ended, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.needs import missing
+from benchmarks.gpu.parts import ROOT, Part
+
+Status = Literal["done", "failed", "out of time", "not possible"]
+CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/gpu/*")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part."""
+
+    status: Status
+    seconds: float
+    exit_status: int | None
+    """None: it was ended, or never started."""
+    fingerprint: str
+    """Of the code and the way it was called."""
+
+
+def fingerprint(part: Part, root: Path = ROOT) -> str:
+    """The same for the same code and arguments, in a repository or in a mere copy of one."""
+    digest = hashlib.sha256(repr(part.arguments).encode())
+    for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Runner:
+    """The parts of one folder."""
+
+    def __init__(self, folder: Path, say: Callable[[str], object] = print, root: Path = ROOT) -> None:
+        self.folder, self._say, self._root = folder, say, root
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, parts: Sequence[Part], *, fresh: bool = False, after: Callable[[], object] = lambda: None) -> dict[str, Outcome]:
+        """The outcome of each part, those of earlier calls that still hold included; `after` is called after each that was run."""
+        outcomes = {}
+        for part in parts:
+            outcome = None if fresh else self.earlier(part)
+            if outcome is not None:
+                self._say(f"{part.name}: done before, in {outcome.seconds:.0f} s")
+            else:
+                self._say(f"{part.name}: {part.title}, at most {part.seconds:.0f} s" + (f" ({part.note})" if part.note else ""))
+                outcome = self._run(part)
+                self._remember(part.name, outcome)
+                self._say(f"{part.name}: {outcome.status} after {outcome.seconds:.0f} s")
+                after()
+            outcomes[part.name] = outcome
+        return outcomes
+
+    def earlier(self, part: Part) -> Outcome | None:
+        """How the part was done before, by this code; None if it was not."""
+        outcome = self.last(part.name)
+        done = outcome is not None and outcome.status == "done" and outcome.fingerprint == fingerprint(part, self._root)
+        return outcome if done else None
+
+    def last(self, name: str) -> Outcome | None:
+        """How a part ended when it was last run, by whatever code; None if it never was."""
+        state = self._state().get(name)
+        return None if state is None else Outcome(**state)
+
+    def log(self, name: str) -> Path:
+        """What the part printed."""
+        return self.folder / f"{name}.log"
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / "state.json"
+        state: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        return state
+
+    def _remember(self, name: str, outcome: Outcome) -> None:
+        aside = self.folder / "state.partial.json"
+        aside.write_text(json.dumps({**self._state(), name: asdict(outcome)}, indent=1))
+        os.replace(aside, self.folder / "state.json")
+
+    def _run(self, part: Part) -> Outcome:
+        mark = fingerprint(part, self._root)
+        if lacks := missing(part.needs):
+            self.log(part.name).write_text("".join(f"needs {one}\n" for one in lacks))
+            return Outcome("not possible", 0.0, None, mark)
+        for path in self.folder.glob(f"{part.name}*.jsonl"):  # rows of another run are not this one's
+            path.unlink()
+        begun = time.monotonic()
+        environment = {**os.environ, "PYTHONPATH": _joined(str(self._root / "src"), os.environ.get("PYTHONPATH")), "PYTHONUNBUFFERED": "1"}
+        with self.log(part.name).open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *part.arguments],
+                cwd=self._root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its own processes can be ended with it
+            )
+            try:
+                exit_status = process.wait(part.seconds)
+            except subprocess.TimeoutExpired:
+                exit_status = None
+            finally:
+                _end(process)
+        status: Status = "out of time" if exit_status is None else "failed" if exit_status else "done"
+        return Outcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and those that it has started; what one of them leaves behind would hold memory of the device."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _joined(*paths: str | None) -> str:
+    return os.pathsep.join(path for path in paths if path)

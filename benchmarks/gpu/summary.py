@@ -1,0 +1,142 @@
+"""What came out: a line for each part, a picture, and the rows of all parts in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.gpu.parts import ROOT, Part
+from benchmarks.gpu.runner import Outcome, Runner
+from benchmarks.report import Row
+
+RESULTS = ROOT / "benchmarks/results/gpu"
+HEAD = ("part", "status", "seconds", "result")
+
+
+def collect(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -> str:
+    """The table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = markdown([(part.name, *_line(part, runner)) for part in parts])
+    (out / "summary.md").write_text(table + "\n")
+    rows = [row for part in parts for row in rows_of(part.name, runner)]
+    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (out / "logs.txt").write_text("".join(f"=== {part.name}\n{tail(runner, part.name, 200)}\n" for part in parts))
+    has_picture = draw(rows, out / "summary.png")
+    if publish and rows:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        for name in ("rows.jsonl", "summary.md", *(["summary.png"] if has_picture else [])):
+            shutil.copy(out / name, RESULTS / name)
+    return table
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table that reads well as it is."""
+    cells = [HEAD, ["---"] * len(HEAD), *lines]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD) - 1)]
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)) + " |" for line in cells)
+
+
+def _line(part: Part, runner: Runner) -> tuple[str, str, str]:
+    outcome = runner.last(part.name)
+    if outcome is None:
+        return "not run", "", ""
+    return outcome.status, f"{outcome.seconds:.0f}", result(part.name, outcome, runner)
+
+
+def result(name: str, outcome: Outcome, runner: Runner) -> str:
+    """What is most worth knowing of a part: its numbers, and what went wrong, if anything did."""
+    describe = DESCRIBE.get(name.partition("-")[0])
+    rows = rows_of(name, runner)
+    found = describe(rows) if describe and rows else ""
+    if found and outcome.status == "done":
+        return found
+    lines = [line.strip() for line in tail(runner, name, 30).splitlines() if line.strip()]
+    last = lines[-1].replace("|", "/")[:160] if lines else ""
+    return "; ".join(text for text in (found, last) if text)
+
+
+def tail(runner: Runner, name: str, num_lines: int) -> str:
+    log = runner.log(name)
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
+
+
+def rows_of(name: str, runner: Runner) -> list[Row]:
+    """A part's rows; of one that was ended, those that it had written."""
+    stems = [f"optimizer-{device}" for device in ("cuda", "cpu")] if name == "optimizer" else [name]
+    for path in (runner.folder / f"{stem}{end}" for end in (".jsonl", ".partial.jsonl") for stem in stems):
+        if path.exists():
+            return [json.loads(line) for line in path.read_text().splitlines()]
+    return []
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    shares = {row["config"]["kernel"]: row["share"] for row in rows}
+    least = min(shares, key=lambda name: shares[name])
+    rates = rows[0]["rates"]
+    reached = f"copy {rates['bytes'] / 1e9:,.0f} GB/s, product {rates['flops'] / 1e12:,.1f} Tflop/s"
+    return f"{len(rows)} right; {min(shares.values()):.0%} ({least}) to {max(shares.values()):.0%} of the device's rates ({reached})"
+
+
+def _refresh(rows: Sequence[Row]) -> str:
+    return ", ".join(
+        f"{row['config']['hidden']} / {row['config']['mlp']}: {row['times_as_fast']:.1f} x as fast (goal {row['goal']:.0f})" for row in rows
+    )
+
+
+def _block(rows: Sequence[Row]) -> str:
+    return ", ".join(
+        f"{row['config']['contestant']}: {row['times_of_plain']:.2f} of the time and {row['peak_of_plain']:.2f} of the bytes of plain"
+        for row in rows[1:]
+    )
+
+
+def _optimizer(rows: Sequence[Row]) -> str:
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if row["benchmark"] == "optimizer" and row["config"]["contestant"] != "lather":
+            times.setdefault(f"{row['config']['rule']} of {row['config']['contestant']}", []).append(row["times_of_lather"])
+    return ", ".join(f"{name}: {min(some):.2f} to {max(some):.2f} times ours" for name, some in times.items())
+
+
+def _training(rows: Sequence[Row]) -> str:
+    row = rows[-1]
+    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}{memory}, {1e3 * row['step_seconds']:.0f} ms a step"
+
+
+DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
+    "kernels": _kernels,
+    "refresh": _refresh,
+    "block": _block,
+    "optimizer": _optimizer,
+    "training": _training,
+}
+
+
+def draw(rows: Sequence[Row], path: Path) -> bool:
+    """Bars of the kernels' shares and of the trainings' MFU; False if there is nothing to draw, or no matplotlib."""
+    shares = {row["config"]["kernel"]: row["share"] for row in rows if row["benchmark"] == "kernel"}
+    mfu = {row["config"]["optimizer"]: row["mfu"] for row in rows if row["benchmark"] == "training"}
+    panels = [(title, found) for title, found in (("share of a copy's or a product's rate", shares), ("MFU", mfu)) if found]
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    if not panels:
+        return False
+    figure = Figure(figsize=(6.0 * len(panels), 4.2), layout="constrained")
+    for axes, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.bar_label(axes.barh(list(found), list(found.values())), fmt="%.2f", padding=3, fontsize=8)
+        axes.set(xlabel=title)
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    hardware = rows[0]["hardware"]
+    figure.suptitle(hardware["gpu"] or hardware["cpu"])
+    aside = path.with_suffix(".partial.png")
+    figure.savefig(aside, dpi=110, format="png")
+    os.replace(aside, path)
+    return True

@@ -1,0 +1,125 @@
+"""Training of a mixture of experts for 50 steps, or as many as there is time for: tokens per second, share of the device's peak (MFU), most
+memory.
+
+    model flops per token = 6 * (parameters that multiply a token) + 3 * layers * heads * S * (query width + value width)
+
+A multiplication and an addition are two flops; backward costs twice the forward. Parameters that multiply a token are those of matrices,
+the embedding left out and the head counted, of routed experts K of E. Attention is causal: half of S x S. What is computed again, the
+optimizer and the router's bookkeeping do not count, so that the share is of useful work. MFU = flops per token * tokens per second / peak.
+
+Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is needed. The first steps, which compile and
+make the first bases, are left out of the rate; refreshes are in it.
+
+Letters: S tokens of a sequence, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from benchmarks.check import CheckError
+from benchmarks.gpu.clock import measure_rates, peak_flops
+from benchmarks.gpu.parts import ROOT
+from benchmarks.gpu.work import Settings
+from benchmarks.report import Row
+from lather.device import gpu_module, is_gpu
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.parallel.local import ShardInfo
+from lather.parallel.mesh import Mesh
+from lather.train.config import Config
+from lather.train.config_file import load_config
+from lather.train.engine import build_engine
+from lather.train.optim_config import optim_config
+from lather.train.optimizer import build_optimizer
+from lather.train.step import StepResult, TrainStep
+
+STEPS, WARM_UP = 50, 10
+"""As many as an interval between refreshes are left out, and whole intervals are counted."""
+LEARNING_RATE = {"adamw": 5e-4, "muon": 2e-3, "soap_muon": 2e-3}
+
+
+def rows(settings: Settings, contestant: str) -> Iterator[Row]:
+    """One row, of the optimizer `contestant`. Raises CheckError if a loss is not finite or the last is not below the first."""
+    config = load_config(ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml"))
+    config = replace(config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])).resolved()
+    device = settings.device
+    peak, source = peak_flops(device, measure_rates(device, small=settings.small))
+    results, seconds, memory, infos = _train(config, settings)
+    losses = [result.loss for result in results]
+    if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
+        raise CheckError(f"{contestant}: the losses {losses[0]:.3f} to {losses[-1]:.3f} are not those of a model that learns")
+    counted = seconds[WARM_UP:]
+    tokens_per_second = config.train.batch_size * config.train.sequence_length * len(counted) / sum(counted)
+    flops = flops_per_token(infos, config)
+    yield {
+        "benchmark": "training",
+        "config": {"optimizer": contestant, "device": device.type, "steps": len(losses), "model": asdict(config.model), **_loop(config)},
+        "baseline": "peak",
+        "check": {"first_loss": losses[0], "last_loss": losses[-1]},
+        "parameters": sum(math.prod(info.shape) for info in infos),
+        "tokens_per_second": tokens_per_second,
+        "flops_per_token": flops,
+        "mfu": flops * tokens_per_second / peak,
+        "peak_flops": peak,
+        "peak_source": source,
+        "first_step_seconds": seconds[0],
+        "step_seconds": sum(counted) / len(counted),
+        "optimizer_seconds": sum(result.optimizer_seconds for result in results[WARM_UP:]) / len(counted),
+        "peak_bytes": memory,
+        "losses": losses,
+        "seconds": seconds,
+    }
+
+
+def _loop(config: Config) -> dict[str, Any]:
+    return {key: getattr(config.train, key) for key in ("batch_size", "micro_batch_size", "sequence_length", "precision")}
+
+
+def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
+    """What each step did and its seconds, the most bytes of the device's memory, and what the parameters are.
+
+    Fewer steps than `STEPS` where time runs out, but more than `WARM_UP`.
+    """
+    started, device = time.monotonic(), settings.device
+    engine = build_engine(config, Mesh.single(device))
+    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
+    generator = torch.Generator().manual_seed(0)
+    odds_V = 1 / torch.arange(1, config.model.vocab_size + 1)
+    shape = (config.train.batch_size, config.train.sequence_length + 1)
+    if is_gpu(device):
+        gpu_module(device).reset_peak_memory_stats(device)
+    results: list[StepResult] = []
+    seconds = []
+    for _ in range(STEPS):
+        tokens_BS = torch.multinomial(odds_V, math.prod(shape), replacement=True, generator=generator).view(shape)
+        begun = time.perf_counter()
+        results.append(step(engine.share_of(tokens_BS), config.optim.peak_lr))
+        if is_gpu(device):
+            gpu_module(device).synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+        print(f"step {len(seconds)}: loss {results[-1].loss:.3f}, {seconds[-1]:.2f} s", flush=True)
+        if len(seconds) > WARM_UP and time.monotonic() - started > settings.seconds:
+            break
+    memory = gpu_module(device).max_memory_allocated(device) if is_gpu(device) else None
+    return results, seconds, memory, engine.parameters.infos()
+
+
+def flops_per_token(infos: list[ShardInfo], config: Config) -> float:
+    """Model flops of forward and backward, by the formula above."""
+    model = config.model
+    assert isinstance(model, DeepseekV2Config)
+    share = model.num_experts_per_tok / model.n_routed_experts
+    multiplying = sum(
+        math.prod(info.shape) * (share if info.is_expert else 1.0)
+        for info in infos
+        if len(info.shape) > 1 and "embed_tokens" not in info.name
+    )
+    widths = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
+    attention = model.num_hidden_layers * model.num_attention_heads * config.train.sequence_length * widths
+    return 6 * multiplying + 3 * attention

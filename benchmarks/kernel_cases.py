@@ -1,0 +1,160 @@
+"""Calls of every Triton kernel's wrapper at the sizes of real models, for `benchmarks.ahead_of_time`.
+
+A new kernel needs a line here, or a test says so. Each function below belongs to a folder of `lather.kernels` and yields one line for each
+way to call its wrappers:
+
+    yield gate_forward, s.rows(2 * s.f), s.gate
+
+that is the wrapper and its arguments; options go last, in a dict. Tensors are on `meta`: they have a shape and a dtype, and no memory. A
+function for another folder takes the same argument and joins `CASES`.
+
+Letters: T tokens, K experts per token, E experts, G rows of experts, D hidden size, F expert intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lather.kernels.linear_cross_entropy import gpu_tile
+from lather.kernels.route.reference import num_rows
+from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
+from lather.kernels.swiglu.reference import Gate
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model's layers, in one dtype."""
+
+    model: str
+    dtype: torch.dtype
+    k: int
+    e: int
+    d: int
+    f: int
+    v: int
+    gate: Gate = SWIGLU
+    t: int = 8192
+
+    @property
+    def g(self) -> int:
+        return num_rows(self.t * self.k, self.e, alignment=8)
+
+    def rows(self, num_columns: int) -> torch.Tensor:
+        """(G, columns), as experts take and give them."""
+        return _on_meta(self.g, num_columns, dtype=self.dtype)
+
+    def tokens(self, num_columns: int) -> torch.Tensor:
+        return _on_meta(self.t, num_columns, dtype=self.dtype)
+
+
+MODELS: dict[str, Callable[[torch.dtype], Sizes]] = {
+    "DeepSeek-V2-Lite": lambda dtype: Sizes("DeepSeek-V2-Lite", dtype, k=6, e=64, d=2048, f=1408, v=102400),
+    "Qwen3-30B-A3B": lambda dtype: Sizes("Qwen3-30B-A3B", dtype, k=8, e=128, d=2048, f=768, v=151936),
+    "GPT-OSS-20B": lambda dtype: Sizes("GPT-OSS-20B", dtype, k=4, e=32, d=2880, f=2880, v=201088, gate=CLAMPED_SWIGLU),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Calls = Iterator[tuple[Any, ...]]
+_on_meta = partial(torch.empty, device="meta")
+_floats = partial(_on_meta, dtype=torch.float32)
+_integers = partial(_on_meta, dtype=torch.int64)
+
+
+def _adam_in_basis(s: Sizes) -> Calls:
+    from lather.kernels.adam_in_basis.triton import adam_in_basis
+
+    options = {"betas": (0.95, 0.95), "eps": 1e-8, "correct_bias": True, "nesterov": False}
+    for shape in ((s.e, 2 * s.f, s.d), (s.e, s.f, s.d)):
+        moments = _on_meta(shape, dtype=s.dtype)
+        yield adam_in_basis, _floats(shape), moments, moments, 3, options
+
+
+def _combine(s: Sizes) -> Calls:
+    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, combine_rows_sum, pair_of_row
+
+    row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
+    yield combine_forward, s.rows(s.d), row_TK, weights_TK
+    yield combine_rows_sum, s.rows(s.d), row_TK
+    yield combine_backward, s.tokens(s.d), s.rows(s.d), row_TK, weights_TK
+    yield pair_of_row, row_TK, s.g
+    yield check_distinct, row_TK, s.g
+
+
+def _cross_entropy(s: Sizes) -> Calls:
+    from lather.kernels.cross_entropy.triton import token_losses, token_losses_and_gradient_
+
+    yield token_losses, s.tokens(s.v), _integers(s.t), {"z_loss": 1e-4}
+    yield token_losses_and_gradient_, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
+
+
+def _gather(s: Sizes) -> Calls:
+    from lather.kernels.gather.triton import add_rows, gather_rows
+
+    yield gather_rows, s.tokens(s.d), _integers(s.g)
+    yield gather_rows, s.tokens(s.d), _on_meta(s.g, dtype=torch.int32)
+    yield add_rows, s.rows(s.d), _integers(s.g), s.t
+
+
+def _linear_cross_entropy(s: Sizes) -> Calls:
+    from lather.kernels.linear_cross_entropy.triton import softmax_gradient, update_logsumexp_
+
+    num_tokens, width = gpu_tile(s.t)
+    for num_columns in (width, s.v % width or width):
+        tile, labels = _floats(num_tokens, num_columns), _integers(num_tokens)
+        yield update_logsumexp_, _floats(num_tokens), _floats(num_tokens), _floats(num_tokens), tile, labels, width
+        yield softmax_gradient, tile, labels, width, _floats(num_tokens), _floats(num_tokens), {"z_loss": 1e-4, "dtype": s.dtype}
+
+
+def _rms_norm(s: Sizes) -> Calls:
+    from lather.kernels.rms_norm.triton import backward, forward
+
+    for width, copies in ((s.d, 1), (128, 16)):  # of the hidden state, and of a head's query
+        x, weight, inverse_rms = _on_meta(s.t * copies, width, dtype=s.dtype), _floats(width), _floats(s.t * copies, 1)
+        yield forward, x, weight, 1e-6
+        yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
+
+
+def _rotary(s: Sizes) -> Calls:
+    from lather.kernels.rotary.triton import turn
+
+    for width, rotary, halves in ((192, 64, False), (128, 128, True)):
+        heads, table = _on_meta(1, s.t, 16, width, dtype=s.dtype)[..., width - rotary :], _floats(1, s.t, rotary // 2)
+        for back in (False, True):
+            yield turn, heads, table, table, {"halves": halves, "back": back}
+
+
+def _route(s: Sizes) -> Calls:
+    from lather.kernels.route.triton import check_range, plan_route
+
+    experts_TK = _integers(s.t, s.k)
+    yield plan_route, experts_TK, s.e, 1
+    yield plan_route, experts_TK, s.e, 8
+    yield plan_route, experts_TK, s.e // 8, 8, s.t * s.k // 8
+    yield check_range, experts_TK, -1, s.e, "experts_TK"
+
+
+def _swiglu(s: Sizes) -> Calls:
+    from lather.kernels.swiglu.triton import gate_backward, gate_forward, gate_gradient
+
+    yield gate_forward, s.rows(2 * s.f), s.gate
+    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate
+    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
+
+
+CASES: tuple[Callable[[Sizes], Calls], ...] = (
+    _adam_in_basis,
+    _combine,
+    _cross_entropy,
+    _gather,
+    _linear_cross_entropy,
+    _rms_norm,
+    _rotary,
+    _route,
+    _swiglu,
+)

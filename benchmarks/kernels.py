@@ -1,0 +1,263 @@
+"""Every operation of `lather.kernels`: first against the torch reference, then its rate as a share of what the device reaches.
+
+    check   at small sizes the operation on the device gives what the reference gives on the CPU, from the same numbers
+    rate    at DeepSeek-V2-Lite's sizes and 8,192 tokens: bytes that have to be read and written, per second, as a share of a device copy's;
+            for `linear_cross_entropy` flops per second (four products of T x V x D), as a share of a matrix product's
+
+Letters: T tokens, K experts per token, E experts, D hidden size, F expert intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.check import CheckError
+from benchmarks.gpu.clock import Rates, measure_rates, milliseconds
+from benchmarks.gpu.work import Settings
+from benchmarks.report import Row
+from lather.kernels import combine, gather, route, swiglu
+from lather.kernels.adam_in_basis import adam_in_basis
+from lather.kernels.backend import use_triton
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.rms_norm import rms_norm
+from lather.kernels.rotary import rotate_pairs
+from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+"""Largest difference of a result from the reference's, relative in the Frobenius norm."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer and of the loss."""
+
+    t: int
+    k: int
+    e: int
+    d: int
+    f: int
+    v: int
+    elements: int
+    """Of the optimizer's batch of matrices."""
+
+
+REAL = Sizes(t=8192, k=6, e=64, d=2048, f=1408, v=102400, elements=2**27)
+CHECKED = Sizes(t=500, k=3, e=16, d=260, f=200, v=3001, elements=50001)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation with its arguments."""
+
+    name: str
+    run: Callable[[], Any]
+    """Gives a tensor, or several; may overwrite arguments, which it then gives, too."""
+    amount: int
+    """Bytes, or flops."""
+    unit: str = "bytes"
+    dtype: torch.dtype = torch.bfloat16
+
+
+def rows(settings: Settings, contestant: str) -> Iterator[Row]:
+    """A row for each operation. Raises CheckError after those that are right."""
+    device, cpu = settings.device, torch.device("cpu")
+    rates = measure_rates(device, small=settings.small)
+    errors = {name: _error(name, draw(CHECKED, device), draw(CHECKED, cpu)) for name, draw in CASES.items()}
+    wrong = {name: error for name, (error, limit) in errors.items() if not error <= limit}
+    for name, draw in CASES.items():
+        if name not in wrong:
+            sizes = CHECKED if settings.small else REAL
+            yield _row(draw(sizes, device), sizes, settings, rates, errors[name][0])
+    if wrong:
+        raise CheckError(f"differ from the reference by more than is allowed: {wrong}")
+
+
+def _row(case: Case, sizes: Sizes, settings: Settings, rates: Rates, error: float) -> Row:
+    ms = milliseconds(case.run, settings.device, 5 if settings.small else 20)
+    rate = 1e3 * case.amount / ms["median"]
+    return {
+        "benchmark": "kernel",
+        "config": {"kernel": case.name, "dtype": str(case.dtype)[6:], "device": settings.device.type, **asdict(sizes)},
+        "baseline": "device copy" if case.unit == "bytes" else "matrix product",
+        "check": {"error": error},
+        "ms": ms,
+        case.unit: case.amount,
+        f"{case.unit}_per_second": rate,
+        "share": rate / (rates.bytes if case.unit == "bytes" else rates.flops),
+        "rates": asdict(rates),
+    }
+
+
+def _error(name: str, case: Case, reference: Case) -> tuple[float, float]:
+    """The largest difference, and what is allowed."""
+    differences = [0.0]
+    for ours, theirs in zip(_tensors(case.run()), _tensors(reference.run()), strict=True):
+        expected = theirs.double()
+        differences.append(float(torch.dist(ours.double().cpu(), expected) / expected.norm().clamp(min=1e-20)))
+    return max(differences), TOLERANCE[case.dtype]
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    found = results if isinstance(results, tuple | list) else (results,)
+    return [one.detach() for one in found if one is not None]
+
+
+class _Draw:
+    """Arguments: for a check drawn on the CPU, so that both devices have the same; large ones where they are used."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self._drawn_on = torch.device("cpu") if sizes == CHECKED else device
+        self.device, self._generator = device, torch.Generator(self._drawn_on).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, device=self._drawn_on).to(self.device, dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self._generator, device=self._drawn_on).to(self.device)
+
+    def labels(self, t: int, v: int) -> Tensor:
+        return torch.randint(v, (t,), generator=self._generator, device=self._drawn_on).to(self.device)
+
+    def experts(self, sizes: Sizes) -> Tensor:
+        return self.uniform(sizes.t, sizes.e).topk(sizes.k).indices
+
+
+def _gate_forward(s: Sizes, device: torch.device) -> Case:
+    gate_up = _Draw(s, device).normal(s.t * s.k, 2 * s.f)
+    return Case("swiglu forward", lambda: swiglu.gate_forward(gate_up, SWIGLU), 2 * s.t * s.k * 3 * s.f)
+
+
+def _gate_gradient(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    gate_up, grad = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f)
+    return Case("swiglu gradient", lambda: swiglu.gate_gradient(grad, gate_up, SWIGLU), 2 * s.t * s.k * 5 * s.f)
+
+
+def _gate_backward(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    gate_up, grad, scale = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f), draw.uniform(s.t * s.k)
+    name = "clamped swiglu backward, scaled"
+    return Case(name, lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale), 2 * s.t * s.k * 6 * s.f)
+
+
+def _rms_norm(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    x_TD, grad_TD = draw.normal(s.t, s.d).requires_grad_(), draw.normal(s.t, s.d)
+    weight_D = draw.uniform(s.d).bfloat16().requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        y_TD = rms_norm(x_TD, weight_D, 1e-6)
+        return y_TD, *torch.autograd.grad(y_TD, (x_TD, weight_D), grad_TD)
+
+    return Case("rms_norm (forward and backward)", run, 2 * s.t * s.d * 5)
+
+
+def _rotary(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    heads, angles = draw.normal(1, s.t, s.d // 128, 192)[..., 128:], 6 * draw.uniform(1, s.t, 32)
+    cos, sin = angles.cos(), angles.sin()
+    return Case("rotary", lambda: rotate_pairs(heads, cos, sin), 2 * 2 * heads.numel())
+
+
+def _gather(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
+    return Case("gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k))
+
+
+def _add_rows(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    plan, grad = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
+    return Case("gather adjoint, any index", lambda: gather.add_rows(grad, plan.token_G, s.t), 2 * s.t * s.d * (1 + s.k))
+
+
+def _rows_sum(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    plan, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
+    return Case("gather adjoint, known rows", lambda: combine.combine_rows_sum(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
+
+
+def _combine_forward(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
+    return Case("combine forward", lambda: combine.combine_forward(rows_GD, plan.row_TK, weights), 2 * s.t * s.d * (1 + s.k))
+
+
+def _combine_backward(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
+    grad = draw.normal(s.t, s.d)
+    run = lambda: combine.combine_backward(grad, rows_GD, plan.row_TK, weights)  # noqa: E731
+    return Case("combine backward", run, 2 * s.t * s.d * (1 + 2 * s.k))
+
+
+def _route(s: Sizes, device: torch.device) -> Case:
+    experts_TK = _Draw(s, device).experts(s)
+
+    def run() -> tuple[Tensor, ...]:
+        plan = route.plan_route(experts_TK, s.e)
+        return plan.token_G, plan.row_TK, plan.end_E
+
+    return Case("route", run, 3 * 8 * s.t * s.k, dtype=torch.float32)
+
+
+def _adam(s: Sizes, device: torch.device) -> Case:
+    draw = _Draw(s, device)
+    g, m, v = (draw.normal(s.elements, dtype=torch.float32) for _ in range(3))
+    v = v.square_()
+    run = lambda: (adam_in_basis(g, m, v, 3, betas=(0.9, 0.95), eps=1e-8), m, v)  # noqa: E731
+    return Case("adam_in_basis", run, 6 * g.nbytes, dtype=torch.float32)
+
+
+def _cross_entropy(s: Sizes, device: torch.device) -> Case:
+    """On logits of half of the tokens, which it overwrites with their gradient."""
+    draw, t = _Draw(s, device), s.t // 2
+    logits_TV, labels_T, scale = draw.normal(t, s.v), draw.labels(t, s.v), torch.ones((), device=device)
+    if use_triton(logits_TV):
+        from lather.kernels.cross_entropy import triton as operation
+    else:
+        from lather.kernels.cross_entropy import reference as operation  # type: ignore[no-redef]
+
+    def run() -> tuple[Tensor, Tensor]:
+        return operation.token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=0.0), logits_TV
+
+    return Case("cross_entropy_ (loss and gradient)", run, 3 * logits_TV.nbytes)
+
+
+def _linear_cross_entropy(s: Sizes, device: torch.device) -> Case:
+    draw, t = _Draw(s, device), s.t // 2
+    x_TD, weight_VD = draw.normal(t, s.d).requires_grad_(), draw.normal(s.v, s.d).mul_(0.02).requires_grad_()
+    labels_T = draw.labels(t, s.v)
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(x_TD, weight_VD, labels_T, normalizer=float(t))
+        return loss, *torch.autograd.grad(loss, (x_TD, weight_VD))
+
+    return Case("linear_cross_entropy (loss and gradients)", run, 8 * t * s.v * s.d, "flops")
+
+
+CASES: dict[str, Callable[[Sizes, torch.device], Case]] = {
+    draw.__name__[1:]: draw
+    for draw in (
+        _gate_forward,
+        _gate_gradient,
+        _gate_backward,
+        _rms_norm,
+        _rotary,
+        _gather,
+        _add_rows,
+        _rows_sum,
+        _combine_forward,
+        _combine_backward,
+        _route,
+        _adam,
+        _cross_entropy,
+        _linear_cross_entropy,
+    )
+}
+"""How each operation's arguments are made, for one size and device."""

@@ -1,0 +1,248 @@
+"""What is counted: optimizer steps on a rank's share of published models, a block, the loss, a training step.
+
+A rank's share of the matrices is the one that the owners of `lather.optim.sharded` would have, of a model whose every parameter is cut
+along dim 0 (FSDP2); what travels between ranks is not counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.launches.counter import Counter
+from lather.data.batches import Batch
+from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.layout import SequenceLayout
+from lather.models.moe import MoE
+from lather.models.rounded import RoundedWeights, keep_rounded
+from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.optim import parameters_by_kind
+from lather.optim.engine.layout import layout_of
+from lather.optim.rules.kl_soap import KLSOAPRule
+from lather.optim.sharded.owners import share_out
+from lather.optim.sharded.placement import Spread, boxes_of
+from lather.parallel.mesh import Mesh
+from lather.pipeline.part import Part, Share, Stage, empty_part
+from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
+from lather.train.config import Config, LoopConfig, MoEConfig, num_routed_experts
+from lather.train.engine import build_engine
+from lather.train.optim_config import OptimConfig, optim_config
+from lather.train.optimizer import ROUTERS, build_optimizer
+from lather.train.step import TrainStep
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        {
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
+}
+"""Family and sizes; DeepSeek's rotary scaling, which changes no shape, is left out."""
+
+FREQUENCY = 3
+"""Steps between refreshes here: the first step has first bases, the second none, the third a refresh."""
+STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
+STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
+"""Of KL-SOAP."""
+TOKENS = 8192
+STEP_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to count, in one or several rows."""
+
+    name: str
+    config: Mapping[str, Any]
+    rows: Callable[[Counter], Iterator[str]]
+    """Does the work, and gives the name of a row each time when what was counted since the last is one."""
+
+
+def model_config(model: str, **changes: Any) -> ModelConfig:
+    family, sizes = PUBLISHED[model]
+    return FAMILIES[family].config(**{**sizes, **changes})
+
+
+# --- the optimizer --------------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None, options: Mapping[str, Any] | None = None) -> Case:
+    """Steps of a rule on the share of one of so many ranks; `layers`: of a model with only so many."""
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    config = optim_config(rule, **rule_options(rule), **(options or {}))
+    shapes = share_of_rank(config, model_config(model, **changes), ranks)
+
+    def rows(counter: Counter) -> Iterator[str]:
+        params = [(name, nn.Parameter(torch.empty(shape, device=counter.device))) for name, shape in shapes.items()]
+        optimizer = build_optimizer(config, params)
+        for step, name in (STEPS_AFTER_ADAM if issubclass(config.rules[""], KLSOAPRule) else STEPS).items():  # type: ignore[attr-defined]
+            if step == FREQUENCY and "precondition_frequency" not in rule_options(rule):
+                return
+            for _, p in params:
+                p.grad = torch.empty_like(p)
+            counter.restart()
+            optimizer.step()
+            yield name if "precondition_frequency" in rule_options(rule) else {1: "first"}.get(step, "a step")
+
+    described = {"part": "optimizer", "rule": rule, "model": model, "ranks": ranks, "layers": layers, "options": dict(options or {})}
+    return Case(f"{rule}, {model}, a rank of {ranks}", described, rows)
+
+
+def rule_options(rule: str) -> dict[str, Any]:
+    """Refreshes of all matrices in one step, if the rule has refreshes."""
+    refreshes = hasattr(optim_config(rule), "precondition_frequency")
+    return {"precondition_frequency": FREQUENCY, "stagger_refresh": False} if refreshes else {}
+
+
+def share_of_rank(config: OptimConfig, model: ModelConfig, ranks: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """Shapes of what one rank works on: the matrices that it owns, and its rows of everything else."""
+    from torch.distributed.tensor import Shard
+
+    whole = build_model(model, None, torch.device("meta"))
+    named = [(name, p) for name, p in whole.named_parameters()]
+    spreads, wanted = {}, []
+    for kind, some in parameters_by_kind(named, router_names=ROUTERS).items():
+        rule = config.rule_of(kind)  # type: ignore[attr-defined]
+        for name, p in some:
+            spread = Spread(tuple(p.shape), tuple(range(ranks)), boxes_of(p.shape, (ranks,), (Shard(0),)), rank)
+            layout = layout_of(tuple(p.shape), rule)
+            if layout.kind == "elements":
+                spreads[name] = spread.box.size
+            else:
+                wanted.append((name, spread, layout))
+    shapes = {name: size for name, size in spreads.items() if 0 not in size}
+    for (name, _, layout), units in zip(wanted, share_out([(spread, layout) for _, spread, layout in wanted], {}), strict=True):
+        if own := sum(unit.owner == rank for unit in units):
+            shapes[name] = (own, *layout.shape[1:]) if layout.kind == "per_expert" else layout.shape
+    return shapes
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """Integers that the host reads: ends of the experts' runs, with an even load."""
+    each = tokens * model.num_experts_per_tok // num_routed_experts(model)
+    return lambda x: torch.arange(1, x.numel() + 1).view(x.shape) * each
+
+
+def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None) -> Case:
+    """An MoE block forward and backward, as the engine runs it in one process."""
+    config = sizes or model_config(model, num_hidden_layers=2)
+
+    def rows(counter: Counter) -> Iterator[str]:
+        counter.integers = rows_of_experts(tokens, config)
+        part = _part(config, counter.device)
+        block = next(block for block in map(part.block, range(len(part.layers))) if isinstance(block.mlp, MoE))
+        queue = WeightGradients()
+        defer_weight_gradients(part, queue)
+        kept = RoundedWeights()
+        keep_rounded(part, kept)
+        segments = Segments(weight_gradients=queue, autocast=torch.bfloat16 if precision == "bf16" else None, rounded_weights=kept)
+        stage, layout = Stage(0, (block,)), SequenceLayout(1, tokens, counter.device)
+        tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
+        batch = MicroBatch(tokens_BS, tokens_BS, layout)
+        for _ in range(2):  # masks and rotary tables are there at the second
+            for p in block.parameters():
+                p.grad = None
+            x_BSD, tape = torch.empty(1, tokens, part.hidden_size, device=counter.device), ChunkTape(batch)
+            counter.restart()
+            with kept.kept():
+                y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
+                _finish(segments.backward(tape, torch.empty_like(y_BSD)))
+        yield "forward and backward"
+
+    return Case(f"an MoE block of {model}", {"part": "block", "model": model, "tokens": tokens, "precision": precision}, rows)
+
+
+def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16") -> Case:
+    """Head and loss, with gradients."""
+
+    def rows(counter: Counter) -> Iterator[str]:
+        x_TD = torch.empty(tokens, hidden, device=counter.device, requires_grad=True)
+        weight_VD = nn.Parameter(torch.empty(vocabulary, hidden, device=counter.device))
+        labels_T = torch.zeros(tokens, dtype=torch.long, device=counter.device)
+        counter.restart()
+        with torch.autocast(counter.device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
+            loss = linear_cross_entropy(x_TD, weight_VD, labels_T, normalizer=float(tokens))
+        loss.backward()
+        yield "forward and backward"
+
+    return Case("the loss", {"part": "loss", "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "precision": precision}, rows)
+
+
+def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> Case:
+    """Training steps of one process in bf16, four sequences of a micro-batch; `packed`: each of two documents."""
+    config = Config(
+        model=model_config(model, num_hidden_layers=layers),
+        train=LoopConfig(batch_size=4, micro_batch_size=4, sequence_length=tokens // 4, precision="bf16"),
+        moe=MoEConfig(),
+        optim=optim_config(rule, **rule_options(rule)),
+    )
+    described = {"part": "step", "model": model, "rule": rule, "layers": layers, "tokens": tokens, "precision": "bf16", "packed": packed}
+    name = f"a training step, {layers} layers of {model}, {rule}" + (", packed" if packed else "")
+    return Case(name, described, lambda counter: training_steps(counter, config, packed=packed))
+
+
+def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
+    """Steps of a whole engine, each a row: with first bases, without, with a refresh."""
+    counter.integers = rows_of_experts(config.train.batch_size * config.train.sequence_length, config.model)
+    engine = build_engine(config, Mesh.single(counter.device))
+    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
+    batch = Batch.of_tokens(torch.zeros(config.train.batch_size, config.train.sequence_length + 1, dtype=torch.long))
+    if packed:
+        begins_BS = torch.zeros_like(batch.inputs_BS, dtype=torch.bool)
+        begins_BS[:, [0, begins_BS.shape[1] // 2]] = True
+        batch = replace(batch, begins_BS=begins_BS)
+    for name in STEPS.values():
+        counter.restart()
+        step(batch, 1e-3)
+        yield name
+
+
+def _part(config: ModelConfig, device: torch.device) -> Part:
+    whole = build_model(config, None, torch.device("meta"))
+    return empty_part(whole, Share((range(len(whole.layers)),)), device)
+
+
+def _finish(steps: Any) -> Any:
+    """The result of work that stops wherever something travels."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,105 @@
+"""`lather bench launches`: counts all cases, writes a row for each, and prints the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.table import Table
+
+from benchmarks.launches.cases import PUBLISHED, Case, block_case, loss_case, optimizer_case, step_case
+from benchmarks.launches.counter import Counter, Phase
+from benchmarks.report import Row, RowFile, environment
+from lather.console import wide_console
+from lather.errors import require
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LaunchesBenchmark:
+    """Kernel launches, bytes, flops and host waits on a GPU, counted without one. It is a count: no time follows from it."""
+
+    parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = ("optimizer", "block", "loss", "step")
+    """What to count."""
+    models: tuple[str, ...] = tuple(PUBLISHED)
+    """Whose sizes; of DeepSeek-V2-Lite and Qwen3-30B-A3B."""
+    rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
+    """Rules of the optimizer; all but the first for the first model on the most ranks alone."""
+    ranks: tuple[int, ...] = (8, 16)
+    """Of how many ranks the optimizer's step is one's."""
+    layers: int = 0
+    """Layers of the optimizer's models, for a quick look; 0: all."""
+    out: Path = Path("benchmarks/results")
+    """Folder for launches.jsonl; a run replaces it."""
+
+    def __post_init__(self) -> None:
+        require(all(model in PUBLISHED for model in self.models), "--models", self.models, f"some of {', '.join(PUBLISHED)}")
+        require(all(ranks >= 1 for ranks in self.ranks), "--ranks", self.ranks, "at least 1 each")
+        require(self.layers >= 0, "--layers", self.layers, "at least 0")
+
+
+def cases(options: LaunchesBenchmark) -> Iterator[Case]:
+    """All that the options ask for."""
+    layers = options.layers or None
+    if "optimizer" in options.parts:
+        for number, rule in enumerate(options.rules):
+            for model in options.models[: 1 if number else None]:
+                for ranks in options.ranks[-1:] if number else options.ranks:
+                    yield optimizer_case(rule, model, ranks, layers)
+    for model in options.models if "block" in options.parts else ():
+        yield block_case(model)
+    if "loss" in options.parts:
+        yield loss_case()
+    for model in options.models[:1] if "step" in options.parts else ():
+        yield step_case(model)
+
+
+def run(options: LaunchesBenchmark) -> int:
+    """Count all cases; returns the exit status."""
+    file, common = RowFile(options.out / "launches.jsonl"), environment(torch.device("cpu"), ())
+    console = wide_console(150)
+    found = []
+    for case in cases(options):
+        for row in count(case):
+            found.append({**common, "benchmark": "launches", **row})
+            file.write(found[-1:])
+            console.print(f"{row['case']}: {row['total']['launches']:,} launches", highlight=False)
+    file.finish()
+    console.print(table(found))
+    console.print(f"rows {file.path}", highlight=False)
+    return 0
+
+
+def count(case: Case) -> Iterator[Row]:
+    """The rows of a case."""
+    with Counter() as counter:
+        for name in case.rows(counter):
+            yield {
+                "case": f"{case.name}: {name}",
+                "config": {**case.config, "row": name},
+                "total": _as_row(counter.total),
+                "phases": {phase: _as_row(counts) for phase, counts in counter.phases.items()},
+                "waits": [{"what": what, "where": where, "times": times} for (what, where), times in counter.waits.most_common()],
+                "notes": dict(counter.notes.most_common()),
+            }
+
+
+def _as_row(phase: Phase) -> Row:
+    return {**asdict(phase), "kernels": dict(phase.kernels.most_common(8))}
+
+
+def table(rows: list[Row]) -> Table:
+    """A line for each phase of each row, and one for all of them."""
+    out = Table("case", "phase", "launches", "triton", "views", "GiB read", "GiB written", "TFLOP", "host waits", "peak GiB")
+    for row in rows:
+        for phase, counts in [*row["phases"].items(), ("all", row["total"])]:
+            sizes = [f"{counts[name] / GIB:.2f}" for name in ("bytes_read", "bytes_written")]
+            numbers = [f"{counts[name]:,}" for name in ("launches", "triton", "views")]
+            last = (f"{counts['flops'] / 1e12:.2f}", str(counts["host_waits"]), f"{counts['peak_bytes'] / GIB:.2f}")
+            out.add_row(row["case"] if phase == "all" else "", phase.removeprefix("lather."), *numbers, *sizes, *last)
+        out.add_section()
+    return out

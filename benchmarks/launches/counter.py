@@ -1,0 +1,139 @@
+"""Counts what code asks of a GPU: `with Counter() as counter: ...` around work on the stand-in device.
+
+    launches    kernels: every operation that is no view and makes no memory alone; every Triton kernel; a factorisation that CUDA's
+                libraries do matrix by matrix once for each matrix (inside each there are more)
+    bytes       read and written by those kernels, each tensor of a kernel once. Of gathers the rows that are read; of a Triton kernel what
+                its source loads and stores, whole tensors
+    flops       of products, attention and factorisations; causal masks save nothing here, elementwise work counts nothing
+    waits       of the host for the device, each with the place in Lather: reads of values, blocking copies, copies of memory that is not
+                pinned, synchronisation
+    peak        the largest sum of bytes of tensors that are made inside the block, temporaries among them
+
+by phase: the innermost `record_function` range whose name begins with "lather.optim.". What the device gives is made up (`lather.standin`).
+
+It is a count. No time follows from it: a kernel of 4 bytes and one of 4 GiB are one launch each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.launches import operations
+from lather.memory.live_bytes import PeakBytes
+from lather.standin.mode import StandInMode, place
+from lather.standin.operations import VIEWS, WITHOUT_KERNEL, flops
+
+OUTSIDE = "outside of Lather's ranges"
+RANGES = "lather.optim."
+"""Beginning of the names of ranges that are phases."""
+
+
+@dataclass
+class Phase:
+    """What one phase asked for."""
+
+    launches: int = 0
+    triton: int = 0
+    """Of these, kernels of Lather's own."""
+    views: int = 0
+    """Operations without a kernel."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    flops: int = 0
+    host_waits: int = 0
+    peak_bytes: int = 0
+    """Largest sum while the phase ran of bytes that were made since counting began."""
+    kernels: Tally[str] = field(default_factory=Tally)
+
+
+class Counter(StandInMode):
+    """See the head of this file. The device is for one counter at a time."""
+
+    def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
+        super().__init__(integers)
+        self.phases: defaultdict[str, Phase] = defaultdict(Phase)
+        self.waits: Tally[tuple[str, str]] = Tally()
+        """(what, where) -> how often the host waited."""
+        self.notes: Tally[str] = Tally()
+        """Oddities: operands of two devices, unfused attention, products of fp64."""
+        self._ranges: list[str] = []
+        self._memory = PeakBytes(count_meta=False)
+
+    def restart(self) -> None:
+        """Forget all counts. Memory that exists by now counts for nothing from here on."""
+        self.phases.clear()
+        self.waits.clear()
+        self.notes.clear()
+        self._memory = PeakBytes(count_meta=False)
+
+    @property
+    def total(self) -> Phase:
+        """All phases together."""
+        sums = Phase()
+        for phase in self.phases.values():
+            for name in ("launches", "triton", "views", "bytes_read", "bytes_written", "flops", "host_waits"):
+                setattr(sums, name, getattr(sums, name) + getattr(phase, name))
+            sums.kernels.update(phase.kernels)
+        sums.peak_bytes = self.peak_bytes
+        return sums
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((phase.peak_bytes for phase in self.phases.values()), default=0)
+
+    @property
+    def phase(self) -> Phase:
+        """The one that goes on."""
+        return self.phases[next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)]
+
+    def wait(self, what: str) -> None:
+        """Note that the host waits here."""
+        self.phase.host_waits += 1
+        self.waits[what, place()] += 1
+
+    def note(self, what: str) -> None:
+        self.notes[f"{what} at {place()}"] += 1
+
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+        """Count a kernel."""
+        phase = self.phase
+        phase.launches += times
+        phase.triton += triton
+        phase.kernels[name] += times
+        phase.bytes_read += read
+        phase.bytes_written += written
+        phase.flops += flops
+
+    # --- what the device is asked for -------------------------------------------------------------------------------------------------
+
+    def entered(self, name: str) -> None:
+        self._ranges.append(name)
+
+    def left(self) -> None:
+        self._ranges.pop()
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._memory.observe(func, args, kwargs)
+
+    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+        phase = self.phase
+        phase.peak_bytes = max(phase.peak_bytes, self._memory.now)
+        if func.is_view or name in VIEWS:
+            phase.views += 1
+        elif name not in WITHOUT_KERNEL:
+            read, written = operations.traffic(func, name, args, kwargs, inputs, made)
+            count = flops(func, name, args, kwargs, out)
+            times = operations.launches(name, args)
+            self.launch(name, read, written, flops=count, times=times)
+            if count and made and made[0].dtype == torch.float64:
+                self.note(f"{name} in fp64")
+            if why := operations.WAIT_INSIDE.get(name):
+                self.wait(why)

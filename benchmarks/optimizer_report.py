@@ -1,0 +1,205 @@
+"""A table, a picture and a summary against the targets, from the rows of `lather bench optimizer`.
+
+A benchmark of several runs has as many rows per case and contestant; what is shown is their median, and from the least to the most of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contestants import OURS, MatrixSet, OptimizerCase
+from benchmarks.report import Row
+
+Cases = dict[str, dict[str, list[Row]]]
+"""Rows of steps by case and contestant, one per run, in order."""
+TARGET_MEAN, TARGET_LEAST, TARGET_ROOFLINE = 1.5, 1.1, 1.5
+
+
+@dataclass(frozen=True)
+class RunRange:
+    """The median of several runs' numbers, the least and the most of them."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RunRange:
+        return cls(float(np.median(values)), min(values), max(values))
+
+    def text(self, digits: int) -> str:
+        shown = [f"{x:,.{digits}f}" for x in (self.median, self.least, self.most)]
+        return shown[0] if self.least == self.most else f"{shown[0]} ({shown[1]} - {shown[2]})"
+
+
+def case_name(row: Row) -> str:
+    config = row["config"]
+    return str(OptimizerCase(config["rule"], MatrixSet(config["set"], config["num_matrices"], tuple(config["shape"])), config["frequency"]))
+
+
+def ratio(row: Row, ours: Row) -> float:
+    """How many times our time a contestant takes: the median of the rounds' ratios, as neighbours in time share the machine's noise."""
+    return float(np.median(np.divide(row["round_ms"], ours["round_ms"])))
+
+
+def by_case(rows: Iterable[Row]) -> Cases:
+    cases: Cases = {}
+    for row in rows:
+        if row["benchmark"] == "optimizer":
+            cases.setdefault(case_name(row), {}).setdefault(row["config"]["contestant"], []).append(row)
+    return cases
+
+
+def ratios(case: Mapping[str, list[Row]], name: str) -> list[float]:
+    """How many times our time a contestant takes, run by run."""
+    return [ratio(row, ours) for row, ours in zip(case[name], case[OURS], strict=True)]
+
+
+def milliseconds(rows: Sequence[Row]) -> RunRange:
+    return RunRange.of([row["step_ms"]["median"] for row in rows])
+
+
+def times_of_roofline(rows: Sequence[Row]) -> RunRange:
+    return RunRange.of([1 / row["roofline_fraction"] for row in rows])
+
+
+def peers_of(cases: Cases) -> list[tuple[str, str]]:
+    """Rules with the others that implement them."""
+    return list(dict.fromkeys((case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS))
+
+
+def geometric_mean(cases: Cases, rule: str, peer: str) -> RunRange:
+    """How many times our time a peer takes over all cases of a rule."""
+    return RunRange.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
+
+
+def least(cases: Cases, rule: str, peer: str) -> RunRange:
+    """The same for the case in which it does best against ours, run by run."""
+    return RunRange.of([float(min(run)) for run in _runs(cases, rule, peer)])
+
+
+def _runs(cases: Cases, rule: str, peer: str) -> list[tuple[float, ...]]:
+    """Each run's ratios, case by case."""
+    found = [ratios(rows, peer) for case, rows in cases.items() if case.split()[0] == rule and peer in rows]
+    return list(zip(*found, strict=True))
+
+
+def table_rows(cases: Cases) -> list[list[str]]:
+    """A line per case and contestant: names, milliseconds, these as multiples of ours and of the roofline, MiB of state and temporary."""
+    return [
+        [
+            case,
+            name,
+            milliseconds(rows).text(2),
+            "" if name == OURS else RunRange.of(ratios(contestants, name)).text(2),
+            times_of_roofline(rows).text(2),
+            f"{rows[0]['state_bytes'] / 2**20:.1f}",
+            f"{rows[0]['peak_temporary_bytes'] / 2**20:.1f}",
+        ]
+        for case, contestants in cases.items()
+        for name, rows in contestants.items()
+    ]
+
+
+HEAD = ("case", "optimizer", "ms per step", "of ours", "of the roofline", "state, MiB", "temporary")
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    lines = [HEAD, ["---"] * len(HEAD), *table_rows(by_case(rows))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    table = Table(*HEAD)
+    for column in table.columns:
+        column.no_wrap = True
+    for line in table_rows(by_case(rows)):
+        table.add_row(*line)
+    console.print(table)
+    for row in rows:
+        if row["benchmark"] == "refresh":
+            config, ms, temporary = row["config"], row["ms"]["median"], row["peak_temporary_bytes"] / 2**20
+            console.print(f"refresh of {config['factors']} {config['contestant']}: {ms:.1f} ms, {temporary:.1f} MiB")
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A line per target: what was asked for and what was measured."""
+    cases = by_case(rows)
+    lines = [
+        f"{rule} against {peer}: takes {geometric_mean(cases, rule, peer).text(2)} times as long (geometric mean; target {TARGET_MEAN}), "
+        f"in the closest case {least(cases, rule, peer).text(2)} times (target {TARGET_LEAST})"
+        for rule, peer in peers_of(cases)
+    ]
+    ours = {name: case[OURS] for name, case in cases.items()}
+    if ours:
+        times = {name: times_of_roofline(case) for name, case in ours.items()}
+        worst = max(times, key=lambda name: times[name].median)
+        lines.append(f"against the roofline: at most {times[worst].text(2)} x its time, {worst} (target {TARGET_ROOFLINE})")
+    for name in ("soap experts", "soap experts_3d"):
+        if f"{name} f=1" in ours and f"{name} f=10" in ours:
+            gain = milliseconds(ours[f"{name} f=1"]).median / milliseconds(ours[f"{name} f=10"]).median
+            lines.append(f"{name}: frequency 10 is {gain:.2f} x faster than frequency 1 (target 3, on experts)")
+    if ours:
+        shares = {name: case[0]["state_bytes"] / case[0]["state_bound_bytes"] for name, case in ours.items()}
+        worst = max(shares, key=lambda name: shares[name])
+        lines.append(f"state: at most {shares[worst]:.1%} of what the rule's tensors take, {worst} (target 100%)")
+    return lines + _refresh_lines(rows)
+
+
+def _refresh_lines(rows: Sequence[Row]) -> list[str]:
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["benchmark"] == "refresh":
+            times.setdefault(row["config"]["factors"], {})[row["config"]["contestant"]] = row["ms"]["median"]
+    return [
+        f"refresh of {name}: {case['one_by_one'] / case[OURS]:.2f} x faster than one by one"
+        for name, case in times.items()
+        if case.keys() >= {OURS, "one_by_one"}
+    ]
+
+
+COLORS = {OURS: "C0", "heavyball": "0.45", "pytorch_optimizer": "0.7", "torch": "0.85"}
+
+
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Grouped bars per case, milliseconds on a log axis, and a line at each case's roofline."""
+    cases = by_case(rows)
+    figure = Figure(figsize=(max(7.0, 0.95 * len(cases) + 1), 4.6), layout="constrained")
+    axes = figure.subplots()
+    for index, contestants in enumerate(cases.values()):
+        width = 0.8 / len(contestants)
+        for place, (name, runs) in enumerate(contestants.items()):
+            _draw_bar(axes, index + (place - (len(contestants) - 1) / 2) * width, width, name, milliseconds(runs))
+    rooflines = [np.median([row["roofline_ms"] for row in case[OURS]]) for case in cases.values()]
+    axes.hlines(rooflines, np.arange(len(cases)) - 0.45, np.arange(len(cases)) + 0.45, color="black", linestyles="--", label="roofline")
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), [name.replace(" ", "\n") for name in cases], fontsize=8)
+    any_row = rows[0]["hardware"]
+    axes.set(ylabel="ms per step (median of runs, least to most)", title=f"Equal rules, {any_row['gpu'] or any_row['cpu']}")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        *zip(*{label: (handle, label) for handle, label in zip(handles, labels, strict=True)}.values(), strict=True),
+        frameon=False,
+        fontsize=8,
+    )
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+    axes.spines[["top", "right"]].set_visible(False)
+    aside = out.with_suffix(".partial.png")
+    figure.savefig(aside, dpi=110, format="png")
+    os.replace(aside, out)
+
+
+def _draw_bar(axes: Axes, x: float, width: float, name: str, ms: RunRange) -> None:
+    spread = [[ms.median - ms.least], [ms.most - ms.median]]
+    axes.bar([x], [ms.median], width, yerr=spread, error_kw={"elinewidth": 0.8}, color=COLORS.get(name), label=name)

@@ -1,0 +1,86 @@
+"""Idle time of DualPipeV's table for more ranks than there are, from durations that were measured on few.
+
+The durations are medians over the inner stages' chunks (the others have the embedding, a dense layer and the head, which formulas do not
+know of) of some steps of our executor, and hold for every stage of the table that is replayed. Compared with them is DeepSeek's formula,
+(P - 1)(F&B + B - 3W), and the longest of the three chains that `lather.pipeline.replay` derives from torch's table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from benchmarks.report import Row
+from lather.pipeline.replay import Durations, Event, dualpipev_bubble, measured_durations, replay
+from lather.pipeline.schedule import COMPUTE, Action, Kind, dualpipev
+
+MICRO_BATCHES_PER_RANK = 4
+
+
+def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[Row]:
+    """A row per number of ranks; times in milliseconds."""
+    steps = [
+        [Event(e[0], Action.from_text(e[1]), e[2], e[3]) for rank in ranks for e in rank["events"][step]]
+        for step in range(len(ranks[0]["events"]))
+    ]
+    durations = inner_durations(steps)
+    for num_ranks in numbers_of_ranks:
+        schedule = dualpipev(num_ranks, MICRO_BATCHES_PER_RANK * num_ranks)
+        timeline = replay(schedule, durations)
+        tip = timeline.idle()[num_ranks - 1]
+        busy = timeline.makespan - tip
+        formula = dualpipev_bubble(num_ranks, durations)
+        yield {
+            "benchmark": "bubble",
+            "config": {
+                "pp": num_ranks,
+                "micro_batches": schedule.num_micro_batches,
+                "ms": {str(kind): ms for kind, ms in durations.kinds.items()},
+            },
+            "baseline": "formula",
+            "idle_ms": tip,
+            "formula_ms": formula,
+            "chains_ms": longest_chain(num_ranks, durations),
+            "times_of_formula": tip / formula,
+            "bubble_fraction": tip / timeline.makespan,
+            "bubble_fraction_of_all_ranks": timeline.bubble_fraction,
+            "formula_fraction": formula / (formula + busy),
+        }
+
+
+def inner_durations(steps: Sequence[Sequence[Event]]) -> Durations:
+    """Of each kind, in milliseconds, over the steps and the inner stages; where these have none of the kind, over all stages."""
+    num_stages = 2 * (1 + max(event.rank for event in steps[0]))
+    inner, everywhere = [], []
+    for events in steps:
+        measured = measured_durations(events)
+        everywhere.append(dict(measured.kinds))
+        inner.append({key: value for key, value in measured.stages.items() if 0 < key[1] < num_stages - 1})
+    kinds = {}
+    for kind in everywhere[0]:
+        if kind in COMPUTE:
+            values = [value for step in inner for key, value in step.items() if key[0] is kind] or [step[kind] for step in everywhere]
+            kinds[kind] = 1e3 * median(values)
+    return Durations(kinds)
+
+
+def longest_chain(num_ranks: int, durations: Durations) -> float:
+    """Idle time at the tip of the V; see `lather.pipeline.replay`."""
+    f, i, w = (durations.of(Action(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    b = durations.of(Action(0, Kind.BACKWARD, 0))
+    both = durations.of(Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0))))
+    p = num_ranks - 1
+    return max(p * (both + i - 2 * w) - f, p * (both + f - 2 * w), p * (both + f - b))
+
+
+def table_row(num_ranks: int, num_micro_batches: int) -> Row:
+    """Seconds to make and check a table."""
+    start = time.perf_counter()
+    dualpipev(num_ranks, num_micro_batches)
+    return {
+        "benchmark": "table",
+        "config": {"pp": num_ranks, "micro_batches": num_micro_batches},
+        "baseline": None,
+        "seconds": time.perf_counter() - start,
+    }

@@ -1,0 +1,142 @@
+"""What the ranks of `lather bench pipeline` do: run every contestant, compare it with the first, count bytes or take times."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.pipeline_bytes import counted_step
+from benchmarks.pipeline_ranks import Case, Contestant, OurRuntime, clear_gradients, make_contestant
+from lather.parallel.mesh import Mesh
+from lather.parallel.world import World
+from lather.pipeline.timeline import TimelineRecorder
+from lather.train.config import ParallelConfig
+
+TOLERANCE = 1e-4
+"""Largest difference of the loss or of a gradient from torch's runtime, relative (gradients: in the Frobenius norm)."""
+RECORDED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class BytesJob:
+    """Count what the contestants keep; the first is what the others are checked against."""
+
+    pp: int
+    ep: int
+    case: Case
+    contestants: tuple[str, ...]
+    tracked: bool = True
+    """Also by torch's tracker."""
+
+    def run(self, mesh: Mesh) -> dict[str, Any]:
+        """By contestant: the counts of this rank's first step, and how far its results are from the first contestant's."""
+        found: dict[str, Any] = {}
+        batch = self.case.batch_of(mesh.data_rank)
+        expected = Results(0.0, {})
+        for name in self.contestants:
+            contestant = make_contestant(name, self.case, mesh)
+            loss, counts = counted_step(contestant, *batch, tracked=self.tracked)
+            results = Results.of(contestant, loss)
+            expected = results if name == self.contestants[0] else expected
+            found[name] = {"counts": asdict(counts), "check": results.compare(expected)}
+            del contestant, results
+            gc.collect()
+        return found
+
+
+@dataclass(frozen=True)
+class TimeJob:
+    """Time steps of the contestants, one of each in a round, the order turning round by round."""
+
+    pp: int
+    ep: int
+    case: Case
+    contestants: tuple[str, ...]
+    rounds: int = 5
+
+    def run(self, mesh: Mesh) -> dict[str, Any]:
+        """By contestant: milliseconds on this rank of every round; and the events of our executor in some more steps."""
+        batch = self.case.batch_of(mesh.data_rank)
+        contestants = {name: make_contestant(name, self.case, mesh) for name in self.contestants}
+        found: dict[str, Any] = {}
+        expected = Results(0.0, {})
+        for name, contestant in contestants.items():  # warms up, too
+            results = Results.of(contestant, contestant.step(*batch))
+            expected = expected if expected.gradients else results
+            found[name] = {"check": results.compare(expected), "ms": []}
+        order = list(contestants)
+        for index in range(self.rounds + 1):
+            for name in order:
+                milliseconds = _time_step(contestants[name], batch)
+                if index:  # in the first, torch's stages have just made their buffers
+                    found[name]["ms"].append(milliseconds)
+            order.append(order.pop(0))
+        found["events"] = _events(contestants["ours"], batch, mesh)
+        return found
+
+
+def _time_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> float:
+    clear_gradients(contestant.part)
+    dist.barrier()
+    start = time.perf_counter()
+    contestant.step(*batch)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[list[tuple[int, str, float, float]]]:
+    """Of some steps, as (rank, action, start, end)."""
+    assert isinstance(ours, OurRuntime)
+    recorder = TimelineRecorder(mesh.device, mesh.pp_rank, mesh.size)
+    ours.executor.record = recorder
+    steps = []
+    for _ in range(RECORDED_STEPS):
+        recorder.begin()
+        ours.step(*batch)
+        steps.append([(event.rank, str(event.action), event.start, event.end) for event in recorder.end()])
+    return steps
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of a step on this rank."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, contestant: Contestant, loss: float) -> Results:
+        return cls(loss, {name: p.grad.clone() for name, p in contestant.part.named_parameters() if p.grad is not None})
+
+    def compare(self, expected: Results) -> dict[str, float]:
+        """Relative differences; of the gradients the largest."""
+        assert self.gradients.keys() == expected.gradients.keys()
+        tiny = 1e-30
+        errors = [torch.dist(g, expected.gradients[name]) / (expected.gradients[name].norm() + tiny) for name, g in self.gradients.items()]
+        loss = abs(self.loss - expected.loss) / (abs(expected.loss) + tiny)
+        return {"error_of_loss": loss, "error_of_gradients": largest(map(float, errors))}
+
+
+def largest(values: Iterable[float]) -> float:
+    """NaN if one is."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
+
+
+def measure(jobs: tuple[BytesJob | TimeJob, ...], folder: str, world: World) -> int:
+    """A worker of `launch`; rank 0 writes job n's findings, by rank, to n.json. Always 0: the caller says whether they are right."""
+    torch.set_num_threads(1)
+    mesh = Mesh.build(ParallelConfig(pp=jobs[0].pp, ep=jobs[0].ep), torch.device("cpu"))
+    for number, job in enumerate(jobs):
+        everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
+        dist.gather_object(job.run(mesh), everybody)
+        if everybody is not None:
+            (Path(folder) / f"{number}.json").write_text(json.dumps(everybody))
+    return 0
