@@ -36,7 +36,7 @@ class CallsBenchmark:
 
 
 @dataclass(frozen=True)
-class Case:
+class CallCase:
     """An optimizer's step."""
 
     name: str
@@ -48,11 +48,11 @@ class Case:
 
 
 CASES = (
-    Case("SOAP, a matrix", (32, 48), 1, max_calls=80, max_files=8),
-    Case("SOAP, a matrix, with a refresh", (32, 48), 1, refreshes=True),
-    Case("SOAP, 100 matrices", (32, 48), 100, max_calls=400),
-    Case("SOAP, 100 matrices, with a refresh", (32, 48), 100, refreshes=True),
-    Case("AdamW, 100 vectors", (48,), 100, max_calls=100),
+    CallCase("SOAP, a matrix", (32, 48), 1, max_calls=80, max_files=8),
+    CallCase("SOAP, a matrix, with a refresh", (32, 48), 1, refreshes=True),
+    CallCase("SOAP, 100 matrices", (32, 48), 100, max_calls=400),
+    CallCase("SOAP, 100 matrices, with a refresh", (32, 48), 100, refreshes=True),
+    CallCase("AdamW, 100 vectors", (48,), 100, max_calls=100),
 )
 
 
@@ -74,7 +74,7 @@ def run(options: CallsBenchmark) -> int:
     return int(too_many)
 
 
-def count(case: Case) -> Row:
+def count(case: CallCase) -> Row:
     """Calls, functions and files of the case's step."""
     params = [nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params)]
     optimizer = SOAP(params, precondition_frequency=FREQUENCY)

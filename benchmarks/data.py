@@ -72,7 +72,7 @@ def run(options: DataBenchmark) -> int:
 Result = tuple[Row, tuple[str, str, str, str]]
 
 
-class _Silent:
+class _NoProgress:
     def note(self, text: str) -> None:
         pass
 
@@ -98,7 +98,7 @@ def throughput(folder: Path, options: DataBenchmark) -> Result:
         for start in range(0, len(texts), 1000):
             tokenizer.encode_batch_fast(texts[start : start + 1000], add_special_tokens=False)
         middle = time.perf_counter()
-        make_dataset(folder / "made", recipe, _Silent())
+        make_dataset(folder / "made", recipe, _NoProgress())
         end = time.perf_counter()
         shutil.rmtree(folder / "made")
         if number:

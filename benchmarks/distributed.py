@@ -32,13 +32,13 @@ from lather.console import wide_console
 from lather.errors import require
 from lather.models.families import FAMILIES, build_model
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
-from lather.optim.engine.layout import layout_of
+from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.soap import SOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
-from lather.parallel.launch import launch
-from lather.parallel.world import World
+from lather.parallel.launch.start import launch
+from lather.parallel.launch.world import World
 from lather.torch_private import linalg_eigh as eigh_of_torch
 
 NUM_RANKS = 4

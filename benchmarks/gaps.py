@@ -22,22 +22,22 @@ import torch.distributed as dist
 from benchmarks.check import CheckError
 from benchmarks.measure import percentiles
 from benchmarks.report import Row, RowFile, environment
+from lather.config.config import Config, LoopConfig, ParallelConfig
+from lather.config.optim import optim_config
 from lather.console import wide_console
 from lather.data.batches import Batch
+from lather.engine.engine import Engine, build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.errors import require
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.optim import MatrixOptimizer
-from lather.parallel.launch import launch
+from lather.parallel.launch.start import launch
+from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.parallel.world import World
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import Action
 from lather.pipeline.timeline import TimelineRecorder
-from lather.train.config import Config, LoopConfig, ParallelConfig
-from lather.train.engine import Engine, build_engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
 
 MODEL = Qwen3MoeConfig(
     vocab_size=1024,
@@ -126,7 +126,7 @@ def _events(ranks: list[dict[str, Any]], name: str) -> Iterator[Event]:
 
 
 @dataclass
-class Contestant:
+class TrainingContestant:
     """A model in training on this rank."""
 
     engine: Engine
@@ -134,7 +134,7 @@ class Contestant:
     recorder: TimelineRecorder
 
     @classmethod
-    def make(cls, name: str, frequency: int, mesh: Mesh) -> Contestant:
+    def make(cls, name: str, frequency: int, mesh: Mesh) -> TrainingContestant:
         config = Config(
             model=MODEL,
             train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=LENGTH),
@@ -163,7 +163,7 @@ def measure(frequency: int, rounds: int, path: str, world: World) -> int:
     """A worker of `launch`; rank 0 writes what every rank found to `path`."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=2), torch.device("cpu"))
-    contestants = {name: Contestant.make(name, frequency, mesh) for name in CONTESTANTS}
+    contestants = {name: TrainingContestant.make(name, frequency, mesh) for name in CONTESTANTS}
     found: dict[str, Any] = {name: {"ms": []} for name in CONTESTANTS}
     order = list(CONTESTANTS)
     for number in range(WARM_UP + rounds):

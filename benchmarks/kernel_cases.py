@@ -27,7 +27,7 @@ from lather.kernels.swiglu.reference import Gate
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Of a model's layers, in one dtype."""
 
     model: str
@@ -52,10 +52,10 @@ class Sizes:
         return _on_meta(self.t, num_columns, dtype=self.dtype)
 
 
-MODELS: dict[str, Callable[[torch.dtype], Sizes]] = {
-    "DeepSeek-V2-Lite": lambda dtype: Sizes("DeepSeek-V2-Lite", dtype, k=6, e=64, d=2048, f=1408, v=102400),
-    "Qwen3-30B-A3B": lambda dtype: Sizes("Qwen3-30B-A3B", dtype, k=8, e=128, d=2048, f=768, v=151936),
-    "GPT-OSS-20B": lambda dtype: Sizes("GPT-OSS-20B", dtype, k=4, e=32, d=2880, f=2880, v=201088, gate=CLAMPED_SWIGLU),
+MODELS: dict[str, Callable[[torch.dtype], ModelSizes]] = {
+    "DeepSeek-V2-Lite": lambda dtype: ModelSizes("DeepSeek-V2-Lite", dtype, k=6, e=64, d=2048, f=1408, v=102400),
+    "Qwen3-30B-A3B": lambda dtype: ModelSizes("Qwen3-30B-A3B", dtype, k=8, e=128, d=2048, f=768, v=151936),
+    "GPT-OSS-20B": lambda dtype: ModelSizes("GPT-OSS-20B", dtype, k=4, e=32, d=2880, f=2880, v=201088, gate=CLAMPED_SWIGLU),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -65,7 +65,7 @@ _floats = partial(_on_meta, dtype=torch.float32)
 _integers = partial(_on_meta, dtype=torch.int64)
 
 
-def _adam_in_basis(s: Sizes) -> Calls:
+def _adam_in_basis(s: ModelSizes) -> Calls:
     from lather.kernels.adam_in_basis.triton import adam_in_basis
 
     options = {"betas": (0.95, 0.95), "eps": 1e-8, "correct_bias": True, "nesterov": False}
@@ -74,7 +74,7 @@ def _adam_in_basis(s: Sizes) -> Calls:
         yield adam_in_basis, _floats(shape), moments, moments, 3, options
 
 
-def _combine(s: Sizes) -> Calls:
+def _combine(s: ModelSizes) -> Calls:
     from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, combine_rows_sum, pair_of_row
 
     row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
@@ -85,14 +85,14 @@ def _combine(s: Sizes) -> Calls:
     yield check_distinct, row_TK, s.g
 
 
-def _cross_entropy(s: Sizes) -> Calls:
+def _cross_entropy(s: ModelSizes) -> Calls:
     from lather.kernels.cross_entropy.triton import token_losses, token_losses_and_gradient_
 
     yield token_losses, s.tokens(s.v), _integers(s.t), {"z_loss": 1e-4}
     yield token_losses_and_gradient_, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
 
 
-def _gather(s: Sizes) -> Calls:
+def _gather(s: ModelSizes) -> Calls:
     from lather.kernels.gather.triton import add_rows, gather_rows
 
     yield gather_rows, s.tokens(s.d), _integers(s.g)
@@ -100,7 +100,7 @@ def _gather(s: Sizes) -> Calls:
     yield add_rows, s.rows(s.d), _integers(s.g), s.t
 
 
-def _linear_cross_entropy(s: Sizes) -> Calls:
+def _linear_cross_entropy(s: ModelSizes) -> Calls:
     from lather.kernels.linear_cross_entropy.triton import softmax_gradient, update_logsumexp_
 
     num_tokens, width = gpu_tile(s.t)
@@ -110,7 +110,7 @@ def _linear_cross_entropy(s: Sizes) -> Calls:
         yield softmax_gradient, tile, labels, width, _floats(num_tokens), _floats(num_tokens), {"z_loss": 1e-4, "dtype": s.dtype}
 
 
-def _rms_norm(s: Sizes) -> Calls:
+def _rms_norm(s: ModelSizes) -> Calls:
     from lather.kernels.rms_norm.triton import backward, forward
 
     for width, copies in ((s.d, 1), (128, 16)):  # of the hidden state, and of a head's query
@@ -119,7 +119,7 @@ def _rms_norm(s: Sizes) -> Calls:
         yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
 
 
-def _rotary(s: Sizes) -> Calls:
+def _rotary(s: ModelSizes) -> Calls:
     from lather.kernels.rotary.triton import turn
 
     for width, rotary, halves in ((192, 64, False), (128, 128, True)):
@@ -128,7 +128,7 @@ def _rotary(s: Sizes) -> Calls:
             yield turn, heads, table, table, {"halves": halves, "back": back}
 
 
-def _route(s: Sizes) -> Calls:
+def _route(s: ModelSizes) -> Calls:
     from lather.kernels.route.triton import check_range, plan_route
 
     experts_TK = _integers(s.t, s.k)
@@ -138,7 +138,7 @@ def _route(s: Sizes) -> Calls:
     yield check_range, experts_TK, -1, s.e, "experts_TK"
 
 
-def _swiglu(s: Sizes) -> Calls:
+def _swiglu(s: ModelSizes) -> Calls:
     from lather.kernels.swiglu.triton import gate_backward, gate_forward, gate_gradient
 
     yield gate_forward, s.rows(2 * s.f), s.gate
@@ -147,7 +147,7 @@ def _swiglu(s: Sizes) -> Calls:
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 
-CASES: tuple[Callable[[Sizes], Calls], ...] = (
+CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _adam_in_basis,
     _combine,
     _cross_entropy,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.check import CheckError
-from benchmarks.gpu.clock import Rates, measure_rates, milliseconds
+from benchmarks.gpu.clock import DeviceRates, measure_rates, milliseconds
 from benchmarks.gpu.work import Settings
 from benchmarks.report import Row
 from lather.kernels import combine, gather, route, swiglu
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """Of a layer and of the loss."""
 
     t: int
@@ -46,12 +46,12 @@ class Sizes:
     """Of the optimizer's batch of matrices."""
 
 
-REAL = Sizes(t=8192, k=6, e=64, d=2048, f=1408, v=102400, elements=2**27)
-CHECKED = Sizes(t=500, k=3, e=16, d=260, f=200, v=3001, elements=50001)
+REAL = KernelSizes(t=8192, k=6, e=64, d=2048, f=1408, v=102400, elements=2**27)
+CHECKED = KernelSizes(t=500, k=3, e=16, d=260, f=200, v=3001, elements=50001)
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """An operation with its arguments."""
 
     name: str
@@ -77,7 +77,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         raise CheckError(f"differ from the reference by more than is allowed: {wrong}")
 
 
-def _row(case: Case, sizes: Sizes, settings: Settings, rates: Rates, error: float) -> Row:
+def _row(case: KernelCase, sizes: KernelSizes, settings: Settings, rates: DeviceRates, error: float) -> Row:
     ms = milliseconds(case.run, settings.device, 5 if settings.small else 20)
     rate = 1e3 * case.amount / ms["median"]
     return {
@@ -93,7 +93,7 @@ def _row(case: Case, sizes: Sizes, settings: Settings, rates: Rates, error: floa
     }
 
 
-def _error(name: str, case: Case, reference: Case) -> tuple[float, float]:
+def _error(name: str, case: KernelCase, reference: KernelCase) -> tuple[float, float]:
     """The largest difference, and what is allowed."""
     differences = [0.0]
     for ours, theirs in zip(_tensors(case.run()), _tensors(reference.run()), strict=True):
@@ -110,7 +110,7 @@ def _tensors(results: Any) -> list[Tensor]:
 class _Draw:
     """Arguments: for a check drawn on the CPU, so that both devices have the same; large ones where they are used."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: KernelSizes, device: torch.device) -> None:
         self._drawn_on = torch.device("cpu") if sizes == CHECKED else device
         self.device, self._generator = device, torch.Generator(self._drawn_on).manual_seed(0)
 
@@ -123,29 +123,29 @@ class _Draw:
     def labels(self, t: int, v: int) -> Tensor:
         return torch.randint(v, (t,), generator=self._generator, device=self._drawn_on).to(self.device)
 
-    def experts(self, sizes: Sizes) -> Tensor:
+    def experts(self, sizes: KernelSizes) -> Tensor:
         return self.uniform(sizes.t, sizes.e).topk(sizes.k).indices
 
 
-def _gate_forward(s: Sizes, device: torch.device) -> Case:
+def _gate_forward(s: KernelSizes, device: torch.device) -> KernelCase:
     gate_up = _Draw(s, device).normal(s.t * s.k, 2 * s.f)
-    return Case("swiglu forward", lambda: swiglu.gate_forward(gate_up, SWIGLU), 2 * s.t * s.k * 3 * s.f)
+    return KernelCase("swiglu forward", lambda: swiglu.gate_forward(gate_up, SWIGLU), 2 * s.t * s.k * 3 * s.f)
 
 
-def _gate_gradient(s: Sizes, device: torch.device) -> Case:
+def _gate_gradient(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     gate_up, grad = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f)
-    return Case("swiglu gradient", lambda: swiglu.gate_gradient(grad, gate_up, SWIGLU), 2 * s.t * s.k * 5 * s.f)
+    return KernelCase("swiglu gradient", lambda: swiglu.gate_gradient(grad, gate_up, SWIGLU), 2 * s.t * s.k * 5 * s.f)
 
 
-def _gate_backward(s: Sizes, device: torch.device) -> Case:
+def _gate_backward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     gate_up, grad, scale = draw.normal(s.t * s.k, 2 * s.f), draw.normal(s.t * s.k, s.f), draw.uniform(s.t * s.k)
     name = "clamped swiglu backward, scaled"
-    return Case(name, lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale), 2 * s.t * s.k * 6 * s.f)
+    return KernelCase(name, lambda: swiglu.gate_backward(grad, gate_up, CLAMPED_SWIGLU, scale), 2 * s.t * s.k * 6 * s.f)
 
 
-def _rms_norm(s: Sizes, device: torch.device) -> Case:
+def _rms_norm(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     x_TD, grad_TD = draw.normal(s.t, s.d).requires_grad_(), draw.normal(s.t, s.d)
     weight_D = draw.uniform(s.d).bfloat16().requires_grad_()
@@ -154,67 +154,67 @@ def _rms_norm(s: Sizes, device: torch.device) -> Case:
         y_TD = rms_norm(x_TD, weight_D, 1e-6)
         return y_TD, *torch.autograd.grad(y_TD, (x_TD, weight_D), grad_TD)
 
-    return Case("rms_norm (forward and backward)", run, 2 * s.t * s.d * 5)
+    return KernelCase("rms_norm (forward and backward)", run, 2 * s.t * s.d * 5)
 
 
-def _rotary(s: Sizes, device: torch.device) -> Case:
+def _rotary(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     heads, angles = draw.normal(1, s.t, s.d // 128, 192)[..., 128:], 6 * draw.uniform(1, s.t, 32)
     cos, sin = angles.cos(), angles.sin()
-    return Case("rotary", lambda: rotate_pairs(heads, cos, sin), 2 * 2 * heads.numel())
+    return KernelCase("rotary", lambda: rotate_pairs(heads, cos, sin), 2 * 2 * heads.numel())
 
 
-def _gather(s: Sizes, device: torch.device) -> Case:
+def _gather(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, x = route.plan_route(draw.experts(s), s.e), draw.normal(s.t, s.d)
-    return Case("gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase("gather", lambda: gather.gather_rows(x, plan.token_G), 2 * s.t * s.d * (1 + s.k))
 
 
-def _add_rows(s: Sizes, device: torch.device) -> Case:
+def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, grad = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
-    return Case("gather adjoint, any index", lambda: gather.add_rows(grad, plan.token_G, s.t), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase("gather adjoint, any index", lambda: gather.add_rows(grad, plan.token_G, s.t), 2 * s.t * s.d * (1 + s.k))
 
 
-def _rows_sum(s: Sizes, device: torch.device) -> Case:
+def _rows_sum(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
-    return Case("gather adjoint, known rows", lambda: combine.combine_rows_sum(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase("gather adjoint, known rows", lambda: combine.combine_rows_sum(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
 
 
-def _combine_forward(s: Sizes, device: torch.device) -> Case:
+def _combine_forward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
-    return Case("combine forward", lambda: combine.combine_forward(rows_GD, plan.row_TK, weights), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase("combine forward", lambda: combine.combine_forward(rows_GD, plan.row_TK, weights), 2 * s.t * s.d * (1 + s.k))
 
 
-def _combine_backward(s: Sizes, device: torch.device) -> Case:
+def _combine_backward(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, rows_GD, weights = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d), draw.uniform(s.t, s.k)
     grad = draw.normal(s.t, s.d)
     run = lambda: combine.combine_backward(grad, rows_GD, plan.row_TK, weights)  # noqa: E731
-    return Case("combine backward", run, 2 * s.t * s.d * (1 + 2 * s.k))
+    return KernelCase("combine backward", run, 2 * s.t * s.d * (1 + 2 * s.k))
 
 
-def _route(s: Sizes, device: torch.device) -> Case:
+def _route(s: KernelSizes, device: torch.device) -> KernelCase:
     experts_TK = _Draw(s, device).experts(s)
 
     def run() -> tuple[Tensor, ...]:
         plan = route.plan_route(experts_TK, s.e)
         return plan.token_G, plan.row_TK, plan.end_E
 
-    return Case("route", run, 3 * 8 * s.t * s.k, dtype=torch.float32)
+    return KernelCase("route", run, 3 * 8 * s.t * s.k, dtype=torch.float32)
 
 
-def _adam(s: Sizes, device: torch.device) -> Case:
+def _adam(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     g, m, v = (draw.normal(s.elements, dtype=torch.float32) for _ in range(3))
     v = v.square_()
     run = lambda: (adam_in_basis(g, m, v, 3, betas=(0.9, 0.95), eps=1e-8), m, v)  # noqa: E731
-    return Case("adam_in_basis", run, 6 * g.nbytes, dtype=torch.float32)
+    return KernelCase("adam_in_basis", run, 6 * g.nbytes, dtype=torch.float32)
 
 
-def _cross_entropy(s: Sizes, device: torch.device) -> Case:
+def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
     """On logits of half of the tokens, which it overwrites with their gradient."""
     draw, t = _Draw(s, device), s.t // 2
     logits_TV, labels_T, scale = draw.normal(t, s.v), draw.labels(t, s.v), torch.ones((), device=device)
@@ -226,10 +226,10 @@ def _cross_entropy(s: Sizes, device: torch.device) -> Case:
     def run() -> tuple[Tensor, Tensor]:
         return operation.token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=0.0), logits_TV
 
-    return Case("cross_entropy_ (loss and gradient)", run, 3 * logits_TV.nbytes)
+    return KernelCase("cross_entropy_ (loss and gradient)", run, 3 * logits_TV.nbytes)
 
 
-def _linear_cross_entropy(s: Sizes, device: torch.device) -> Case:
+def _linear_cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
     draw, t = _Draw(s, device), s.t // 2
     x_TD, weight_VD = draw.normal(t, s.d).requires_grad_(), draw.normal(s.v, s.d).mul_(0.02).requires_grad_()
     labels_T = draw.labels(t, s.v)
@@ -238,10 +238,10 @@ def _linear_cross_entropy(s: Sizes, device: torch.device) -> Case:
         loss = linear_cross_entropy(x_TD, weight_VD, labels_T, normalizer=float(t))
         return loss, *torch.autograd.grad(loss, (x_TD, weight_VD))
 
-    return Case("linear_cross_entropy (loss and gradients)", run, 8 * t * s.v * s.d, "flops")
+    return KernelCase("linear_cross_entropy (loss and gradients)", run, 8 * t * s.v * s.d, "flops")
 
 
-CASES: dict[str, Callable[[Sizes, torch.device], Case]] = {
+CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
     draw.__name__[1:]: draw
     for draw in (
         _gate_forward,

@@ -7,7 +7,7 @@
             logits tensor; counted on the meta device
     time    milliseconds of forward and backward of the layer, medians over interleaved rounds, ratios to plain autograd
 
-Sizes are DeepSeek-V2-Lite's: D 2048, E 64, K 6, F 1408, and for `time` smaller ones, too; T is small for `kept`, whose bytes are
+LayerSizes are DeepSeek-V2-Lite's: D 2048, E 64, K 6, F 1408, and for `time` smaller ones, too; T is small for `kept`, whose bytes are
 proportional to it. Every case is checked first: all modes give the output and gradients of plain autograd.
 
 Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, V vocabulary.
@@ -54,7 +54,7 @@ CONTESTANTS = ("reference", "early_free", "saved", "recompute")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """Of a layer."""
 
     hidden: int
@@ -63,8 +63,8 @@ class Sizes:
     intermediate: int
 
 
-PUBLISHED = Sizes(HIDDEN, 64, 6, 1408)
-TIMED = {"DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256), "D 512, E 16, K 4, F 384, 2048 tokens": (Sizes(512, 16, 4, 384), 2048)}
+PUBLISHED = LayerSizes(HIDDEN, 64, 6, 1408)
+TIMED = {"DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256), "D 512, E 16, K 4, F 384, 2048 tokens": (LayerSizes(512, 16, 4, 384), 2048)}
 """Few rows per expert, so that weights and their gradients are most of the work; and many rows."""
 
 
@@ -89,7 +89,7 @@ class MemoryBenchmark:
 class Layer(nn.Module):
     """Router and experts of one MoE layer, on the meta device."""
 
-    def __init__(self, contestant: str, sizes: Sizes) -> None:
+    def __init__(self, contestant: str, sizes: LayerSizes) -> None:
         super().__init__()
         with torch.device("meta"):
             self.router = Router(sizes.hidden, sizes.experts, sizes.experts_per_token)
@@ -104,7 +104,7 @@ class Layer(nn.Module):
         return y_TD
 
 
-def make_layers(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
+def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
     """A layer per contestant, all with the same random parameters."""
     layers = {contestant: Layer(contestant, sizes) for contestant in CONTESTANTS}
     generator = torch.Generator(device).manual_seed(0)

@@ -35,7 +35,7 @@ from benchmarks.contestants import (
 )
 from benchmarks.measure import peak_temporary_bytes, percentiles, run_steps, state_bytes, time_rounds
 from benchmarks.report import Row
-from benchmarks.roofline import Rates, flops_per_step, measure_rates, roofline_ms
+from benchmarks.roofline import ShapeRates, flops_per_step, measure_rates, roofline_ms
 from lather.console import wide_console
 from lather.device import is_gpu
 from lather.errors import UserError, require
@@ -136,7 +136,7 @@ def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) 
 
 
 def _checked_and_measured(
-    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: Rates, console: Console
+    case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates, console: Console
 ) -> list[Row] | None:
     start = time.perf_counter()
     try:
@@ -149,7 +149,7 @@ def _checked_and_measured(
     return rows
 
 
-def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: Rates) -> list[Row]:
+def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates) -> list[Row]:
     """A row per contestant, ours first. Raises CheckError."""
     peers = options.peers_of(case.rule)
     checked = check_case(case, peers, device)

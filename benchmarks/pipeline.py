@@ -27,13 +27,13 @@ from benchmarks.check import CheckError
 from benchmarks.measure import percentiles
 from benchmarks.pipeline_bubble import bubble_rows, table_row
 from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, measure
-from benchmarks.pipeline_ranks import Case
+from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import draw, print_table, summary
 from benchmarks.report import Row, RowFile, environment
 from lather.console import wide_console
 from lather.errors import require
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.parallel.launch import launch
+from lather.parallel.launch.start import launch
 
 MIN_ROUNDS = 5
 MODEL = DeepseekV2Config(
@@ -52,13 +52,13 @@ MODEL = DeepseekV2Config(
     num_experts_per_tok=6,
 )
 """Heads are a quarter as many of a quarter of the width."""
-CASE = Case(MODEL, batch=1, length=256, num_micro_batches=8)
+CASE = PipelineCase(MODEL, batch=1, length=256, num_micro_batches=8)
 
 TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """What is measured on how many ranks."""
 
     bytes: tuple[BytesJob, ...] = (
@@ -89,9 +89,9 @@ class PipelineBenchmark:
         require(bool(self.parts), "--parts", self.parts, "some of bytes, time, bubble")
 
 
-def run(options: PipelineBenchmark, plan: Plan | None = None) -> int:
+def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     """The whole benchmark; returns the exit status, 1 if a case failed its check."""
-    plan, console = plan or Plan(), wide_console(120)
+    plan, console = plan or PipelinePlan(), wide_console(120)
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "pipeline-cpu.jsonl")
     rows: list[Row] = []
@@ -113,7 +113,7 @@ def run(options: PipelineBenchmark, plan: Plan | None = None) -> int:
     return 0
 
 
-def _rows(options: PipelineBenchmark, plan: Plan) -> Iterator[Row]:
+def _rows(options: PipelineBenchmark, plan: PipelinePlan) -> Iterator[Row]:
     jobs: list[BytesJob | TimeJob] = list(plan.bytes) if "bytes" in options.parts else []
     if {"time", "bubble"} & set(options.parts):
         jobs.append(replace(plan.time, rounds=options.rounds))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pipeline_bytes import counted_step
-from benchmarks.pipeline_ranks import Case, Contestant, OurRuntime, clear_gradients, make_contestant
+from benchmarks.pipeline_ranks import Contestant, OurRuntime, PipelineCase, clear_gradients, make_contestant
+from lather.config.config import ParallelConfig
+from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.parallel.world import World
 from lather.pipeline.timeline import TimelineRecorder
-from lather.train.config import ParallelConfig
 
 TOLERANCE = 1e-4
 """Largest difference of the loss or of a gradient from torch's runtime, relative (gradients: in the Frobenius norm)."""
@@ -32,7 +32,7 @@ class BytesJob:
 
     pp: int
     ep: int
-    case: Case
+    case: PipelineCase
     contestants: tuple[str, ...]
     tracked: bool = True
     """Also by torch's tracker."""
@@ -59,7 +59,7 @@ class TimeJob:
 
     pp: int
     ep: int
-    case: Case
+    case: PipelineCase
     contestants: tuple[str, ...]
     rounds: int = 5
 

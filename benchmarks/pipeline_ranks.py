@@ -28,13 +28,13 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.layout import SequenceLayout
 from lather.models.moe import Exchange
-from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
-from lather.parallel.expert import exchange_over
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.token_positions import SequenceLayout
+from lather.parallel.expert_exchange import exchange_over
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Activation, Executor, Recorder
-from lather.pipeline.part import Part, Share, Stage, fresh_part
+from lather.pipeline.model_part import ModelPart, PartLayers, Stage, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import MicroBatch, Segments
@@ -42,7 +42,7 @@ from lather.pipeline.tape import Frees
 
 
 @dataclass(frozen=True)
-class Levers:
+class EngineLevers:
     """What our engine does for memory."""
 
     memory: str = "saved"
@@ -51,10 +51,10 @@ class Levers:
 
 
 OURS = {
-    "ours": Levers(),
-    "attention": Levers(recompute=("attention",)),
-    "experts": Levers("recompute"),
-    "held": Levers("reference", early_frees=False),
+    "ours": EngineLevers(),
+    "attention": EngineLevers(recompute=("attention",)),
+    "experts": EngineLevers("recompute"),
+    "held": EngineLevers("reference", early_frees=False),
 }
 CONTESTANTS = (*OURS, "torch")
 SEED = 0
@@ -62,7 +62,7 @@ Watch = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class PipelineCase:
     """What is run."""
 
     model: DeepseekV2Config
@@ -84,14 +84,14 @@ class Case:
         return self.num_micro_batches * self.batch * self.length
 
 
-def make_contestant(name: str, case: Case, mesh: Mesh) -> OurRuntime | TorchRuntime:
+def make_contestant(name: str, case: PipelineCase, mesh: Mesh) -> OurRuntime | TorchRuntime:
     """With gradients of zero, so that whatever a step makes is neither a parameter nor a gradient."""
     contestant = TorchRuntime(case, mesh) if name == "torch" else OurRuntime(case, mesh, OURS[name])
     clear_gradients(contestant.part)
     return contestant
 
 
-def clear_gradients(part: Part) -> None:
+def clear_gradients(part: ModelPart) -> None:
     for p in part.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
 
@@ -100,10 +100,10 @@ def _nothing() -> None:
     """Nobody watches."""
 
 
-def make_part(case: Case, mesh: Mesh, memory: str) -> Part:
+def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
     stages = dualpipev(mesh.pp, 2 * mesh.pp)
     layers = stages_of(uniform(case.model.num_hidden_layers, stages.num_stages))
-    share = Share(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    share = PartLayers(layers, stages.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     part = fresh_part(case.model, share, torch.Generator().manual_seed(SEED), mesh.device).to(case.dtype)
     part.set_memory(memory)
     return part
@@ -112,7 +112,7 @@ def make_part(case: Case, mesh: Mesh, memory: str) -> Part:
 class OurRuntime:
     """`ours` and `held`."""
 
-    def __init__(self, case: Case, mesh: Mesh, levers: Levers, record: Recorder | None = None) -> None:
+    def __init__(self, case: PipelineCase, mesh: Mesh, levers: EngineLevers, record: Recorder | None = None) -> None:
         self.case = case
         self.part = make_part(case, mesh, levers.memory)
         queue = WeightGradients()
@@ -169,7 +169,7 @@ class _Watcher:
 class TorchRuntime:
     """`torch`."""
 
-    def __init__(self, case: Case, mesh: Mesh) -> None:
+    def __init__(self, case: PipelineCase, mesh: Mesh) -> None:
         self.case, self.mesh = case, mesh
         self.part = make_part(case, mesh, "reference")
         self.layout = SequenceLayout(case.batch, case.length, mesh.device)

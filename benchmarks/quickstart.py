@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import environment
-from lather.train.metrics import read_rows, training_rows
+from lather.files import read_rows
+from lather.train.metrics import training_rows
 
 REPOSITORY = Path(__file__).parents[1]
 OWN = "muon"

@@ -14,8 +14,8 @@ Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition bei
     Muon    per step of Newton-Schulz, A = X X^T (symmetric: mn k), A A (symmetric: k^3), times X (2 mn k)
     AdamW   no products, but bytes: w, m, v are read and written, g is read, 28 mn
 
-Other element-wise work is not counted. Rates: the best of `torch.bmm` over the set's own products and a few batch sizes, in the dtype that
-ours multiplies in; the best time per matrix of `torch.linalg.qr`; the best of adding one tensor to another, of all elements of the set.
+Other element-wise work is not counted. The rates are the best of `torch.bmm` over the set's own products and a few batch
+sizes, in the dtype that ours multiplies in; the best time per matrix of `torch.linalg.qr`; the best of adding one tensor to another, of all elements of the set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Rates:
+class ShapeRates:
     """What the machine does at one matrix shape."""
 
     matmul: float
@@ -70,7 +70,7 @@ def flops_per_step(case: OptimizerCase) -> float:
             return 0.0
 
 
-def roofline_ms(case: OptimizerCase, rates: Rates) -> float:
+def roofline_ms(case: OptimizerCase, rates: ShapeRates) -> float:
     """Milliseconds of a step of the whole set, the mean over an interval."""
     m, n = case.matrices.shape
     seconds = flops_per_step(case) / rates.matmul
@@ -81,7 +81,7 @@ def roofline_ms(case: OptimizerCase, rates: Rates) -> float:
     return 1e3 * case.matrices.num_matrices * seconds
 
 
-def measure_rates(rule: str, matrices: MatrixSet, device: torch.device) -> Rates:
+def measure_rates(rule: str, matrices: MatrixSet, device: torch.device) -> ShapeRates:
     m, n = matrices.shape
     sizes = [b for b in sorted({1, 4, 16, matrices.num_matrices}) if b <= matrices.num_matrices]
     products = [(m, m, n), (m, n, n), (m, n, m), (n, m, n), (n, n, n)]
@@ -90,7 +90,7 @@ def measure_rates(rule: str, matrices: MatrixSet, device: torch.device) -> Rates
         dtype = iteration_dtype(torch.empty(0, device=device), lather_options(rule, 1)["newton_schulz_dtype"])
     matmul = max(_matmul_rate(b, *product, device, dtype) for product in products for b in sizes)
     qr_seconds = {d: min(_qr_seconds(b, d, device) for b in sizes[:2]) for d in {m, n}} if rule == "soap" else {}
-    return Rates(matmul, qr_seconds, _bytes_rate(matrices.num_matrices * m * n, device))
+    return ShapeRates(matmul, qr_seconds, _bytes_rate(matrices.num_matrices * m * n, device))
 
 
 def _matmul_rate(b: int, i: int, j: int, k: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.convergence.training import Silent
 from benchmarks.report import environment
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
+from lather.engine.optimizer import build_optimizer
+from lather.files import read_rows
 from lather.optim import MatrixOptimizer
 from lather.optim.rules import bases, kl_soap, muon, soap, soap_muon
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
 from lather.train.loop import train
-from lather.train.metrics import read_rows
-from lather.train.optimizer import build_optimizer
 
 REPOSITORY = Path(__file__).parents[1]
 STEPS = 150

@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lather.data.order import Phase
+from lather.config.config import Config
+from lather.data.order import MixturePhase
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.files import read_rows
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config
-from lather.train.engine import build_engine
 from lather.train.loop import train
-from lather.train.metrics import StepRow, read_rows
-from lather.train.optimizer import build_optimizer
+from lather.train.metrics import StepRow
 from lather.train.run_data import open_run_data
-from lather.train.step import TrainStep, learning_rate, pick_device
 
 MakeConfig = Callable[..., Config]
 CHANGED_AT = 4
@@ -40,7 +41,7 @@ def losses(run_dir: str | Path) -> list[float]:
     return [row["loss"] for row in read_rows(Path(run_dir) / "metrics.jsonl") if "loss" in row]
 
 
-def uninterrupted(before: Config, after: Config, phases: list[Phase] | None = None, changed_at: int = CHANGED_AT) -> list[float]:
+def uninterrupted(before: Config, after: Config, phases: list[MixturePhase] | None = None, changed_at: int = CHANGED_AT) -> list[float]:
     """The losses of one process whose optimizer is told the new options after `changed_at` steps; nothing is saved or loaded."""
     before, after = before.resolved(), after.resolved()
     engine = build_engine(before, Mesh.single(pick_device("cpu")))

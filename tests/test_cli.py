@@ -12,11 +12,11 @@ import matplotlib.image
 import pytest
 
 from lather import __version__
+from lather.checkpoint import storage as checkpoint_storage
 from lather.cli import COMMANDS, USAGE, main
+from lather.config.toml_file import config_to_toml, field_names, load_config
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.rotary import YarnConfig
-from lather.train import checkpoint_storage
-from lather.train.config_file import config_to_toml, field_names, load_config
 from tiny_run import command, run, start, write_config
 
 

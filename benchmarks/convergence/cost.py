@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from benchmarks.convergence.study import Row, Study
 from benchmarks.measure import percentiles
+from lather.config.config import Config
 from lather.data.batches import Batch, Batches
 from lather.data.opening import open_datasets, training_batches
+from lather.engine.engine import Engine, build_engine
+from lather.engine.optimizer import build_optimizer
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config
-from lather.train.engine import Engine, build_engine
-from lather.train.optimizer import build_optimizer
 
 ROUNDS = 7
 STEPS = 10

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, require
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
 
 Rates = tuple[float, float]
 """Peak learning rates of the matrices and of the rest."""
@@ -62,7 +62,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class StudyContestant:
     """An optimizer with its options, and where it takes part."""
 
     name: str
@@ -87,10 +87,10 @@ class Study:
     seeds: tuple[int, ...]
     settings: dict[str, dict[str, Any]]
     """Configurations as `lather train` reads them from a file, by name."""
-    contestants: tuple[Contestant, ...]
+    contestants: tuple[StudyContestant, ...]
     tuning: Tuning | None
 
-    def trial(self, contestant: Contestant, setting: str, seed: int, rates: Rates) -> Trial:
+    def trial(self, contestant: StudyContestant, setting: str, seed: int, rates: Rates) -> Trial:
         lr, rest = (float(f"{rate:.9g}") for rate in rates)
         optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
         return Trial(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
@@ -108,14 +108,14 @@ class Study:
         ]
         return replace(self, contestants=tuple(kept))
 
-    def pairs(self) -> Iterator[tuple[str, Contestant]]:
+    def pairs(self) -> Iterator[tuple[str, StudyContestant]]:
         """Every setting with each contestant that takes part in it."""
         for setting in self.settings:
             for contestant in self.contestants:
                 if setting in contestant.rates:
                     yield setting, contestant
 
-    def best_rates(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> Rates | None:
+    def best_rates(self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]) -> Rates | None:
         """The rates for the runs that are compared; None while they are still searched."""
         if self.tuning is None:
             return contestant.rates[setting]
@@ -138,7 +138,7 @@ class Study:
                 found += [{**rows[key], "setting": setting, "contestant": contestant.name} for key in keys if key in rows]
         return found
 
-    def _wanted_of(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> list[Trial]:
+    def _wanted_of(self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]) -> list[Trial]:
         if self.tuning is not None:
             best, missing = self.search(contestant, setting, rows)
             if missing:
@@ -147,7 +147,7 @@ class Study:
             best = contestant.rates[setting]
         return [self.trial(contestant, setting, seed, best) for seed in self.seeds]
 
-    def search(self, contestant: Contestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Trial]]:
+    def search(self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Trial]]:
         """The best rates so far, and the runs that have to be made before these can be judged."""
         assert self.tuning is not None
         lr, rest = contestant.rates[setting]
@@ -215,7 +215,7 @@ def _study(mapping: dict[str, Any]) -> Study:
         rates = {setting: _rates(pair, f"{prefix}rates.{setting}") for setting, pair in own["rates"].items()}
         for setting in rates:
             require(setting in merged, f"{prefix}rates", setting, f"for the settings {', '.join(merged)}")
-        contestants.append(Contestant(name, own["optim"], rates))
+        contestants.append(StudyContestant(name, own["optim"], rates))
     tuning = None
     if "tuning" in mapping:
         _check_keys(mapping["tuning"], "tuning.", required=("seed", "factor"), optional=())

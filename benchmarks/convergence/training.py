@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.study import Row, Trial
+from lather.files import read_rows
 from lather.train.loop import DivergedError, train
-from lather.train.metrics import StepRow, read_rows, training_rows
+from lather.train.metrics import StepRow, training_rows
 
 BINS = 100
 """Points of a run's curve of training losses, each the mean of equally many steps."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import needs
-from benchmarks.gpu.parts import Part, all_parts
+from benchmarks.gpu.parts import MeasuredPart, all_parts
 from benchmarks.gpu.runner import Runner
 
 FOLDER = Path("runs/gpu")
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _possible(parts: Sequence[Part], device: str) -> bool:
+def _possible(parts: Sequence[MeasuredPart], device: str) -> bool:
     """Whether anything can be done here; says exactly which wheels are missing."""
     stopped = {part.name: needs.missing(part.needs) for part in parts}
     stopped = {name: lacks for name, lacks in stopped.items() if lacks}

@@ -22,7 +22,7 @@ from benchmarks.measure import peak_temporary_bytes
 from benchmarks.report import Row
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 
 CONTESTANTS = ("reference", "saved", "recompute")
 """Memory modes of a block; the first is plain autograd."""
@@ -31,7 +31,7 @@ TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BlockSizes:
     """A block, and what goes through it."""
 
     hidden: int = 2048
@@ -46,12 +46,12 @@ class Sizes:
     length: int = 4096
 
 
-SMALL = Sizes(hidden=64, intermediate=32, experts=8, slots=2, heads=2, latent=16, head=16, rope=8, sequences=2, length=32)
+SMALL = BlockSizes(hidden=64, intermediate=32, experts=8, slots=2, heads=2, latent=16, head=16, rope=8, sequences=2, length=32)
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     """A row for each contestant. Raises CheckError."""
-    sizes = SMALL if settings.small else Sizes()
+    sizes = SMALL if settings.small else BlockSizes()
     model = _model(sizes, settings.device)
     block: Any = model.layers[0]
     device = settings.device
@@ -87,7 +87,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         }
 
 
-def _model(sizes: Sizes, device: torch.device) -> Decoder:
+def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
     config = DeepseekV2Config(
         vocab_size=512,
         hidden_size=sizes.hidden,
@@ -112,7 +112,7 @@ def _model(sizes: Sizes, device: torch.device) -> Decoder:
     return model.to(device)
 
 
-def _input(sizes: Sizes, device: torch.device, seed: int) -> Tensor:
+def _input(sizes: BlockSizes, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     x_BSD = torch.randn(sizes.sequences, sizes.length, sizes.hidden, device=device, generator=generator)
     return x_BSD.requires_grad_() if seed == 0 else x_BSD

@@ -17,7 +17,7 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What the device reaches in this process: the measure of everything else."""
 
     bytes: float
@@ -48,17 +48,17 @@ def _one(work: Callable[[], object], device: torch.device) -> float:
     return float(start.elapsed_time(end))
 
 
-def measure_rates(device: torch.device, *, small: bool) -> Rates:
+def measure_rates(device: torch.device, *, small: bool) -> DeviceRates:
     """A copy of 1 GiB and a product of 8192 x 8192 matrices; much less of both if `small`."""
     source = torch.zeros(2**20 if small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     n = 128 if small else 8192
     x, y = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     copy, product = (milliseconds(work, device, 10)["median"] for work in (lambda: target.copy_(source), lambda: x @ y))
-    return Rates(2e3 * source.nbytes / copy, 2e3 * n**3 / product)
+    return DeviceRates(2e3 * source.nbytes / copy, 2e3 * n**3 / product)
 
 
-def peak_flops(device: torch.device, rates: Rates) -> tuple[float, str]:
+def peak_flops(device: torch.device, rates: DeviceRates) -> tuple[float, str]:
     """Dense bf16 flops per second of the device, and where the number is from: its maker, or the product measured here."""
     name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
     known = next((key for key in PEAK_FLOPS if key in name), None)

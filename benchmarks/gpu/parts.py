@@ -29,7 +29,7 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class MeasuredPart:
     """Something that is done in a process of its own."""
 
     name: str
@@ -43,15 +43,15 @@ class Part:
     """Something to say before it starts."""
 
 
-def all_parts(device: str, folder: Path, *, small: bool) -> list[Part]:
+def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
     """In the order in which they are done; rows and pictures go to `folder`. Small ones are for a rehearsal."""
     options = ("--device", device, "--out", str(folder), *(["--small"] if small else []))
     absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
 
-    def work(name: str, title: str, seconds: float, needs: Mapping[str, str] = MEASURING, note: str = "") -> Part:
+    def work(name: str, title: str, seconds: float, needs: Mapping[str, str] = MEASURING, note: str = "") -> MeasuredPart:
         enough = ("--seconds", str(0.8 * seconds))  # the rest is for starting and for what cannot be cut
-        return Part(name, title, ("-m", "benchmarks.gpu.work", name, *options, *enough), seconds, needs, note)
+        return MeasuredPart(name, title, ("-m", "benchmarks.gpu.work", name, *options, *enough), seconds, needs, note)
 
     return [
         work("kernels", "every kernel against its reference, and against a device copy or a matrix product", 70),
@@ -65,8 +65,8 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[Part]:
     ]
 
 
-def _tests(name: str, seconds: float) -> Part:
+def _tests(name: str, seconds: float) -> MeasuredPart:
     """A file of tests/gpu, without the suite's conftest, which checks shapes and wants what only developers install."""
     options = ("-c", str(ROOT / "tests/gpu/alone.ini"), "--rootdir", str(ROOT), "--noconftest")
     arguments = ("-m", "pytest", *options, str(ROOT / "tests/gpu" / FILES[name]))
-    return Part(f"tests-{name}", f"tests/gpu/{FILES[name]}", arguments, seconds, {**TRAINER, "pytest": "8.0"})
+    return MeasuredPart(f"tests-{name}", f"tests/gpu/{FILES[name]}", arguments, seconds, {**TRAINER, "pytest": "8.0"})

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.needs import missing
-from benchmarks.gpu.parts import ROOT, Part
+from benchmarks.gpu.parts import ROOT, MeasuredPart
 
 Status = Literal["done", "failed", "out of time", "not possible"]
 CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/gpu/*")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """What became of a part."""
 
     status: Status
@@ -38,7 +38,7 @@ class Outcome:
     """Of the code and the way it was called."""
 
 
-def fingerprint(part: Part, root: Path = ROOT) -> str:
+def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
     """The same for the same code and arguments, in a repository or in a mere copy of one."""
     digest = hashlib.sha256(repr(part.arguments).encode())
     for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
@@ -53,7 +53,9 @@ class Runner:
         self.folder, self._say, self._root = folder, say, root
         folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, parts: Sequence[Part], *, fresh: bool = False, after: Callable[[], object] = lambda: None) -> dict[str, Outcome]:
+    def run(
+        self, parts: Sequence[MeasuredPart], *, fresh: bool = False, after: Callable[[], object] = lambda: None
+    ) -> dict[str, PartOutcome]:
         """The outcome of each part, those of earlier calls that still hold included; `after` is called after each that was run."""
         outcomes = {}
         for part in parts:
@@ -69,16 +71,16 @@ class Runner:
             outcomes[part.name] = outcome
         return outcomes
 
-    def earlier(self, part: Part) -> Outcome | None:
+    def earlier(self, part: MeasuredPart) -> PartOutcome | None:
         """How the part was done before, by this code; None if it was not."""
         outcome = self.last(part.name)
         done = outcome is not None and outcome.status == "done" and outcome.fingerprint == fingerprint(part, self._root)
         return outcome if done else None
 
-    def last(self, name: str) -> Outcome | None:
+    def last(self, name: str) -> PartOutcome | None:
         """How a part ended when it was last run, by whatever code; None if it never was."""
         state = self._state().get(name)
-        return None if state is None else Outcome(**state)
+        return None if state is None else PartOutcome(**state)
 
     def log(self, name: str) -> Path:
         """What the part printed."""
@@ -89,16 +91,16 @@ class Runner:
         state: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         return state
 
-    def _remember(self, name: str, outcome: Outcome) -> None:
+    def _remember(self, name: str, outcome: PartOutcome) -> None:
         aside = self.folder / "state.partial.json"
         aside.write_text(json.dumps({**self._state(), name: asdict(outcome)}, indent=1))
         os.replace(aside, self.folder / "state.json")
 
-    def _run(self, part: Part) -> Outcome:
+    def _run(self, part: MeasuredPart) -> PartOutcome:
         mark = fingerprint(part, self._root)
         if lacks := missing(part.needs):
             self.log(part.name).write_text("".join(f"needs {one}\n" for one in lacks))
-            return Outcome("not possible", 0.0, None, mark)
+            return PartOutcome("not possible", 0.0, None, mark)
         for path in self.folder.glob(f"{part.name}*.jsonl"):  # rows of another run are not this one's
             path.unlink()
         begun = time.monotonic()
@@ -120,7 +122,7 @@ class Runner:
             finally:
                 _end(process)
         status: Status = "out of time" if exit_status is None else "failed" if exit_status else "done"
-        return Outcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
+        return PartOutcome(status, round(time.monotonic() - begun, 1), exit_status, mark)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,15 +8,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.parts import ROOT, Part
-from benchmarks.gpu.runner import Outcome, Runner
+from benchmarks.gpu.parts import ROOT, MeasuredPart
+from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.report import Row
 
 RESULTS = ROOT / "benchmarks/results/gpu"
 HEAD = ("part", "status", "seconds", "result")
 
 
-def collect(parts: Sequence[Part], runner: Runner, out: Path, *, publish: bool) -> str:
+def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish: bool) -> str:
     """The table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
     out.mkdir(parents=True, exist_ok=True)
     table = markdown([(part.name, *_line(part, runner)) for part in parts])
@@ -39,14 +39,14 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)) + " |" for line in cells)
 
 
-def _line(part: Part, runner: Runner) -> tuple[str, str, str]:
+def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
     outcome = runner.last(part.name)
     if outcome is None:
         return "not run", "", ""
     return outcome.status, f"{outcome.seconds:.0f}", result(part.name, outcome, runner)
 
 
-def result(name: str, outcome: Outcome, runner: Runner) -> str:
+def result(name: str, outcome: PartOutcome, runner: Runner) -> str:
     """What is most worth knowing of a part: its numbers, and what went wrong, if anything did."""
     describe = DESCRIBE.get(name.partition("-")[0])
     rows = rows_of(name, runner)

@@ -28,16 +28,16 @@ from benchmarks.gpu.clock import measure_rates, peak_flops
 from benchmarks.gpu.parts import ROOT
 from benchmarks.gpu.work import Settings
 from benchmarks.report import Row
+from lather.config.config import Config
+from lather.config.optim import optim_config
+from lather.config.toml_file import load_config
 from lather.device import gpu_module, is_gpu
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import StepResult, TrainStep
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.parallel.local import ShardInfo
+from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config
-from lather.train.config_file import load_config
-from lather.train.engine import build_engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import StepResult, TrainStep
 
 STEPS, WARM_UP = 50, 10
 """As many as an interval between refreshes are left out, and whole intervals are counted."""

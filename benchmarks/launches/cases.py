@@ -15,26 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.launches.counter import Counter
+from lather.config.config import Config, LoopConfig, MoEConfig, num_routed_experts
+from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import ROUTERS, build_optimizer
+from lather.engine.step import TrainStep
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
-from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
-from lather.models.rounded import RoundedWeights, keep_rounded
-from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
-from lather.optim.engine.layout import layout_of
+from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import Part, Share, Stage, empty_part
+from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
-from lather.train.config import Config, LoopConfig, MoEConfig, num_routed_experts
-from lather.train.engine import build_engine
-from lather.train.optim_config import OptimConfig, optim_config
-from lather.train.optimizer import ROUTERS, build_optimizer
-from lather.train.step import TrainStep
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": (
@@ -83,7 +83,7 @@ STEP_LAYERS = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class LaunchCase:
     """Something to count, in one or several rows."""
 
     name: str
@@ -100,7 +100,7 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
 # --- the optimizer --------------------------------------------------------------------------------------------------------------------
 
 
-def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None, options: Mapping[str, Any] | None = None) -> Case:
+def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None, options: Mapping[str, Any] | None = None) -> LaunchCase:
     """Steps of a rule on the share of one of so many ranks; `layers`: of a model with only so many."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = optim_config(rule, **rule_options(rule), **(options or {}))
@@ -119,7 +119,7 @@ def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None,
             yield name if "precondition_frequency" in rule_options(rule) else {1: "first"}.get(step, "a step")
 
     described = {"part": "optimizer", "rule": rule, "model": model, "ranks": ranks, "layers": layers, "options": dict(options or {})}
-    return Case(f"{rule}, {model}, a rank of {ranks}", described, rows)
+    return LaunchCase(f"{rule}, {model}, a rank of {ranks}", described, rows)
 
 
 def rule_options(rule: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tenso
     return lambda x: torch.arange(1, x.numel() + 1).view(x.shape) * each
 
 
-def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None) -> Case:
+def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None) -> LaunchCase:
     """An MoE block forward and backward, as the engine runs it in one process."""
     config = sizes or model_config(model, num_hidden_layers=2)
 
@@ -186,10 +186,10 @@ def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes:
                 _finish(segments.backward(tape, torch.empty_like(y_BSD)))
         yield "forward and backward"
 
-    return Case(f"an MoE block of {model}", {"part": "block", "model": model, "tokens": tokens, "precision": precision}, rows)
+    return LaunchCase(f"an MoE block of {model}", {"part": "block", "model": model, "tokens": tokens, "precision": precision}, rows)
 
 
-def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16") -> Case:
+def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16") -> LaunchCase:
     """Head and loss, with gradients."""
 
     def rows(counter: Counter) -> Iterator[str]:
@@ -202,10 +202,12 @@ def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400
         loss.backward()
         yield "forward and backward"
 
-    return Case("the loss", {"part": "loss", "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "precision": precision}, rows)
+    return LaunchCase(
+        "the loss", {"part": "loss", "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "precision": precision}, rows
+    )
 
 
-def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> Case:
+def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> LaunchCase:
     """Training steps of one process in bf16, four sequences of a micro-batch; `packed`: each of two documents."""
     config = Config(
         model=model_config(model, num_hidden_layers=layers),
@@ -215,7 +217,7 @@ def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens:
     )
     described = {"part": "step", "model": model, "rule": rule, "layers": layers, "tokens": tokens, "precision": "bf16", "packed": packed}
     name = f"a training step, {layers} layers of {model}, {rule}" + (", packed" if packed else "")
-    return Case(name, described, lambda counter: training_steps(counter, config, packed=packed))
+    return LaunchCase(name, described, lambda counter: training_steps(counter, config, packed=packed))
 
 
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
@@ -234,9 +236,9 @@ def training_steps(counter: Counter, config: Config, *, packed: bool = False) ->
         yield name
 
 
-def _part(config: ModelConfig, device: torch.device) -> Part:
+def _part(config: ModelConfig, device: torch.device) -> ModelPart:
     whole = build_model(config, None, torch.device("meta"))
-    return empty_part(whole, Share((range(len(whole.layers)),)), device)
+    return empty_part(whole, PartLayers((range(len(whole.layers)),)), device)
 
 
 def _finish(steps: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from benchmarks.launches.cases import PUBLISHED, Case, block_case, loss_case, optimizer_case, step_case
-from benchmarks.launches.counter import Counter, Phase
+from benchmarks.launches.cases import PUBLISHED, LaunchCase, block_case, loss_case, optimizer_case, step_case
+from benchmarks.launches.counter import CountedPhase, Counter
 from benchmarks.report import Row, RowFile, environment
 from lather.console import wide_console
 from lather.errors import require
@@ -42,7 +42,7 @@ class LaunchesBenchmark:
         require(self.layers >= 0, "--layers", self.layers, "at least 0")
 
 
-def cases(options: LaunchesBenchmark) -> Iterator[Case]:
+def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
     """All that the options ask for."""
     layers = options.layers or None
     if "optimizer" in options.parts:
@@ -74,7 +74,7 @@ def run(options: LaunchesBenchmark) -> int:
     return 0
 
 
-def count(case: Case) -> Iterator[Row]:
+def count(case: LaunchCase) -> Iterator[Row]:
     """The rows of a case."""
     with Counter() as counter:
         for name in case.rows(counter):
@@ -88,7 +88,7 @@ def count(case: Case) -> Iterator[Row]:
             }
 
 
-def _as_row(phase: Phase) -> Row:
+def _as_row(phase: CountedPhase) -> Row:
     return {**asdict(phase), "kernels": dict(phase.kernels.most_common(8))}
 
 

@@ -36,7 +36,7 @@ RANGES = "lather.optim."
 
 
 @dataclass
-class Phase:
+class CountedPhase:
     """What one phase asked for."""
 
     launches: int = 0
@@ -59,7 +59,7 @@ class Counter(StandInMode):
     def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
         """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
         super().__init__(integers)
-        self.phases: defaultdict[str, Phase] = defaultdict(Phase)
+        self.phases: defaultdict[str, CountedPhase] = defaultdict(CountedPhase)
         self.waits: Tally[tuple[str, str]] = Tally()
         """(what, where) -> how often the host waited."""
         self.notes: Tally[str] = Tally()
@@ -75,9 +75,9 @@ class Counter(StandInMode):
         self._memory = PeakBytes(count_meta=False)
 
     @property
-    def total(self) -> Phase:
+    def total(self) -> CountedPhase:
         """All phases together."""
-        sums = Phase()
+        sums = CountedPhase()
         for phase in self.phases.values():
             for name in ("launches", "triton", "views", "bytes_read", "bytes_written", "flops", "host_waits"):
                 setattr(sums, name, getattr(sums, name) + getattr(phase, name))
@@ -90,7 +90,7 @@ class Counter(StandInMode):
         return max((phase.peak_bytes for phase in self.phases.values()), default=0)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> CountedPhase:
         """The one that goes on."""
         return self.phases[next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)]
 

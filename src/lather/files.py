@@ -1,9 +1,13 @@
-"""Files that are whole or absent, whatever ends the process."""
+"""Files that are whole or absent, whatever ends the process, and files of rows, one JSON object in a line."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from lather.errors import RunError
 
 
 def sync(path: Path) -> None:
@@ -22,3 +26,26 @@ def write_aside(path: Path, text: str) -> None:
     sync(aside)
     aside.rename(path)
     sync(path.parent)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file such as `metrics.jsonl`; a last line that a killed process left unfinished is passed over.
+
+    Raises RunError naming file and line for any other line that is not a row.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text("utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                row = json.loads(line)
+                row["step"] = int(row["step"])
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            if number < len(lines):
+                raise RunError(
+                    f"{path}, line {number}: not a row of metrics: restore the file, or start again in another run directory"
+                ) from None
+    return rows

@@ -19,15 +19,15 @@ import torch
 
 from benchmarks.launches.cases import STEPS, rows_of_experts, rule_options
 from benchmarks.launches.counter import Counter
+from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.optim import optim_config
 from lather.data.batches import Batch
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.models.families import FAMILIES
 from lather.models.lora import LoraConfig
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config, LoopConfig, MoEConfig
-from lather.train.engine import build_engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
 
 SEQUENCES, LENGTH = 4, 128
 WIDE: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.distributed import DistributedBenchmark, count, plan_row, run
 from lather.errors import ConfigError
-from lather.parallel.launch import launch
+from lather.parallel.launch.start import launch
 
 
 def test_counts_of_two_ranks(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from benchmarks import kernels
 from benchmarks.check import CheckError
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import block, needs, parts, training
-from benchmarks.gpu.clock import Rates, peak_flops
-from benchmarks.gpu.parts import Part, all_parts
+from benchmarks.gpu.clock import DeviceRates, peak_flops
+from benchmarks.gpu.parts import MeasuredPart, all_parts
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.summary import collect, rows_of
 from benchmarks.gpu.work import Settings, main
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
 
 
-def fake(name: str, code: str, seconds: float = 60.0) -> Part:
-    return Part(name, f"the part {name}", ("-c", code), seconds)
+def fake(name: str, code: str, seconds: float = 60.0) -> MeasuredPart:
+    return MeasuredPart(name, f"the part {name}", ("-c", code), seconds)
 
 
 @pytest.fixture
@@ -232,10 +232,10 @@ def test_a_block_that_is_off_is_not_measured() -> None:
 
 def test_flops_of_a_token_are_counted_by_hand() -> None:
     """benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V 500."""
+    from lather.config.toml_file import load_config
     from lather.models.families import build_model
-    from lather.parallel.local import local_parameters
+    from lather.parallel.local_parameters import local_parameters
     from lather.parallel.mesh import Mesh
-    from lather.train.config_file import load_config
 
     config = load_config(REPOSITORY / "benchmarks/gpu/small.toml")
     model = build_model(config.model, None, torch.device("meta"))
@@ -247,12 +247,12 @@ def test_flops_of_a_token_are_counted_by_hand() -> None:
 
 
 def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak_flops(CPU, Rates(1.0, 2.0)) == (2.0, "measured matrix product")
+    assert peak_flops(CPU, DeviceRates(1.0, 2.0)) == (2.0, "measured matrix product")
     for name, peak in {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA B200": 2250e12}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0))[0] == peak
+        assert peak_flops(torch.device("cuda"), DeviceRates(1.0, 2.0))[0] == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
-    assert peak_flops(torch.device("cuda"), Rates(1.0, 2.0)) == (2.0, "measured matrix product")
+    assert peak_flops(torch.device("cuda"), DeviceRates(1.0, 2.0)) == (2.0, "measured matrix product")
 
 
 def test_training_gives_what_it_has_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

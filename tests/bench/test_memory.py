@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.check import CheckError
-from benchmarks.memory import MemoryBenchmark, Sizes, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
+from benchmarks.memory import LayerSizes, MemoryBenchmark, check_layers, loss_extra_bytes, make_layers, measure_kept, plain_loss
 from benchmarks.memory_report import summary
 from lather.cli import main
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(D, E, K, F)
+    sizes = LayerSizes(D, E, K, F)
     monkeypatch.setattr(memory, "HIDDEN", D)
     monkeypatch.setattr(memory, "PUBLISHED", sizes)
     monkeypatch.setattr(memory, "TIMED", {"small": (sizes, 16)})
@@ -47,7 +47,7 @@ def test_kept_elements_are_those_of_the_formulas() -> None:
 def test_a_contestant_that_is_wrong_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layers = make_layers(Sizes(D, E, K, F), torch.float32, CPU)
+    layers = make_layers(LayerSizes(D, E, K, F), torch.float32, CPU)
     assert max(check_layers(layers).values()) < 1e-5
     right = memory.EarlyFree.forward
     monkeypatch.setattr(memory.EarlyFree, "forward", lambda self, *arguments: 1.01 * right(self, *arguments))

@@ -13,17 +13,17 @@ from ranks import run_ranks
 
 from benchmarks import pipeline
 from benchmarks.check import CheckError
-from benchmarks.pipeline import Plan, bytes_rows, time_rows
+from benchmarks.pipeline import PipelinePlan, bytes_rows, time_rows
 from benchmarks.pipeline_bubble import inner_durations, longest_chain
 from benchmarks.pipeline_measure import BytesJob, TimeJob
-from benchmarks.pipeline_ranks import Case
+from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import summary
 from lather.cli import main
+from lather.config.config import ParallelConfig
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.mesh import Mesh
 from lather.pipeline.replay import Durations, dualpipev_bubble, replay
 from lather.pipeline.schedule import Kind, dualpipev
-from lather.train.config import ParallelConfig
 
 MODEL = DeepseekV2Config(
     vocab_size=67,
@@ -40,8 +40,8 @@ MODEL = DeepseekV2Config(
     n_shared_experts=1,
     num_experts_per_tok=3,
 )
-CASE = Case(MODEL, batch=1, length=17, num_micro_batches=4)
-PLAN = Plan(
+CASE = PipelineCase(MODEL, batch=1, length=17, num_micro_batches=4)
+PLAN = PipelinePlan(
     bytes=(
         BytesJob(2, 1, CASE, ("torch", "held", "attention", "ours")),
         BytesJob(2, 1, replace(CASE, num_micro_batches=9), ("torch", "ours"), tracked=False),

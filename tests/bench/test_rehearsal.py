@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
 
 pytestmark = pytest.mark.timeout(900)
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 CASES = rehearsals()
 REPOSITORY = Path(__file__).parents[2]
-ONCE = ["train/engine.py", "train/step.py"]
+ONCE = ["engine/engine.py", "engine/step.py"]
 """Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. A step after a refresh beside it looks how that
 went."""
 

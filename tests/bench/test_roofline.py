@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.contestants import MatrixSet, OptimizerCase
-from benchmarks.roofline import Rates, flops_per_step, interval_flops, measure_rates, roofline_ms, step_flops
+from benchmarks.roofline import ShapeRates, flops_per_step, interval_flops, measure_rates, roofline_ms, step_flops
 
 
 def test_flops_of_a_2_by_3_matrix() -> None:
@@ -27,7 +27,7 @@ def test_flops_of_newton_schulz() -> None:
 
 def test_roofline_adds_products_and_qr() -> None:
     matrices = MatrixSet("two", 2, (2, 3))
-    rates = Rates(matmul=1e3, qr_seconds={2: 0.1, 3: 0.2}, bytes=28.0)
+    rates = ShapeRates(matmul=1e3, qr_seconds={2: 0.1, 3: 0.2}, bytes=28.0)
     assert roofline_ms(OptimizerCase("soap", matrices, 1), rates) == pytest.approx(1e3 * 2 * (0.28 + 0.3))
     assert roofline_ms(OptimizerCase("soap", matrices, 10), rates) == pytest.approx(1e3 * 2 * (0.1682 + 0.03))
     assert roofline_ms(OptimizerCase("muon", matrices), rates) == pytest.approx(1e3 * 2 * 0.22)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lather.checkpoint.checkpoint import Progress, load_checkpoint
+from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.commands.parsing import parse_size
+from lather.config.optim import optim_config
+from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.huggingface import model_from_hugging_face, save_hugging_face
+from lather.models.hf.model_folder import model_from_hugging_face, save_hugging_face
 from lather.optim import SOAP
-from lather.train.checkpoint import Progress, load_checkpoint
-from lather.train.config_file import load_config
 from lather.train.loop import build_model
-from lather.train.optim_config import optim_config
-from lather.train.state import TrainingState
 from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
 

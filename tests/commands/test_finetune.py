@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from lather.checkpoint.held import PREFIX
+from lather.checkpoint.state import TrainingState
 from lather.cli import main
+from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
-from lather.models.huggingface import model_from_hugging_face, save_hugging_face
-from lather.train.checkpoint import list_checkpoints, load_checkpoint
-from lather.train.config_file import load_config
-from lather.train.held import PREFIX
+from lather.models.hf.model_folder import model_from_hugging_face, save_hugging_face
 from lather.train.loop import build_model
-from lather.train.state import TrainingState
-from lather.train.trained import TrainedModel
+from lather.train.trained_model import TrainedModel
 from models.tiny import error, tiny_family_config, tiny_family_model
 from tiny_run import start
 

@@ -11,8 +11,8 @@ import torch
 from lather.cli import main
 from lather.commands.train import train_command
 from lather.errors import ConfigError, UserError
-from lather.parallel.launch import take_nproc
-from lather.parallel.world import World
+from lather.parallel.launch.start import take_nproc
+from lather.parallel.launch.world import World
 from tiny_run import write_config
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}

@@ -19,7 +19,7 @@ from lather.data.dataset import MANIFEST, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import make_dataset
 from lather.data.opening import held_out_sets, open_datasets, training_batches
-from lather.data.order import Order, Phase
+from lather.data.order import MixturePhase, Order
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.data.sequences import IGNORE_INDEX, PackedDocuments, Sequences, Windows
 from lather.data.shards import ShardReader, ShardWriter
@@ -285,7 +285,7 @@ def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
 # --- batches ------------------------------------------------------------------------------------------------------------------------
 
 
-def batches_of(tmp_path: Path, batch_size: int, seed: int = 0, phases: tuple[Phase, ...] = (Phase(0),)) -> Batches:
+def batches_of(tmp_path: Path, batch_size: int, seed: int = 0, phases: tuple[MixturePhase, ...] = (MixturePhase(0),)) -> Batches:
     sources = [
         Source(name, Windows(hand_made(tmp_path / name, list(range(start, start + count))), 4), 2**16)
         for name, start, count in (("a", 0, 41), ("b", 1000, 81))
@@ -304,8 +304,8 @@ def test_a_batch_is_a_function_of_seed_and_step(tmp_path: Path, batch_size: int)
     assert not batches_of(tmp_path, 30, 4).batch(1).labels_BS.equal(batches_of(tmp_path, 30, 3).batch(1).labels_BS)
 
 
-@pytest.mark.parametrize("phases", [(Phase(0),), (Phase(0, (1, 3)),), (Phase(0), Phase(100, (1, 1)))])
-def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple[Phase, ...]) -> None:
+@pytest.mark.parametrize("phases", [(MixturePhase(0),), (MixturePhase(0, (1, 3)),), (MixturePhase(0), MixturePhase(100, (1, 1)))])
+def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple[MixturePhase, ...]) -> None:
     batches = batches_of(tmp_path, 12, phases=phases)
     for step in (1, 5, 11):
         whole = batches.batch(step)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lather.data.order import Order, Phase
+from lather.data.order import MixturePhase, Order
 
 
 def chunked(order: Order, stop: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -25,8 +25,15 @@ def test_without_weights_every_sequence_comes_once_in_an_epoch_each_time_in_anot
     assert all(one != other for one, other in pairwise(epochs))
 
 
-@pytest.mark.parametrize("phases", [[Phase(0)], [Phase(0, (1, 2, 0.5))], [Phase(0), Phase(13, (1, 1, 1)), Phase(40, (5, 1, 1)), Phase(90)]])
-def test_samples_do_not_depend_on_how_they_are_asked_for(phases: list[Phase]) -> None:
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [MixturePhase(0)],
+        [MixturePhase(0, (1, 2, 0.5))],
+        [MixturePhase(0), MixturePhase(13, (1, 1, 1)), MixturePhase(40, (5, 1, 1)), MixturePhase(90)],
+    ],
+)
+def test_samples_do_not_depend_on_how_they_are_asked_for(phases: list[MixturePhase]) -> None:
     order = Order([7, 20, 4], 1, phases)
     whole = order.samples(0, 150)
     for sizes in ((1,), (4, 7), (64,)):
@@ -34,7 +41,7 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(phases: list[Phase]) ->
 
 
 def test_with_weights_each_source_goes_through_epochs_of_its_own() -> None:
-    order = Order([10, 30], 0, [Phase(0, (0.5, 0.5))])
+    order = Order([10, 30], 0, [MixturePhase(0, (0.5, 0.5))])
     samples = order.samples(0, 120)
     of_first = [index for source, index in samples if source == 0]
     of_second = [index for source, index in samples if source == 1]
@@ -46,7 +53,7 @@ def test_with_weights_each_source_goes_through_epochs_of_its_own() -> None:
 
 
 def test_weights_that_change_go_on_where_each_source_was() -> None:
-    order = Order([40, 40], 0, [Phase(0, (1, 3)), Phase(50, (3, 1))])
+    order = Order([40, 40], 0, [MixturePhase(0, (1, 3)), MixturePhase(50, (3, 1))])
     samples = order.samples(0, 100)
     counts = [Counter(source for source, _ in part) for part in (samples[:50], samples[50:])]
     assert counts[0][1] > 2 * counts[0][0]

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lather.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from lather.config.config import CheckpointConfig, Config
+from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh
-from lather.train.checkpoint import list_checkpoints, open_checkpoint
-from lather.train.config import CheckpointConfig, Config
-from lather.train.config_file import config_from_mapping
 from lather.train.loop import train
 from tiny_model import TINY
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
+from lather.engine.engine import Engine
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
-from lather.models.weight_gradients import defer_weight_gradients
+from lather.models.saving.weight_gradients import defer_weight_gradients
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import Share, empty_part, fill
+from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 from lather.pipeline.tape import Frees
-from lather.train.config import LoopConfig, MoEConfig, ParallelConfig
-from lather.train.engine import Engine
 from models.tiny import tiny_family_config, tiny_family_model
 
 LENGTH = 6
@@ -136,7 +136,7 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
                 router.weight[2:] = router.weight[:1] * 0.01
     mesh = mesh or mesh_of(case)
     schedule = _schedule(case)
-    share = Share(stages_of(uniform(case.layers, schedule.num_stages)), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    share = PartLayers(stages_of(uniform(case.layers, schedule.num_stages)), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
     part = empty_part(whole, share, mesh.device, case.dtype)
     fill(part, plain.named_parameters())

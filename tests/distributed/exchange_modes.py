@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.layout import SequenceLayout
 from lather.models.moe import Dispatched
+from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import Way
-from lather.parallel.expert import ExpertExchange
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
-from lather.pipeline.part import Stage
+from lather.pipeline.model_part import Stage
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
 from lather.pipeline.tape import Frees
 from models.tiny import error, random_normal

@@ -14,17 +14,17 @@ from typing import Any
 import fault_workers
 import torch
 
+from lather.checkpoint.storage import FolderWriter
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
 from lather.data.batches import Batch
-from lather.parallel.expert import ExpertExchange
-from lather.parallel.launch import launch
+from lather.engine.engine import Engine
+from lather.parallel.expert_exchange import ExpertExchange
+from lather.parallel.launch.start import launch
+from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.parallel.world import World
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Cut
-from lather.train.checkpoint_storage import FolderWriter
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
-from lather.train.engine import Engine
 from lather.train.loop import train
 from tiny_model import TINY
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lather.errors import ConfigError, UserError
-from lather.parallel.launch import join, launch
-from lather.parallel.world import World
+from lather.parallel.launch.start import join, launch
+from lather.parallel.launch.world import World
 
 
 def work(folder: str, task: str, world: World) -> int:

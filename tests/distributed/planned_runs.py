@@ -10,18 +10,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.optim import optim_config
 from lather.data.batches import Batch
-from lather.memory.dry_run import refresh_at_every_step
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.memory.live_bytes import PeakBytes
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
+from lather.planning.dry_run import refresh_at_every_step
 from lather.torch_private import memory_tracker
-from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
-from lather.train.engine import build_engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lather.models.decoder import Block, Decoder
 from lather.models.moe import MoE
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
-from lather.parallel.shard import Unit
 from models.tiny import layout_of, random_normal, tiny_family_model
 
 MICRO_BATCHES = 2
@@ -126,7 +126,7 @@ def loss_of(decoder: Decoder, part: nn.Module, case: Case, data_rank: int, step:
     return losses
 
 
-def gather(stages: list[list[Unit]], *, async_op: bool) -> None:
+def gather(stages: list[list[FsdpUnit]], *, async_op: bool) -> None:
     for stage in stages:
         for unit in stage:
             unit.unshard(async_op=async_op)
@@ -135,13 +135,13 @@ def gather(stages: list[list[Unit]], *, async_op: bool) -> None:
             unit.wait()
 
 
-def reshard(stages: list[list[Unit]]) -> None:
+def reshard(stages: list[list[FsdpUnit]]) -> None:
     for stage in stages:
         for unit in stage:
             unit.reshard()
 
 
-def reduce(stages: list[list[Unit]]) -> None:
+def reduce(stages: list[list[FsdpUnit]]) -> None:
     """What stages share stays as it is until the last of them is done."""
     for number, stage in enumerate(stages):
         for unit in stage:

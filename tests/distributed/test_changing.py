@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.train.metrics import read_rows
+from lather.files import read_rows
 from tiny_run import run, write_config
 
 

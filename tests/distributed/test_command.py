@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lather.train.checkpoint import list_checkpoints
-from lather.train.metrics import read_rows
+from lather.checkpoint.checkpoint import list_checkpoints
+from lather.files import read_rows
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a twentieth
 

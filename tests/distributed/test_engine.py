@@ -18,12 +18,12 @@ from engines import Case, make_pair, mesh_of
 from ranks import run_ranks
 from torch import Tensor
 
-from lather.parallel.expert import ExpertExchange
+from lather.config.optim import optim_config
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
 from lather.pipeline import executor
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
 
 ALL = ("attention", "experts", "shared_experts")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lather.models.decoder import Decoder
 from lather.models.experts import Experts
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
-from lather.parallel.expert import ExpertExchange, exchange_over
+from lather.parallel.expert_exchange import ExpertExchange, exchange_over
 from models.tiny import error, random_normal, random_tokens, tiny_model
 
 F_EXPERT = 3

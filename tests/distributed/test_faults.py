@@ -10,9 +10,9 @@ import pytest
 import torch
 from jobs import SECONDS, Job, is_alive
 
+from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from lather.checkpoint.state import TrainingState
 from lather.models.families import build_model
-from lather.train.checkpoint import list_checkpoints, load_checkpoint
-from lather.train.state import TrainingState
 
 LOST = "ArithmeticError: rank one has lost count"
 RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError: the batch's inputs have shape (2, 7), not (2, 8): "}

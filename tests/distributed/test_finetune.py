@@ -11,15 +11,16 @@ from ranks import run_ranks
 from stored import stored_tensors
 
 from changing_runs import Shown
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.files import read_rows
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from lather.models.huggingface import save_hugging_face
+from lather.models.hf.model_folder import save_hugging_face
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
-from lather.train.loop import Outcome, train
-from lather.train.metrics import TIME_FIELDS, read_rows
+from lather.train.loop import RunOutcome, train
+from lather.train.metrics import TIME_FIELDS
 from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
@@ -76,7 +77,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     return config_from_mapping(mapping)
 
 
-def start(config: Config, stop_after: int = 99) -> Outcome:
+def start(config: Config, stop_after: int = 99) -> RunOutcome:
     """On a mesh of all ranks; ends after so many steps."""
     left = stop_after
 

@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from lather.config.config import ParallelConfig
 from lather.errors import ConfigError
 from lather.models.routing import Routing
-from lather.parallel import expert, launch, mesh
-from lather.parallel.expert import ExpertExchange
-from lather.parallel.launch import GroupOptions, check_connections
+from lather.parallel import expert_exchange as expert
+from lather.parallel import mesh
+from lather.parallel.expert_exchange import ExpertExchange
+from lather.parallel.launch import start as launch
+from lather.parallel.launch.start import GroupOptions, check_connections
+from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.parallel.world import World
 from lather.torch_private import new_group_of
-from lather.train.config import ParallelConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

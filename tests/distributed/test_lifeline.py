@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lather.errors import ConfigError
-from lather.parallel.lifeline import COPY, SETTLE_SECONDS, Failure, Hub
+from lather.parallel.launch.lifeline import COPY, SETTLE_SECONDS, Failure, Hub
 
 BROKEN = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3022")
 

@@ -6,9 +6,9 @@ import pytest
 from planned_runs import counted_run, run_config
 from ranks import run_ranks
 
-from lather.memory.dry_run import BUILDING
-from lather.memory.plan import plan
-from lather.train.config import Config
+from lather.config.config import Config
+from lather.planning.dry_run import BUILDING
+from lather.planning.plan import plan
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),

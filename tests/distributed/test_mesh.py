@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from lather.config.config import ParallelConfig, check_parallel
+from lather.config.toml_file import load_config
 from lather.errors import ConfigError
 from lather.parallel.mesh import CONTROL_TIMEOUT, Mesh
-from lather.train.config import ParallelConfig, check_parallel
-from lather.train.config_file import load_config
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 1, 2)]

@@ -14,10 +14,10 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lather.memory.chunks import ChunkMeter, Levers, layer_places
+from lather.memory.chunk_bytes import ChunkMeter, MemoryLevers, layer_places
 from lather.memory.live_bytes import PeakBytes
-from lather.memory.ranks import rank_bytes
-from lather.models.layout import SequenceLayout
+from lather.memory.rank_peaks import rank_bytes
+from lather.models.token_positions import SequenceLayout
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Action, dualpipev
 from lather.pipeline.segments import MicroBatch
@@ -76,7 +76,7 @@ def expected(case: Case) -> list[int]:
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], SequenceLayout(1, LENGTH, torch.device("cpu")))
     meter = ChunkMeter(model, layer_places(model, None), batch, case.ep)
-    chunks = meter.measure(Levers(case.memory, case.recompute, case.frees))
+    chunks = meter.measure(MemoryLevers(case.memory, case.recompute, case.frees))
     schedule = dualpipev(case.pp, case.num_micro_batches)
     return [one.peak for one in rank_bytes(schedule, chunks, stages_of(uniform(case.layers, schedule.num_stages)))]
 

@@ -17,11 +17,11 @@ from shard_cases import MICRO_BATCHES, Case, Part, gather, loss_of, reduce, resh
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lather.config.config import ParallelConfig
+from lather.parallel.fsdp_units import FsdpUnit, shard
 from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local import ShardInfo, local_parameters
+from lather.parallel.local_parameters import ShardInfo, local_parameters
 from lather.parallel.mesh import Mesh
-from lather.parallel.shard import Unit, shard
-from lather.train.config import ParallelConfig
 from models.tiny import largest_error
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def check_nothing_was_reduced(part: Part, args: Any) -> None:
         torch.testing.assert_close(seen[name], grad)
 
 
-def check_gathered(part: Part, stages: list[list[Unit]], local: Any) -> None:
+def check_gathered(part: Part, stages: list[list[FsdpUnit]], local: Any) -> None:
     """Whole parameters have the rows of the last optimizer step; what was gathered is freed."""
     gather(stages, async_op=False)
     whole = dict(part.named_parameters())

@@ -8,10 +8,10 @@ from shard_cases import HIDDEN, Case, Part, gather, reduce, tokens_of, whole_mod
 from torch import nn
 
 from lather.models.decoder import Decoder
+from lather.parallel.fsdp_units import check_dtypes, shard
 from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local import local_parameters, rows_of
+from lather.parallel.local_parameters import local_parameters, rows_of
 from lather.parallel.mesh import Mesh
-from lather.parallel.shard import check_dtypes, shard
 
 CPU = torch.device("cpu")
 

@@ -21,14 +21,14 @@ from engines import Case, Pair, make_pair, mesh_of
 from ranks import run_ranks
 from stored import bytes_by_file, same_bits, stored_tensors
 
+from lather.checkpoint import storage as checkpoint_storage
+from lather.checkpoint.checkpoint import Progress, Retention, load_checkpoint, load_parameters, save_checkpoint
+from lather.checkpoint.state import TrainingState
+from lather.config.optim import optim_config
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import StepResult, TrainStep
 from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
-from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, Retention, load_checkpoint, load_parameters, save_checkpoint
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.state import TrainingState
-from lather.train.step import StepResult, TrainStep
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from lather.config.config import ParallelConfig
 from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
-from lather.parallel.together import together
-from lather.train.config import ParallelConfig
+from lather.parallel.shared_errors import together
 
 
 class LocalError(Exception):

@@ -16,21 +16,22 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from changing_runs import Shown
-from lather.memory.workers import Assumed
+from lather.checkpoint.checkpoint import list_checkpoints
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
+from lather.files import read_rows
 from lather.optim import MatrixOptimizer
-from lather.parallel.local import LocalParameters
+from lather.parallel.local_parameters import LocalParameters
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
 from lather.pipeline.picture import read_timeline
 from lather.pipeline.schedule import COMPUTE, Kind, dualpipev
 from lather.pipeline.segments import Segments
 from lather.pipeline.timeline import TimelineRecorder
+from lather.planning.workers import Assumed
 from lather.train import memory_check
-from lather.train.checkpoint import list_checkpoints
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
-from lather.train.loop import DivergedError, Outcome, train
-from lather.train.metrics import TIME_FIELDS, read_rows
+from lather.train.loop import DivergedError, RunOutcome, train
+from lather.train.metrics import TIME_FIELDS
 from tiny_model import TINY
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
@@ -92,7 +93,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     return config_from_mapping(mapping)
 
 
-def start(config: Config, stop_after: int = 0) -> Outcome:
+def start(config: Config, stop_after: int = 0) -> RunOutcome:
     """Training on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so many steps."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     asked = 0

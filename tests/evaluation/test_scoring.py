@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lather.data.batches import Batch, Source
-from lather.data.sequences import IGNORE_INDEX, Rows
+from lather.data.sequences import IGNORE_INDEX, SequenceRows
 from lather.evaluation import scoring
 from lather.evaluation.scoring import Score, score_labels, score_set
 from models.tiny import error, random_tokens, tiny_family_model
@@ -54,7 +54,7 @@ class Numbered:
     def num_labels(self, index: int) -> int | None:
         return None
 
-    def fill(self, index: int, rows: Rows) -> None:
+    def fill(self, index: int, rows: SequenceRows) -> None:
         tokens = np.random.default_rng(index).integers(0, 37, 7)
         rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
         if index == 3:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lather.models.attention import attend
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

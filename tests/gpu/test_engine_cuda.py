@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.optim import optim_config
 from lather.device import deterministic
+from lather.engine.engine import Engine, build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.parallel.expert import ExpertExchange
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder
-from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
-from lather.train.engine import Engine, build_engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

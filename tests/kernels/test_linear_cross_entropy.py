@@ -124,8 +124,8 @@ def test_a_frozen_operand_costs_no_work(frozen: tuple[bool, bool], monkeypatch: 
     x, weight, labels = inputs(16, 30, 4)
     expected = with_gradients(plain(x, weight, labels), x, weight)[1:]
     products: list[str] = []
-    add = op._Plan.add_product_
-    monkeypatch.setattr(op._Plan, "add_product_", lambda *args: products.append("") or add(*args))
+    add = op._ProductPlan.add_product_
+    monkeypatch.setattr(op._ProductPlan, "add_product_", lambda *args: products.append("") or add(*args))
     for a, is_frozen in zip((x, weight), frozen, strict=True):
         a.requires_grad_(not is_frozen)
     loss = linear_cross_entropy(x, weight, labels, tile=(8, 10))
@@ -287,7 +287,7 @@ def test_a_large_vocabulary_takes_few_launches_on_a_gpu(monkeypatch: pytest.Monk
             return logits_NC.to(dtype)
 
     monkeypatch.setattr(op, "_has_mixed_products", lambda x: True)
-    monkeypatch.setattr(op._Plan, "implementation", lambda plan, x: Kernels)
+    monkeypatch.setattr(op._ProductPlan, "implementation", lambda plan, x: Kernels)
     t, v, d = 8192, 102400, 2048
     rows, columns = op.gpu_tile(t)
     num_tiles = (t // rows) * (v // columns)
@@ -309,8 +309,8 @@ def test_the_products_are_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
-    monkeypatch.setattr(op._Plan, "product", counting(op._Plan.product, slice(1, 3)))
-    monkeypatch.setattr(op._Plan, "add_product_", counting(op._Plan.add_product_, slice(2, 4)))
+    monkeypatch.setattr(op._ProductPlan, "product", counting(op._ProductPlan.product, slice(1, 3)))
+    monkeypatch.setattr(op._ProductPlan, "add_product_", counting(op._ProductPlan.add_product_, slice(2, 4)))
     linear_cross_entropy(*inputs(t, v, d), tile=(16, 30)).backward()
     assert done == 4 * t * v * d
 

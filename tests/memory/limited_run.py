@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from planned_configs import SIZES, config_of
 
-from lather.memory.dry_run import refresh_at_every_step
+from lather.config.config import Config
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.models.families import FAMILIES
 from lather.parallel.mesh import Mesh
-from lather.train.config import Config
-from lather.train.engine import build_engine
-from lather.train.optimizer import build_optimizer
-from lather.train.step import TrainStep
+from lather.planning.dry_run import refresh_at_every_step
 
 NOT_ENOUGH = 3
 

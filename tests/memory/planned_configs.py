@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.optim import optim_config
 from lather.models.families import FAMILIES
-from lather.train.config import Config, LoopConfig, MoEConfig, ParallelConfig
-from lather.train.optim_config import optim_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -12,18 +12,18 @@ import torch
 from planned_configs import config_of
 
 from lather.cli import main
+from lather.config.config import Config
+from lather.config.toml_file import config_to_toml, load_config
 from lather.errors import ConfigError
-from lather.memory import advice as advice_module
-from lather.memory.advice import Advice, advise, as_options, changed
-from lather.memory.estimate import Bytes, Estimate, Estimator, with_layers
-from lather.memory.plan import plan
-from lather.memory.work import MICRO_BATCHES, REST, Work, sent_bytes
-from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
 from lather.pipeline.partition import Partition
 from lather.pipeline.replay import bubble_of_layers
-from lather.train.config import Config
-from lather.train.config_file import config_to_toml, load_config
+from lather.planning import advice as advice_module
+from lather.planning.advice import Advice, advise, as_options, changed
+from lather.planning.estimate import Bytes, Estimate, Estimator, with_layers
+from lather.planning.plan import plan
+from lather.planning.work import MICRO_BATCHES, REST, Work, sent_bytes
+from lather.planning.workers import Assumed
 
 LAYERS = 8
 
@@ -215,13 +215,13 @@ def test_owners_share_a_state_where_parameters_are_sharded_and_a_rank_may_have_a
     def lighter(**parallel: int) -> tuple[set[str], set[str]]:
         config = deep_config("soap", **parallel)
         search = advice_module._Search(config, 2, 100, Assumed("cpu", 1.0, None), 8, MadeUp(), print)  # type: ignore[arg-type]
-        states, rules = search.lighter_states(), search.lighter_rules()
+        states, rules = search.shared_states(), search.lighter_rules()
         return {name for one in states for name in one}, {one["optim.name"] for one in rules}
 
-    states = {"optim.sides", "optim.state_dtype"}
-    assert lighter() == (states | {"optim.ownership"}, {"stacked_soap", "soap_muon", "muon"})
-    assert lighter(pp=2) == (states, {"stacked_soap", "soap_muon", "muon"})
-    assert lighter(replicas=2)[0] == states
+    states = {"optim.sides", "optim.state_dtype", "optim.ownership"}
+    assert lighter() == (states, {"stacked_soap", "soap_muon", "muon"})
+    assert lighter(pp=2) == (set(), {"stacked_soap", "soap_muon", "muon"})
+    assert lighter(replicas=2)[0] == set()
     assert lighter(ep=2)[1] == {"soap_muon", "muon"}
 
 

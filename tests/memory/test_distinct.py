@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.memory.distinct import block_kinds, keep_two_of_each, materialize
+from lather.memory.block_samples import block_kinds, keep_two_of_each, materialize
 from lather.memory.profile import SavedTensors, profile_saved_tensors
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from limited_run import NOT_ENOUGH, limited_config
 
-from lather.memory.plan import plan
+from lather.planning.plan import plan
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {

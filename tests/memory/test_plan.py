@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lather.cli import main
 from lather.commands.parsing import parse_size
-from lather.memory.dry_run import BUILDING, FIRST, Load, shortened
-from lather.memory.ledger import KINDS, Ledger
-from lather.memory.plan import MemoryPlan, plan
+from lather.config.config import CheckpointConfig
 from lather.models.families import FAMILIES, build_model
-from lather.train.config import CheckpointConfig
+from lather.planning.dry_run import BUILDING, FIRST, Load, shortened
+from lather.planning.ledger import KINDS, Ledger
+from lather.planning.plan import MemoryPlan, plan
 
 OUTER = ("embed_tokens", "lm_head")
 

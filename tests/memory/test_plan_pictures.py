@@ -12,25 +12,25 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from lather.errors import UserError
-from lather.memory.dry_run import RankRun
-from lather.memory.ledger import KINDS, Mark, Timeline
-from lather.memory.plan import MemoryPlan
-from lather.memory.plan_page import page_data, write_page
-from lather.memory.plan_picture import Doing, doings, draw, figure_of, kinds_of
 from lather.pipeline import picture
 from lather.pipeline.partition import Partition
 from lather.pipeline.schedule import Kind
+from lather.planning.dry_run import RankRun
+from lather.planning.ledger import KINDS, Mark, MemoryTimeline
+from lather.planning.plan import MemoryPlan
+from lather.planning.plan_page import page_data, write_page
+from lather.planning.plan_picture import Doing, doings, draw, figure_of, kinds_of
 
 MIB = 2**20
 FORWARD, BACKWARD = picture.COLORS[Kind.FORWARD], picture.COLORS[Kind.BACKWARD]
 
 
-def timeline(activations: list[int], marks: dict[int, str]) -> Timeline:
+def timeline(activations: list[int], marks: dict[int, str]) -> MemoryTimeline:
     """10 MiB of parameters, and these of activations."""
     curves = np.zeros((len(KINDS), len(activations)), np.int64)
     curves[KINDS.index("parameters")] = 10 * MIB
     curves[KINDS.index("activations")] = np.array(activations) * MIB
-    return Timeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
+    return MemoryTimeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
 
 
 STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP_F_B", 3: "between actions", 4: "optimizer, update"})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lather.cli import main
-from lather.memory.report import from_json
+from lather.memory.profile_report import from_json
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
 from tiny_run import start, write_config
@@ -199,7 +199,7 @@ def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path
 
 def test_the_picture_is_of_the_configuration(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[str] = []
-    monkeypatch.setattr("lather.memory.report._save", lambda figure, axes, out: titles.append(axes.get_title()))
+    monkeypatch.setattr("lather.memory.profile_report._save", lambda figure, axes, out: titles.append(axes.get_title()))
     for options in ([], ["--compare"]):
         assert main(["profile", str(config), "--out", str(tmp_path / "p.png"), *options]) == 0
     assert titles[0].startswith("tiny: kept for backward, memory 'saved'\n2 x 16 tokens, fp32\n")

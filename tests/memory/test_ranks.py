@@ -11,15 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from lather.memory import ranks
-from lather.memory.chunks import ChunkBytes, ChunkMeter, Levers, ModelChunks, _Mirror, layer_places
-from lather.memory.distinct import keep_two_of_each
+from lather.memory import rank_peaks as ranks
+from lather.memory.block_samples import keep_two_of_each
+from lather.memory.chunk_bytes import ChunkBytes, ChunkMeter, MemoryLevers, ModelChunks, _Mirror, layer_places
 from lather.memory.profile import profile_saved_tensors
-from lather.memory.ranks import RankBytes, rank_bytes
+from lather.memory.rank_peaks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder
-from lather.models.layout import SequenceLayout
 from lather.models.moe import Arrived
-from lather.models.weight_gradients import Deferrable
+from lather.models.saving.weight_gradients import Deferrable
+from lather.models.token_positions import SequenceLayout
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
@@ -78,7 +78,7 @@ def test_what_travels_is_gone_in_the_end() -> None:
     for schedule in (dualpipev(1, 2), dualpipev(3, 7), sequential(3)):
         chunks = [ChunkBytes(5, 3)] * schedule.num_stages
         for rank in range(schedule.num_ranks):
-            walk = ranks._Walk(schedule, rank, chunks, 1, 1)
+            walk = ranks._RankBytes(schedule, rank, chunks, 1, 1)
             for action in schedule.ranks[rank]:
                 walk.do(action)
                 assert min(walk.alive.values(), default=0) >= 0
@@ -118,7 +118,7 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("memory", ["saved", "recompute", "reference"])
 def test_chunks_of_all_layers_are_the_profile_of_the_model(model: Decoder, tokens: torch.Tensor, memory: str) -> None:
     """By another way of counting, for what autograd alone holds of the same model without cuts."""
-    chunks = ChunkMeter(model, layer_places(model, None), batch_of(tokens)).measure(Levers(memory))
+    chunks = ChunkMeter(model, layer_places(model, None), batch_of(tokens)).measure(MemoryLevers(memory))
     saved = profile_saved_tensors(model, lambda: model(tokens[:, :-1], tokens[:, 1:]).loss)
     (kept,) = (one.kept for one in chunks.of_stages([range(4)]))
     assert kept == pytest.approx(saved.bytes("activation"), rel=0.05)
@@ -129,31 +129,31 @@ def test_chunks_of_all_layers_are_the_profile_of_the_model(model: Decoder, token
 def test_levers_lower_what_is_kept(model: Decoder, tokens: torch.Tensor) -> None:
     meter = ChunkMeter(model, layer_places(model, None), batch_of(tokens))
     order = [
-        Levers("reference", early_frees=False),
-        Levers("saved", early_frees=False),
-        Levers("saved"),
-        Levers("saved", ("attention",)),
-        Levers("saved", RECOMPUTABLE),
+        MemoryLevers("reference", early_frees=False),
+        MemoryLevers("saved", early_frees=False),
+        MemoryLevers("saved"),
+        MemoryLevers("saved", ("attention",)),
+        MemoryLevers("saved", RECOMPUTABLE),
     ]
     sums = [meter.measure(levers).of_stages([range(4)])[0].kept for levers in order]
     assert sums == sorted(sums, reverse=True)
     assert len(set(sums)) == len(sums)
-    assert [bool(meter.measure(Levers(memory)).layers[1].waiting) for memory in ("saved", "reference")] == [True, False]
+    assert [bool(meter.measure(MemoryLevers(memory)).layers[1].waiting) for memory in ("saved", "reference")] == [True, False]
 
 
 def test_a_cut_model_gives_what_the_whole_one_does(model: Decoder, tokens: torch.Tensor) -> None:
-    whole = ChunkMeter(model, layer_places(model, None), batch_of(tokens)).measure(Levers())
+    whole = ChunkMeter(model, layer_places(model, None), batch_of(tokens)).measure(MemoryLevers())
     other = tiny_family_model("deepseek_v2", num_hidden_layers=4, n_routed_experts=4)
     cut = keep_two_of_each(other)
     assert layer_places(other, cut) == [0, 2, 2, 2]
-    assert ChunkMeter(other, layer_places(other, cut), batch_of(tokens)).measure(Levers()) == whole
+    assert ChunkMeter(other, layer_places(other, cut), batch_of(tokens)).measure(MemoryLevers()) == whole
     assert len({layer.kept for layer in whole.layers}) == 2
 
 
 def test_masks_of_documents_are_counted_once_per_chunk(model: Decoder, tokens: torch.Tensor) -> None:
     places = layer_places(model, None)
-    plain = ChunkMeter(model, places, batch_of(tokens)).measure(Levers("reference"))
-    packed = ChunkMeter(model, places, batch_of(tokens, torch.tensor([0, 7, 60]))).measure(Levers("reference"))
+    plain = ChunkMeter(model, places, batch_of(tokens)).measure(MemoryLevers("reference"))
+    packed = ChunkMeter(model, places, batch_of(tokens, torch.tensor([0, 7, 60]))).measure(MemoryLevers("reference"))
     assert plain.tables == 0
     mask = 2 * 31 * 31  # of booleans; besides, cosines and sines
     assert mask < packed.tables < 2 * mask + 60 * 24 * 4
@@ -172,7 +172,7 @@ def test_expert_ranks_that_are_not_there_send_what_is_sent_to_them(model: Decode
     assert int(dispatched.experts_RK.max()) < 2
     assert isinstance(exchange._launch(normed_TD, (), (), own=False), Arrived)
 
-    one, two = (ChunkMeter(model, layer_places(model, None), batch_of(tokens), ep).measure(Levers()) for ep in (1, 2))
+    one, two = (ChunkMeter(model, layer_places(model, None), batch_of(tokens), ep).measure(MemoryLevers()) for ep in (1, 2))
     assert two.layers[0] == one.layers[0]  # dense
     received = two.layers[1].kept - one.layers[1].kept
     assert 60 * 24 * 4 < received < 2 * 60 * 24 * 4 + 60 * 200  # a row per token at least, two at most, and indices

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lather.errors import UserError
-from lather.memory import report
+from lather.memory import profile_report as report
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
 
 MIB = 2**20

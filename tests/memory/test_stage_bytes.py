@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from planned_configs import SIZES, config_of
 
+from lather.config.config import Config
 from lather.errors import ConfigError
-from lather.memory.dry_run import BUILDING, RankRun
-from lather.memory.ledger import KINDS, Mark, Timeline
-from lather.memory.plan import MemoryPlan, plan
-from lather.memory.plan_report import dealt, to_json
-from lather.memory.stage_bytes import _kinds_of, _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
-from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
 from lather.pipeline.partition import uniform
-from lather.train.config import Config
+from lather.planning.dry_run import BUILDING, RankRun
+from lather.planning.ledger import KINDS, Mark, MemoryTimeline
+from lather.planning.plan import MemoryPlan, plan
+from lather.planning.plan_report import dealt, to_json
+from lather.planning.stage_bytes import _kinds_of, _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
+from lather.planning.workers import Assumed
 
 LAYERS = 10
 
@@ -117,10 +117,10 @@ def test_a_phase_is_kept_if_some_number_of_layers_makes_it_the_largest() -> None
 
 
 def test_phases_of_a_run_have_the_state_of_the_rank_that_owns_most() -> None:
-    def timeline(*totals: int, marks: dict[int, str]) -> Timeline:
+    def timeline(*totals: int, marks: dict[int, str]) -> MemoryTimeline:
         curves = np.zeros((len(KINDS), len(totals)), np.int64)
         curves[0] = totals
-        return Timeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
+        return MemoryTimeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
 
     steps = {BUILDING: timeline(7, 8, marks={0: BUILDING}), "a step": timeline(1, 5, 2, 9, 3, marks={0: "F", 2: "B", 4: "F"})}
     run = RankRun(0, 0, (), steps, 7, {}, {0: 10, 1: 14})

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lather.models.attention import FLEX_DTYPES, GroupedQueryAttention, attend, flex_options, flexible_attention
-from lather.models.layout import SequenceLayout, check_boundaries
 from lather.models.rotary import Rotary
+from lather.models.token_positions import SequenceLayout, check_boundaries
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
 
 CPU = torch.device("cpu")

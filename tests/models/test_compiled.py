@@ -11,7 +11,7 @@ COMPARE = """
 import copy, torch
 from lather.models.compiled import compile_parts
 from lather.models.families import FAMILIES, build_model
-from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from torch._dynamo.utils import counters
 from models.tiny import FAMILY_SIZES, random_tokens
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lather.config.toml_file import load_config
 from lather.errors import ConfigError
 from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face, family_of
 from lather.models.rotary import YarnConfig
-from lather.train.config_file import load_config
 from models.tiny import tiny_family_config
 
 FAMILY_NAMES = list(FAMILIES)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models import grouped
-from lather.models.grouped import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_sum, grouped_weight_gradient
+from lather.models import grouped_products as grouped
+from lather.models.grouped_products import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_sum, grouped_weight_gradient
 from models.tiny import error, random_normal
 
 COUNTS = {"uneven": [3, 0, 7, 1, 0], "all in one": [0, 11, 0, 0, 0], "nobody": [0, 0, 0, 0, 0], "last rows free": [2, 2, 0, 1, 3]}

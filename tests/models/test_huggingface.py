@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lather.errors import ExchangeError
 from lather.models.families import build_model, config_from_hugging_face
-from lather.models.huggingface import (
+from lather.models.hf.model_folder import (
     copy_companions,
     copy_weights,
     load_hugging_face,
@@ -24,7 +24,7 @@ from lather.models.huggingface import (
     read_config,
     save_hugging_face,
 )
-from lather.models.safetensors_folder import open_safetensors
+from lather.models.hf.safetensors_folder import open_safetensors
 from models.tiny import error
 
 pytest.importorskip("transformers")

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
-from lather.models import huggingface
-from lather.models.huggingface import load_hugging_face, model_from_hugging_face, save_hugging_face
-from lather.models.safetensors_folder import complete_folder, open_safetensors, write_safetensors
+from lather.models.hf import model_folder as huggingface
+from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face, save_hugging_face
+from lather.models.hf.safetensors_folder import complete_folder, open_safetensors, write_safetensors
 from models.tiny import tiny_config, tiny_model
 
 Damage = Callable[[Path], object]
@@ -334,7 +334,7 @@ def test_an_exception_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 KILLED_HALF_WAY = """
 import os, signal, sys
 from pathlib import Path
-from lather.models import huggingface
+from lather.models.hf import model_folder as huggingface
 from models.tiny import tiny_config, tiny_model
 write = huggingface.write_safetensors
 def kill_at_the_second(file, *rest):
@@ -376,7 +376,7 @@ def test_written_files_are_what_the_library_reads(tmp_path: Path) -> None:
     """Mixed dtypes, odd sizes, no elements, no dims: values, metadata and alignment."""
     from safetensors import safe_open
 
-    from lather.models.safetensors_folder import TensorToWrite
+    from lather.models.hf.safetensors_folder import TensorToWrite
 
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (63,), "b": (3, 0), "c": (), "d": (1,), "e": (5, 7, 2)}

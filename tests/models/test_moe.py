@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.layers import MEMORY_MODES, GatedMLP
-from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
-from lather.models.remade import Remaking
 from lather.models.routing import Router
+from lather.models.saving.recomputed import Remaking
+from lather.models.token_positions import SequenceLayout
 from models.tiny import error, gradients, largest_error, layout_of, random_normal
 
 D, E, F_EXPERT, F_SHARED, EPS = 8, 5, 3, 6, 1e-3

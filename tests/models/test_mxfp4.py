@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lather.models.mxfp4 import dequantize_mxfp4
+from lather.models.hf.mxfp4 import dequantize_mxfp4
 
 
 def by_definition(code: int, scale: int) -> float:

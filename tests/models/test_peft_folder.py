@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lather.checkpoint.checkpoint import Progress, Retention, open_checkpoint, save_checkpoint
+from lather.checkpoint.state import TrainingState
 from lather.errors import ExchangeError
 from lather.models.adapted import MergedTensors, add_adapters, is_adapters
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig
-from lather.models.huggingface import save_hugging_face
+from lather.models.hf.model_folder import save_hugging_face
+from lather.models.hf.peft_folder import save_peft
+from lather.models.hf.safetensors_folder import TensorSource
 from lather.models.lora import LoraConfig
-from lather.models.peft_folder import save_peft
-from lather.models.safetensors_folder import TensorSource
-from lather.train.checkpoint import Progress, Retention, open_checkpoint, save_checkpoint
-from lather.train.state import TrainingState
 from models.tiny import error, random_tokens, tiny_family_config, tiny_family_model
 
 CASES = {

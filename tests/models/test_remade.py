@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Attended, Block
 from lather.models.layers import Linear, RMSNorm
-from lather.models.remade import Remaking
+from lather.models.saving.recomputed import Remaking
 from models.tiny import layout_of, random_normal, tiny_family_model
 
 FAMILIES = ["deepseek_v2", "qwen3_moe", "gpt_oss"]

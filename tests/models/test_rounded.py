@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lather.config.config import LoopConfig, MoEConfig
 from lather.data.batches import Batch
+from lather.engine.engine import Engine
 from lather.models.adapted import add_adapters
 from lather.models.families import build_model
 from lather.models.lora import LoraConfig, fresh_adapters
-from lather.models.rounded import RoundedWeights, rounded, to_round
+from lather.models.saving.rounded_weights import RoundedWeights, rounded, to_round
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import Share, empty_part, fill
+from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.schedule import sequential
 from lather.torch_private import TorchDispatchMode
-from lather.train.config import LoopConfig, MoEConfig
-from lather.train.engine import Engine
 from models.tiny import random_normal, random_tokens, tiny_family_config, tiny_family_model
 
 ALL = ("attention", "experts", "shared_experts", "dense")
@@ -36,7 +36,7 @@ def engine_of(family: str, keep: str, *, recompute: tuple[Any, ...] = (), lora: 
     empty = build_model(tiny_family_config(family), None, torch.device("meta"))
     for model in (whole, empty):
         add_adapters(model, lora or LoraConfig())
-    part = empty_part(empty, Share((range(len(whole.layers)),)), torch.device("cpu"))
+    part = empty_part(empty, PartLayers((range(len(whole.layers)),)), torch.device("cpu"))
     fill(part, whole.named_parameters())
     fill(part, fresh_adapters(whole, torch.Generator().manual_seed(1)))
     for name, p in part.named_parameters():

@@ -18,10 +18,10 @@ from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
-from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
-from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.token_positions import SequenceLayout
 from models.tiny import random_normal, random_tokens, tiny_family_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.families import FAMILIES, ModelConfig, build_model
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

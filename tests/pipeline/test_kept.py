@@ -21,12 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.layout import SequenceLayout
 from lather.models.moe import MoE
-from lather.models.remade import Remaking
-from lather.parallel.expert import ExpertExchange
+from lather.models.saving.recomputed import Remaking
+from lather.models.token_positions import SequenceLayout
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
-from lather.pipeline.part import Share, Stage, empty_part, fill
+from lather.pipeline.model_part import PartLayers, Stage, empty_part, fill
 from lather.pipeline.segments import RECOMPUTABLE, ChunkTape, MicroBatch, Segments
 from lather.pipeline.tape import Frees
 from models.tiny import build_model, random_normal, tiny_family_config, tiny_family_model
@@ -146,7 +146,7 @@ class Counting(ExpertExchange):
 
 def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     plain = tiny_family_model("deepseek_v2", **SIZES).double()
-    share = Share((range(1),), expert_rank=rank, expert_ranks=2)
+    share = PartLayers((range(1),), expert_rank=rank, expert_ranks=2)
     part = empty_part(build_model(tiny_family_config("deepseek_v2", **SIZES), None, torch.device("meta")), share, torch.device("cpu"))
     part.double()
     fill(part, plain.named_parameters())

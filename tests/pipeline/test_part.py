@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.part import Part, Share, Stage, empty_part, fill, fresh_part, whole_part
+from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part, whole_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
 from models.tiny import random_tokens, tiny_family_config, tiny_family_model
@@ -32,14 +32,14 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-def shares(layers: int, pp: int, ep: int, *, v: bool = True) -> Iterator[Share]:
+def shares(layers: int, pp: int, ep: int, *, v: bool = True) -> Iterator[PartLayers]:
     """Of all ranks."""
     stages = 2 * pp if v else 1
     division = stages_of(uniform(layers, stages))
     for pp_rank in range(pp):
         own = tuple(sorted({pp_rank, stages - 1 - pp_rank}))
         for ep_rank in range(ep):
-            yield Share(division, own, ep_rank, ep)
+            yield PartLayers(division, own, ep_rank, ep)
 
 
 def is_expert(name: str) -> bool:
@@ -81,7 +81,7 @@ def test_stages_have_their_layers_and_the_ends_theirs() -> None:
     whole = build_model(config_of("deepseek_v2"), None, META)
     blocks = list(whole.layers)
     ends = (whole.embed_tokens, whole.norm, whole.lm_head)
-    first, second = (Part(whole, share) for share in shares(5, 2, 1))
+    first, second = (ModelPart(whole, share) for share in shares(5, 2, 1))
     assert [stage.index for stage in first.stages] == [0, 3]
     assert [stage.index for stage in second.stages] == [1, 2]
     assert [list(stage.blocks) for stage in first.stages + second.stages] == [blocks[:1], blocks[4:], blocks[1:3], blocks[3:4]]
@@ -138,16 +138,18 @@ def test_a_whole_part_is_the_model_itself() -> None:
 
 def test_the_experts_of_a_rank_are_neighbours() -> None:
     values = torch.arange(6)
-    parts = [Share((range(1),), expert_rank=r, expert_ranks=3).of_parameter("layers.0.mlp.experts.down_proj", values) for r in range(3)]
+    parts = [
+        PartLayers((range(1),), expert_rank=r, expert_ranks=3).of_parameter("layers.0.mlp.experts.down_proj", values) for r in range(3)
+    ]
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     for name in ("layers.0.mlp.shared_experts.down_proj.weight", "layers.0.mlp.gate.weight", "embed_tokens.weight"):
-        assert Share((range(1),), expert_rank=1, expert_ranks=3).of_parameter(name, values) is values
+        assert PartLayers((range(1),), expert_rank=1, expert_ranks=3).of_parameter(name, values) is values
 
 
 @pytest.mark.parametrize(("num_experts", "ranks"), [(6, 4), (5, 2), (2, 4)])
 def test_experts_that_cannot_be_dealt_out_are_refused(num_experts: int, ranks: int) -> None:
     with pytest.raises(ValueError, match=rf"{num_experts} experts .* evenly to {ranks} ranks: use a divisor of {num_experts}"):
-        fresh_part(config_of("deepseek_v2", experts=num_experts), Share((range(5),), (0,), 0, ranks), generator(), CPU)
+        fresh_part(config_of("deepseek_v2", experts=num_experts), PartLayers((range(5),), (0,), 0, ranks), generator(), CPU)
 
 
 def test_a_part_is_not_called() -> None:
@@ -170,7 +172,7 @@ def test_memory_is_the_part_s_and_one_whole_parameter_s(tied: bool) -> None:
 
 
 def test_fill_takes_only_what_is_here() -> None:
-    share = Share((range(2), range(2, 5)), (0,))
+    share = PartLayers((range(2), range(2, 5)), (0,))
     part = empty_part(build_model(config_of("qwen3_moe"), None, META), share, CPU)
     values: dict[str, Any] = {name: torch.full_like(p, 2.0) for name, p in part.named_parameters()}
     fill(part, {**values, "layers.4.self_attn.q_proj.weight": torch.ones(1)}.items())

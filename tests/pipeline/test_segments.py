@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lather.models.decoder import Attended, Block, Decoder
 from lather.models.layers import Linear
-from lather.models.layout import SequenceLayout
 from lather.models.moe import Dispatched, LocalExchange
 from lather.models.routing import Routing
-from lather.models.weight_gradients import WeightGradients
+from lather.models.saving.weight_gradients import WeightGradients
+from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.part import whole_part
+from lather.pipeline.model_part import whole_part
 from lather.pipeline.segments import RECOMPUTABLE, BlockTape, ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 from lather.pipeline.tape import Cut, Frees
 from models.tiny import random_tokens, tiny_family_model

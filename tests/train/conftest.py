@@ -9,12 +9,12 @@ import pytest
 import torch
 from making_helpers import Notes
 
+from lather.config.config import Config
+from lather.config.toml_file import config_from_mapping
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping
 from lather.train.metrics import StepRow
 from tiny_model import TINY, VOCAB_SIZE
 

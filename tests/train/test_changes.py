@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from changing_runs import CHANGED_AT, MakeConfig, losses, run, uninterrupted
-from lather.data.order import Phase
+from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.config.changes import History, Row, class_of, differences, values_of
+from lather.config.toml_file import field_names
+from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
-from lather.train.changes import History, Row, class_of, differences, values_of
-from lather.train.checkpoint import list_checkpoints, step_of
-from lather.train.config_file import field_names
-from lather.train.metrics import read_rows
+from lather.files import read_rows
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_the_mixture_may_change(make_config: MakeConfig, sets: list[str], first:
     after = make_config(data={"path": sets[:then], "weights": weights}, train={"steps": 8})
     run(before)
     notes = run(after)
-    phases = [Phase(0, (), first), Phase(CHANGED_AT * 4, tuple(weights), then)]
+    phases = [MixturePhase(0, (), first), MixturePhase(CHANGED_AT * 4, tuple(weights), then)]
     assert losses(after.run_dir) == uninterrupted(before, after, phases)
     assert any("data.weights [] -> " in note for note in notes)
     last = make_config(data={"path": sets[:then], "weights": [1.0] * then}, train={"steps": 10})
     run(last)  # and again
-    assert History.read(Path(last.run_dir), {}).phases(4) == [*phases, Phase(32, (1.0,) * then, then)]
+    assert History.read(Path(last.run_dir), {}).phases(4) == [*phases, MixturePhase(32, (1.0,) * then, then)]
     data = json.loads((Path(last.run_dir) / "provenance.json").read_text())["data"]
     assert [folder for folder, _ in data] == sets[:then]
 
@@ -121,7 +121,7 @@ def test_every_field_has_a_class() -> None:
 
 
 def test_the_lists_name_fields_that_there_are() -> None:
-    from lather.train import changes
+    from lather.config import changes
 
     names = set(field_names())
     sections = {name.partition(".")[0] for name in names}
@@ -132,7 +132,7 @@ def test_the_lists_name_fields_that_there_are() -> None:
 
 
 def test_the_documentation_names_every_field_that_may_change() -> None:
-    from lather.train import changes
+    from lather.config import changes
 
     text = (Path(__file__).parents[2] / "docs" / "changing-runs.md").read_text("utf-8")
     free, changeable = (next(line for line in text.splitlines() if line.startswith(f"| {which} |")) for which in ("free", "changeable"))

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import torch
 
+from lather.checkpoint import storage as checkpoint_storage
+from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint, step_of
+from lather.checkpoint.state import TrainingState
+from lather.checkpoint.storage import sha256
+from lather.checkpoint.table import digest_of
+from lather.config.config import LoopConfig, MoEConfig
+from lather.config.optim import optim_config
 from lather.data.batches import Batch
+from lather.engine.engine import Engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
 from lather.errors import CheckpointError
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import whole_part
+from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
-from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint, step_of
-from lather.train.checkpoint_storage import sha256
-from lather.train.checkpoint_table import digest_of
-from lather.train.config import LoopConfig, MoEConfig
-from lather.train.engine import Engine
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.state import TrainingState
-from lather.train.step import TrainStep
 
 FILE = "rank-00000.safetensors"
 """One process writes no other."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.planner import SavePlan
 
+from lather.checkpoint.checkpoint import open_checkpoint
+from lather.checkpoint.planner import Piece, PieceLoadPlanner, PieceSavePlanner
+from lather.checkpoint.storage import FolderReader, FolderWriter, Retention
+from lather.checkpoint.table import Progress, check_cover, digest_of, piece_name, read_table
 from lather.errors import CheckpointError
-from lather.train.checkpoint import open_checkpoint
-from lather.train.checkpoint_planner import Piece, PieceLoadPlanner, PieceSavePlanner
-from lather.train.checkpoint_storage import FolderReader, FolderWriter, Retention
-from lather.train.checkpoint_table import Progress, check_cover, digest_of, piece_name, read_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lather.config import config as config_module
+from lather.config import optim as optim_config_module
+from lather.config.config import Config
+from lather.config.optim import KindConfig, OptimConfig
+from lather.config.toml_file import config_from_mapping, config_to_toml, field_names, load_config
 from lather.data import config as data_config
 from lather.errors import ConfigError
 from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.train import config as config_module
-from lather.train import optim_config as optim_config_module
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping, config_to_toml, field_names, load_config
-from lather.train.optim_config import KindConfig, OptimConfig
 
 AT_LEAST_1 = [0, -1]
 """Bad values of a size."""

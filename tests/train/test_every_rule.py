@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lather.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 from lather.cli import main
 from lather.commands.train import _read
+from lather.config.toml_file import load_config
 from lather.optim.rules import RULES
-from lather.train.checkpoint import list_checkpoints, open_checkpoint
-from lather.train.config_file import load_config
 from lather.train.loop import train
 from tiny_run import last_weights, timeless_rows, write_config
 

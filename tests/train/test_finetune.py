@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint, open_checkpoint
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config
+from lather.config.optim import optim_config
+from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.engine.engine import build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.trained_parameters import check_adapters_are_all, check_finetuning, trained_parameters
 from lather.errors import CheckpointError, ConfigError, DataError, ExchangeError
+from lather.files import read_rows
 from lather.models.decoder import Decoder
-from lather.models.huggingface import save_hugging_face
+from lather.models.hf.model_folder import save_hugging_face
 from lather.parallel.mesh import Mesh
-from lather.train.checkpoint import list_checkpoints, load_checkpoint, open_checkpoint
-from lather.train.config import Config
-from lather.train.config_file import load_config
-from lather.train.engine import build_engine
-from lather.train.finetune import check_adapters_are_all, check_finetuning, trained_parameters
-from lather.train.loop import Outcome, build_model, train
-from lather.train.metrics import StepRow, read_rows
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.state import TrainingState
+from lather.train.loop import RunOutcome, build_model, train
+from lather.train.metrics import StepRow
 from tiny_model import VOCAB_SIZE
 from tiny_run import timeless_rows
 
@@ -77,7 +78,7 @@ def model_of(config: Config) -> Decoder:
     return model
 
 
-def run(config: Config, stop_after: int = 99) -> tuple[Outcome, list[str]]:
+def run(config: Config, stop_after: int = 99) -> tuple[RunOutcome, list[str]]:
     display, left = Notes(), stop_after
 
     def stop() -> bool:

@@ -11,15 +11,16 @@ import pytest
 from stored import stored_tensors
 
 from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
+from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.config.changes import History
+from lather.config.config import Config
+from lather.config.optim import optim_config
 from lather.errors import RunError
+from lather.files import read_rows
 from lather.train import run_dir as run_dir_module
-from lather.train.changes import History
-from lather.train.checkpoint import list_checkpoints, step_of
-from lather.train.config import Config
 from lather.train.fork import find_fork, is_of_fork
 from lather.train.loop import train
-from lather.train.metrics import TIME_FIELDS, read_rows
-from lather.train.optim_config import optim_config
+from lather.train.metrics import TIME_FIELDS
 from lather.train.run_dir import RunDirectory
 
 STEPS = 8

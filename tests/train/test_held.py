@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lather.checkpoint.checkpoint import checkpoint_path, list_checkpoints
+from lather.checkpoint.held import PREFIX, held_checkpoint
 from lather.errors import CheckpointError
-from lather.train.checkpoint import checkpoint_path, list_checkpoints
-from lather.train.held import PREFIX, held_checkpoint
 
 
 def make_checkpoint(run: Path, step: int) -> Path:
@@ -103,7 +103,7 @@ def test_what_a_killed_reader_has_left_is_cleared_and_what_another_holds_is_not(
     script = f"""
 import os, signal, sys
 from pathlib import Path
-from lather.train.held import held_checkpoint
+from lather.checkpoint.held import held_checkpoint
 run = Path({str(tmp_path)!r})
 with held_checkpoint(run, lambda: run / "checkpoints/step-00000003"):
     os.kill(os.getpid(), signal.SIGKILL)

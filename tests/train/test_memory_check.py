@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from changing_runs import run
+from lather.config.config import Config
 from lather.parallel.mesh import Mesh
 from lather.train import memory_check
-from lather.train.config import Config
 from lather.train.memory_check import FILE, MemoryCheck, differences
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lather.errors import RunError
+from lather.files import read_rows
 from lather.train import metrics
-from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, read_rows, take_peak_memory_bytes, training_rows
+from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, take_peak_memory_bytes, training_rows
 
 MakeRow = Callable[..., StepRow]
 

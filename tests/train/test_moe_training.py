@@ -16,21 +16,22 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch
+from lather.engine.engine import Engine, document_boundaries
+from lather.engine.step import StepResult, TrainStep
 from lather.errors import CheckpointError, DataError, RunError
+from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import whole_part
+from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
-from lather.train.checkpoint import list_checkpoints, load_checkpoint
-from lather.train.config import Config, LoopConfig, MoEConfig
 from lather.train.display import PlainDisplay
-from lather.train.engine import Engine, document_boundaries
 from lather.train.loop import build_model, train
-from lather.train.metrics import load_per_expert, read_rows
-from lather.train.state import TrainingState
-from lather.train.step import StepResult, TrainStep
+from lather.train.metrics import load_per_expert
 
 MakeModel = Callable[..., Decoder]
 MakeConfig = Callable[..., Config]

@@ -14,11 +14,11 @@ from stored import stored_tensors
 
 from lather.cli import main
 from lather.commands.train import _read
-from lather.train.config_file import load_config
+from lather.config.old_runs import is_old
+from lather.config.optim import RuleOptimConfig
+from lather.config.toml_file import load_config
+from lather.files import read_rows
 from lather.train.loop import train
-from lather.train.metrics import read_rows
-from lather.train.old_runs import is_old
-from lather.train.optim_config import RuleOptimConfig
 from machine import machine
 from train.fixtures.make import CONFIG, FOLDER, LAST, PLACEHOLDER, RUNS, SAVED, digest, write_corpus
 

@@ -13,12 +13,12 @@ import torch
 
 from lather.cli import main
 from lather.commands.train import _read
+from lather.config.optim import KINDS, RuleOptimConfig, optim_config
+from lather.config.rule_fields import DECIDED, fields_of
+from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
 from lather.errors import ConfigError
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
-from lather.train.config_file import config_from_mapping, config_to_toml, load_config
-from lather.train.optim_config import KINDS, RuleOptimConfig, optim_config
-from lather.train.rule_fields import DECIDED, fields_of
 from tiny_run import write_config
 
 OTHER_VALUES: dict[Any, Any] = {bool: [True, False], int: [3], float: [0.25], str: ["row", "float64", "spectral"]}

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from lather.config.config import Config, LoopConfig, ParallelConfig, check_parallel, num_routed_experts
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
-from lather.train.config import Config, LoopConfig, ParallelConfig, check_parallel, num_routed_experts
 
 
 def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **parallel: object) -> Config:

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from lather.config.changes import History, Row
 from lather.errors import RunError
-from lather.train.changes import History, Row
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.plot import draw, read_curves
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from lather.config.config import Config
+from lather.config.optim import optim_config
+from lather.config.toml_file import config_to_toml, load_config
 from lather.data.batches import Batches
 from lather.data.order import Order
 from lather.errors import ConfigError, RunError
-from lather.train.config import Config
-from lather.train.config_file import config_to_toml, load_config
-from lather.train.optim_config import optim_config
 from lather.train.run_data import RunData
 from lather.train.run_dir import RunDirectory
 
@@ -28,8 +28,8 @@ MakeConfig = Callable[..., Config]
 HOLDER = """
 import sys
 from pathlib import Path
-from lather.train.config_file import load_config
-from lather.train.optim_config import optim_config
+from lather.config.toml_file import load_config
+from lather.config.optim import optim_config
 from lather.train.run_dir import RunDirectory
 held = RunDirectory.open(load_config(Path(sys.argv[1])))
 print("held", flush=True)

@@ -13,13 +13,13 @@ import torch
 from stored import bytes_by_file, same_bits, stored_tensors
 from torch import nn
 
-from lather.train import checkpoint_storage
-from lather.train.checkpoint import Progress, Retention, list_checkpoints, save_checkpoint
-from lather.train.config import Config
+from lather.checkpoint import storage as checkpoint_storage
+from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, save_checkpoint
+from lather.checkpoint.saver import Saver
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config
 from lather.train.display import PlainDisplay
 from lather.train.loop import DivergedError, train
-from lather.train.saver import Saver
-from lather.train.state import TrainingState
 
 
 class Trainee:

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
+from lather.engine.engine import Engine, build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
-from lather.pipeline.part import whole_part
+from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
-from lather.train.config import Config, LoopConfig, MoEConfig
-from lather.train.engine import Engine, build_engine
 from lather.train.loop import build_model
-from lather.train.optim_config import optim_config
-from lather.train.optimizer import build_optimizer
-from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
 
 MakeModel = Callable[..., Decoder]
 Tokens = Callable[..., Tensor]

@@ -24,7 +24,7 @@ from lather.evaluation.scoring import score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.evaluation.token_bytes import bytes_per_token
 from lather.models.decoder import Decoder
-from lather.train.trained import TrainedModel
+from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
 """File in a run directory with a row for each evaluation."""

@@ -12,15 +12,22 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from lather.checkpoint.checkpoint import open_checkpoint, write_first_checkpoint
+from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.held import held_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
+from lather.config.config import Config, LoopConfig
+from lather.config.optim import optim_config
+from lather.config.toml_file import config_to_toml, load_config
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
-from lather.models.huggingface import (
+from lather.models.hf.model_folder import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     copy_companions,
@@ -28,16 +35,9 @@ from lather.models.huggingface import (
     open_hugging_face,
     save_hugging_face,
 )
-from lather.models.peft_folder import save_peft
-from lather.models.safetensors_folder import TensorSource, complete_folder
-from lather.train.checkpoint import open_checkpoint, write_first_checkpoint
+from lather.models.hf.peft_folder import save_peft
+from lather.models.hf.safetensors_folder import TensorSource, complete_folder
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
-from lather.train.config import Config, LoopConfig
-from lather.train.config_file import config_to_toml, load_config
-from lather.train.find import find_checkpoint
-from lather.train.finetune import check_adapters_are_all
-from lather.train.held import held_checkpoint
-from lather.train.optim_config import optim_config
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config("soap", lr=1e-4)

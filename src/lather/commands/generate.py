@@ -21,7 +21,7 @@ from lather.generation.requests import Request, read_requests
 from lather.generation.text import ContinuedText, Ending, continue_texts, encode_prompt
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
-from lather.train.trained import TrainedModel
+from lather.train.trained_model import TrainedModel
 
 WAYS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 LARGEST_SEED = 2**64

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from lather.commands.parsing import parse_arguments
+from lather.config.config import Config
+from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.config.rule_fields import owners, rule_named
+from lather.config.toml_file import config_from_mapping, load_config, with_model
 from lather.errors import ConfigError
-from lather.train.config import Config
-from lather.train.config_file import config_from_mapping, load_config, with_model
-from lather.train.optim_config import KINDS, RuleOptimConfig, as_help_shows_it
-from lather.train.rule_fields import owners, rule_named
 
 A = TypeVar("A")
 

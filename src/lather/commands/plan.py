@@ -11,16 +11,16 @@ from rich.console import Console
 
 from lather.commands.overrides import parse_with_config
 from lather.commands.parsing import parse_size
+from lather.config.config import Config
+from lather.config.toml_file import config_to_toml
 from lather.console import wide_console
 from lather.errors import UserError, require
-from lather.memory import advice_report, plan_report
-from lather.memory.advice import advise, as_options
-from lather.memory.plan import plan
-from lather.memory.plan_page import write_page
-from lather.memory.plan_picture import draw
-from lather.memory.report import whole_file
-from lather.train.config import Config
-from lather.train.config_file import config_to_toml
+from lather.memory.profile_report import whole_file
+from lather.planning import advice_report, plan_report
+from lather.planning.advice import advise, as_options
+from lather.planning.plan import plan
+from lather.planning.plan_page import write_page
+from lather.planning.plan_picture import draw
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,27 @@ from torch import Tensor
 
 import lather
 from lather.commands.overrides import parse_with_config
+from lather.config.config import Config, check_parallel
 from lather.console import wide_console
+from lather.engine.engine import document_boundaries
+from lather.engine.step import pick_device
 from lather.errors import UserError
-from lather.memory import ranks, report
-from lather.memory.chunks import ChunkMeter, Levers, layer_places
-from lather.memory.distinct import Cut, keep_two_of_each, materialize
-from lather.memory.dry_run import DOCUMENTS
+from lather.memory import profile_report as report
+from lather.memory import rank_peaks as ranks
+from lather.memory.block_samples import SampledBlocks, keep_two_of_each, materialize
+from lather.memory.chunk_bytes import ChunkMeter, MemoryLevers, layer_places
 from lather.memory.profile import SavedTensors, profile_saved_tensors
-from lather.memory.ranks import RankBytes, rank_bytes
-from lather.memory.stage_bytes import memory_partition
-from lather.memory.workers import Assumed
+from lather.memory.rank_peaks import RankBytes, rank_bytes
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
-from lather.train.config import Config, check_parallel
-from lather.train.engine import document_boundaries
+from lather.planning.dry_run import DOCUMENTS
+from lather.planning.stage_bytes import memory_partition
+from lather.planning.workers import Assumed
 from lather.train.loop import build_model
-from lather.train.step import pick_device
 
 MOST_PARAMETERS = 300_000_000
 """Up to this many, `--layers auto` runs the whole model."""
@@ -89,7 +90,7 @@ def profile_command(arguments: list[str]) -> int:
     return 0
 
 
-def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, Cut | None]:
+def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, SampledBlocks | None]:
     """The model, or two blocks of each kind of it with random weights, and what was cut."""
     device = pick_device(config.train.device)
     if layers != "all":
@@ -140,7 +141,7 @@ def is_mesh(config: Config) -> bool:
     return config.parallel.pp * config.parallel.ep > 1
 
 
-def profile_ranks(model: Decoder, cut: Cut | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
+def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
     """What every pipeline rank keeps, by name of the levers."""
     number = config.num_micro_batches(data_ranks(config))
     schedule = dualpipev(config.parallel.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
@@ -154,12 +155,12 @@ def profile_ranks(model: Decoder, cut: Cut | None, config: Config, *, compare: b
     return {name: rank_bytes(schedule, meter.measure(levers), layers) for name, levers in _levers(config, compare=compare).items()}
 
 
-def _levers(config: Config, *, compare: bool) -> dict[str, Levers]:
-    own = Levers(config.moe.memory, config.train.recompute)
+def _levers(config: Config, *, compare: bool) -> dict[str, MemoryLevers]:
+    own = MemoryLevers(config.moe.memory, config.train.recompute)
     if not compare:
         return {CONFIGURED: own}
     return {
-        **{mode: Levers(mode, config.train.recompute) for mode in MEMORY_MODES},
+        **{mode: MemoryLevers(mode, config.train.recompute) for mode in MEMORY_MODES},
         f"{own.memory}, attention recomputed": dataclasses.replace(own, recompute=("attention",)),
         f"{own.memory}, everything recomputed": dataclasses.replace(own, recompute=RECOMPUTABLE),
         f"{own.memory}, no early frees": dataclasses.replace(own, early_frees=False),
@@ -167,7 +168,7 @@ def _levers(config: Config, *, compare: bool) -> dict[str, Levers]:
 
 
 def write(
-    parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: Cut | None, by_rank: dict[str, list[RankBytes]]
+    parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: SampledBlocks | None, by_rank: dict[str, list[RankBytes]]
 ) -> None:
     """JSON and picture; `name` is the configuration's."""
     if parsed.json:
@@ -189,7 +190,11 @@ def _batch(config: Config) -> str:
 
 
 def show(
-    parsed: ProfileArguments, profiles: dict[str, SavedTensors], cut: Cut | None, by_rank: dict[str, list[RankBytes]], console: Console
+    parsed: ProfileArguments,
+    profiles: dict[str, SavedTensors],
+    cut: SampledBlocks | None,
+    by_rank: dict[str, list[RankBytes]],
+    console: Console,
 ) -> None:
     """Tables on `console`, and the names of the files."""
     if parsed.compare:
@@ -222,7 +227,7 @@ def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Co
     )
 
 
-def _document(config: Config, profiles: dict[str, SavedTensors], cut: Cut | None) -> dict[str, Any]:
+def _document(config: Config, profiles: dict[str, SavedTensors], cut: SampledBlocks | None) -> dict[str, Any]:
     return {
         "lather": lather.__version__,
         "torch": torch.__version__,

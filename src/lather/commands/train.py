@@ -13,17 +13,17 @@ from rich.console import Console
 
 from lather.commands.overrides import read_config
 from lather.commands.parsing import parse_arguments
+from lather.config.config import Config, check_parallel
+from lather.engine.step import pick_device
+from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
-from lather.parallel.launch import GroupOptions, join, launch, take_nproc
-from lather.parallel.lifeline import UNWIND_SECONDS
+from lather.parallel.launch.lifeline import UNWIND_SECONDS
+from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
+from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
-from lather.parallel.world import World
-from lather.train.config import Config, check_parallel
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.finetune import check_finetuning
-from lather.train.loop import DivergedError, Outcome, StopSignal, train
+from lather.train.loop import DivergedError, RunOutcome, StopSignal, train
 from lather.train.metrics import StepRow
-from lather.train.step import pick_device
 
 NPROC_HELP = """\
 --nproc N   start N ranks on this machine, or with "gpu" one for each CUDA device, and let them share the work as [parallel] says
@@ -110,7 +110,7 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay | _NoDi
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(config.log.every)
 
 
-def _report(config: Config, outcome: Outcome) -> None:
+def _report(config: Config, outcome: RunOutcome) -> None:
     """What a run that has ended leaves its user with."""
     if not outcome.finished:
         print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command goes on from there")

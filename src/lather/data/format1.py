@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, TOKENIZER
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.sequences import Rows
+from lather.data.sequences import SequenceRows
 from lather.data.shards import token_dtype
 from lather.data.sources import Reading, list_files, root_of
 from lather.errors import DataError
@@ -124,7 +124,7 @@ class ShardWindows:
     def num_labels(self, index: int) -> int:
         return self.length
 
-    def fill(self, index: int, rows: Rows) -> None:
+    def fill(self, index: int, rows: SequenceRows) -> None:
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         start = (index - int(self._firsts[shard])) * self.length
         tokens = self._shards[shard][start : start + self.length + 1]

@@ -28,7 +28,7 @@ from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.processes import MakingDisplay, do_units
 from lather.data.recipe import DataRecipe
 from lather.data.shards import checksum
-from lather.data.sources import SourceFile, SplitName, Unit, divide, kind_instead, list_files
+from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
 from lather.errors import DataError
 from lather.files import sync
@@ -46,7 +46,7 @@ class MakingPlan:
     """A short name of the files as they were (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
     """Files that are not read, with reason and detail."""
-    units: list[Unit]
+    units: list[ReadUnit]
 
     def to_json(self, recipe: DataRecipe) -> str:
         return json.dumps({"recipe": asdict(recipe), "digest": recipe.digest(self.listing), **asdict(self)}, indent=1)

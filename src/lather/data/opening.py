@@ -9,7 +9,7 @@ from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
 from lather.data.making import list_sources, listing_of, make_dataset
-from lather.data.order import Order, Phase
+from lather.data.order import MixturePhase, Order
 from lather.data.sequences import PackedDocuments, Sequences, Windows
 from lather.errors import DataError
 
@@ -70,11 +70,11 @@ def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
 
 
 def training_batches(
-    datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[Phase] = ()
+    datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[MixturePhase] = ()
 ) -> Batches:
     """The batches of `batch_size` sequences of `length` tokens. `phases`: of weights that changed during the run; none: as configured."""
     sources = [open_source(dataset, "train", config, length) for dataset in datasets]
-    order = Order([len(source) for source in sources], seed, phases or [Phase(0, config.weights)])
+    order = Order([len(source) for source in sources], seed, phases or [MixturePhase(0, config.weights)])
     return Batches(sources, order, batch_size, apart=config.apart)
 
 

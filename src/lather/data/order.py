@@ -30,7 +30,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """From sample `start` on, sources have these weights; none: all sequences once in an epoch, or later every source as it is long."""
 
     start: int
@@ -42,7 +42,7 @@ class Phase:
 class Order:
     """The samples of a run, by a shuffle without memory."""
 
-    def __init__(self, sizes: Sequence[int], seed: int, phases: Sequence[Phase] = (Phase(0),)) -> None:
+    def __init__(self, sizes: Sequence[int], seed: int, phases: Sequence[MixturePhase] = (MixturePhase(0),)) -> None:
         """`sizes`: sequences of each source; `phases`: in their order, the first from sample 0 on."""
         self.sizes, self.seed = list(sizes), seed
         self.phases = [phases[0], *(self._weighted(phase) for phase in phases[1:])]
@@ -83,7 +83,7 @@ class Order:
                 found[row] = (source, int(item))
         return found
 
-    def _counts(self, phase: Phase, samples: int) -> list[int]:
+    def _counts(self, phase: MixturePhase, samples: int) -> list[int]:
         """Of each source, among a phase's first samples; without weights about."""
         present = self._num_sources(phase)
         if phase.weights:
@@ -92,11 +92,11 @@ class Order:
             counts = [round(samples * size / self._firsts[present]) for size in self.sizes[:present]]
         return counts + [0] * (len(self.sizes) - present)
 
-    def _weighted(self, phase: Phase) -> Phase:
+    def _weighted(self, phase: MixturePhase) -> MixturePhase:
         """A later phase, with sizes as weights if it has none: then, too, each source goes on where it was."""
         return replace(phase, weights=phase.weights or tuple(self.sizes[: self._num_sources(phase)]))
 
-    def _num_sources(self, phase: Phase) -> int:
+    def _num_sources(self, phase: MixturePhase) -> int:
         return len(self.sizes) if phase.num_sources is None else phase.num_sources
 
 

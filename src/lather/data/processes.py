@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from lather.data.sources import Unit
+from lather.data.sources import ReadUnit
 from lather.data.work import Making, do_unit
 from lather.errors import DataError
 
@@ -33,7 +33,7 @@ class MakingDisplay(Protocol):
         """Show how many units are done, and how many documents and tokens this start has made."""
 
 
-def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
+def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
     """Do these units, which are left of `num_units`. Raises what a unit raises; units that are done stay done."""
     if workers == 1 or len(units) < 2:
         _do_here(units, num_units, making, display)
@@ -68,7 +68,7 @@ def do_units(units: Sequence[Unit], num_units: int, making: Making, workers: int
             process.join()
 
 
-def _do_here(units: Sequence[Unit], num_units: int, making: Making, display: MakingDisplay) -> None:
+def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display: MakingDisplay) -> None:
     done, made = num_units - len(units), [0, 0]
 
     def count(documents: int, tokens: int) -> None:
@@ -81,7 +81,7 @@ def _do_here(units: Sequence[Unit], num_units: int, making: Making, display: Mak
         display.progress(done, num_units, *made)
 
 
-def _hand_over(connection: Connection, unit: Unit, following: Sequence[Unit]) -> None:
+def _hand_over(connection: Connection, unit: ReadUnit, following: Sequence[ReadUnit]) -> None:
     """Hear that the unit is done, and send the following one, if there is one. Raises what the unit raised."""
     try:
         error = connection.recv()
@@ -93,14 +93,14 @@ def _hand_over(connection: Connection, unit: Unit, following: Sequence[Unit]) ->
         _send(connection, following[0])
 
 
-def _send(connection: Connection, unit: Unit) -> None:
+def _send(connection: Connection, unit: ReadUnit) -> None:
     try:
         connection.send(unit)
     except ConnectionError:
         raise _killed(unit) from None
 
 
-def _killed(unit: Unit) -> DataError:
+def _killed(unit: ReadUnit) -> DataError:
     return DataError(
         f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps for want of memory; "
         "the same command goes on; give it fewer --workers"

@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceRows:
     """Rows to be filled, all of the same sequence."""
 
     inputs_S: npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Sequences(Protocol):
     def num_labels(self, index: int) -> int | None:
         """Labels of a sequence; None: not known before it is read."""
 
-    def fill(self, index: int, rows: Rows) -> None:
+    def fill(self, index: int, rows: SequenceRows) -> None:
         """Write a sequence into the rows, in which there is input 0, label `IGNORE_INDEX` and no begin of a document."""
 
 
@@ -62,7 +62,7 @@ class Windows:
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else min(self.length, len(self.reader) - 1 - index * self.length)
 
-    def fill(self, index: int, rows: Rows) -> None:
+    def fill(self, index: int, rows: SequenceRows) -> None:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
         _fill(self.reader, start, stop, 0, rows)
@@ -105,7 +105,7 @@ class PackedDocuments:
     def _of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
 
-    def fill(self, index: int, rows: Rows) -> None:
+    def fill(self, index: int, rows: SequenceRows) -> None:
         place = 0
         for chunk in self._of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
@@ -116,7 +116,7 @@ class PackedDocuments:
             rows.begins_S[place] = True
 
 
-def _fill(reader: ShardReader, start: int, stop: int, place: int, rows: Rows) -> None:
+def _fill(reader: ShardReader, start: int, stop: int, place: int, rows: SequenceRows) -> None:
     """Tokens `start` until `stop` of the stream as inputs and labels from `place` on."""
     tokens = reader.tokens(start, stop)
     rows.inputs_S[place : place + len(tokens) - 1] = tokens[:-1]

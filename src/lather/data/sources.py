@@ -55,7 +55,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ReadUnit:
     """What one process reads at a time; its documents go to shards of its own."""
 
     number: int
@@ -138,20 +138,20 @@ def root_of(source: str) -> tuple[Path, set[str]]:
 # --- units --------------------------------------------------------------------------------------------------------------------------
 
 
-def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[Unit]:
+def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[ReadUnit]:
     """Units of work, which take the files in their order."""
     unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
-    units: list[Unit] = []
+    units: list[ReadUnit] = []
     parts: list[FilePart] = []
     filled, current = 0, files[0][0] if files else "train"
     for split, file in files:
         for part, size in _parts(file, reading, unit_bytes):
             if parts and (filled + size > unit_bytes or split != current):
-                units.append(Unit(len(units), current, tuple(parts)))
+                units.append(ReadUnit(len(units), current, tuple(parts)))
                 parts, filled = [], 0
             parts.append(part)
             filled, current = filled + size, split
-    return [*units, Unit(len(units), current, tuple(parts))] if parts else units
+    return [*units, ReadUnit(len(units), current, tuple(parts))] if parts else units
 
 
 def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:

@@ -21,7 +21,7 @@ from lather.data.chat import ChatTemplate
 from lather.data.documents import Document, DocumentMaker, Encoder, load_tokenizer
 from lather.data.records import Record, RecordReader, Skip
 from lather.data.shards import ShardEntry, ShardWriter, token_dtype
-from lather.data.sources import Unit
+from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
 
@@ -111,7 +111,7 @@ def report_path(units: Path, number: int) -> Path:
     return units / f"{number:05d}.json"
 
 
-def is_done(unit: Unit, folder: Path, units: Path) -> bool:
+def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     """Whether the unit's report is whole, and its shards are in the folder."""
     try:
         report = UnitReport.read(report_path(units, unit.number))
@@ -121,7 +121,7 @@ def is_done(unit: Unit, folder: Path, units: Path) -> bool:
     return all((folder / f"{shard.name}.{suffix}").exists() for shard in shards for suffix in shard.checksums)
 
 
-def do_unit(unit: Unit, making: Making, count: Count) -> UnitReport:
+def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
     """Write the unit's shards, then its report. Raises OSError if the disk is full, after deleting what it was writing."""
     report = UnitReport(unit.number)
     folder, dtype = Path(making.folder), token_dtype(making.vocab_size)
@@ -177,7 +177,7 @@ def _place_of_held_out(unit: int, every: int) -> int:
 # --- texts --------------------------------------------------------------------------------------------------------------------------
 
 
-def documents_of(unit: Unit, making: Making, report: UnitReport) -> Iterator[Document]:
+def documents_of(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Document]:
     """The unit's documents, divided among the splits; what is skipped, and encodings, go to `report`."""
     documents, every = _documents(unit, making.document_maker(), report), making.holdout_every
     if unit.split == "validation" or not every:
@@ -191,7 +191,7 @@ def documents_of(unit: Unit, making: Making, report: UnitReport) -> Iterator[Doc
         yield replace(document, split=SPLITS[index % every == place])
 
 
-def _documents(unit: Unit, maker: DocumentMaker, report: UnitReport) -> Iterator[Document]:
+def _documents(unit: ReadUnit, maker: DocumentMaker, report: UnitReport) -> Iterator[Document]:
     for number, part in enumerate(unit.parts):
         reader = RecordReader(part)
         for record in reader:
@@ -205,7 +205,7 @@ def _documents(unit: Unit, maker: DocumentMaker, report: UnitReport) -> Iterator
         report.lines.append(reader.lines)
 
 
-def _texts(unit: Unit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
+def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
     tokenizer = load_tokenizer(Path(making.folder) / "tokenizer.json", "delete the unfinished folder, and start again")
     encoder = Encoder(tokenizer, making.end, chat=bool(making.chat_template))
     for part in encoder.encode(documents_of(unit, making, report)):
@@ -215,7 +215,7 @@ def _texts(unit: Unit, making: Making, report: UnitReport) -> Iterator[_TokenRun
 # --- tokens -------------------------------------------------------------------------------------------------------------------------
 
 
-def _tokens(unit: Unit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
+def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
     """The documents of token files; the end of a file ends its last one."""
     document, every = 0, making.holdout_every if unit.split == "train" else 0
     place = _place_of_held_out(unit.number, every) if every else -1

@@ -34,7 +34,7 @@ from lather.generation.conversation import ConversationFormat
 from lather.generation.text import Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
-from lather.train.trained import TrainedModel
+from lather.train.trained_model import TrainedModel
 
 ANY = 1.0, 50
 """Temperature and top-k of tasks that want a sample and say no more, as transformers has them."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lather.data.batches import Batch, Source, read_batch
 from lather.data.sequences import IGNORE_INDEX
+from lather.engine.engine import document_boundaries
 from lather.models.decoder import Decoder
 from lather.models.layers import no_autocast
 from lather.shapes import Bool, Float, Int
-from lather.train.engine import document_boundaries
 
 LOGITS_AT_A_TIME = 1 << 24
 

@@ -15,7 +15,7 @@ from lather.data.documents import load_tokenizer
 from lather.data.opening import open_source
 from lather.errors import DataError, UserError
 from lather.train.run_dir import data_sets_of
-from lather.train.trained import TrainedModel
+from lather.train.trained_model import TrainedModel
 
 VALIDATION, TRAIN = "validation", "train"
 

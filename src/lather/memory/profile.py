@@ -150,7 +150,7 @@ def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_token
 
     The model is as before afterwards, also when `run` raises. Nothing is left of the graph.
     """
-    recorder = _Recorder(model)
+    recorder = _SavingHooks(model)
     with recorder.watch(), saved_tensors_hooks(recorder.pack, recorder.unpack):
         output = run()
     return SavedTensors(tuple(recorder.storages(output)), num_tokens)
@@ -191,7 +191,7 @@ class _Saved:
         self.copy_of = copy_of
 
 
-class _Recorder:
+class _SavingHooks:
     """The state of one profile."""
 
     def __init__(self, model: nn.Module) -> None:

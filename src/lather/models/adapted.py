@@ -23,10 +23,10 @@ from lather.errors import ConfigError
 from lather.models.decoder import Block, Decoder
 from lather.models.entry_names import entry_name, split_entry
 from lather.models.experts import Experts
+from lather.models.hf.safetensors_folder import DescribedTensor, Index, TensorSource
 from lather.models.layers import Linear
 from lather.models.lora import Adapter, LoraConfig
 from lather.models.moe import MoE
-from lather.models.safetensors_folder import DescribedTensor, Index, TensorSource
 
 GROUPS = ("attention", "experts", "shared_experts", "dense")
 FACTOR = re.compile(r".*[._]lora\.[AB]")

@@ -9,7 +9,7 @@ Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N 
 R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: those of the S positions, or
 with a cache those of all that was read.
 
-What is seen from where is a `lather.models.layout.SequenceLayout`'s to say, or for tokens that follow what was read before, a
+What is seen from where is a `lather.models.token_positions.SequenceLayout`'s to say, or for tokens that follow what was read before, a
 `lather.models.cache.CachedLayout`'s: plain causal attention needs no mask, windows and documents
 take a boolean mask on CPU and flex attention's block mask on CUDA.
 """
@@ -28,9 +28,9 @@ from lather.device import is_gpu
 from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.models.cache import CachedLayout
 from lather.models.layers import Linear, RMSNorm, project
-from lather.models.layout import SequenceLayout, for_device
-from lather.models.remade import NEVER, Make, Remaking
 from lather.models.rotary import Rotary
+from lather.models.saving.recomputed import NEVER, Make, Remaking
+from lather.models.token_positions import SequenceLayout, for_device
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lather.models.layout import SequenceLayout
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Bool, Int
 
 

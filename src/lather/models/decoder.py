@@ -28,11 +28,11 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.cache import CachedLayout, KeyValueCache
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
-from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
-from lather.models.remade import Again, Remaking
 from lather.models.routing import LoadBalance, Router, Routing
-from lather.models.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.recomputed import Again, Remaking
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float, Int
 
 
@@ -158,7 +158,7 @@ class RoutedModel(nn.Module):
     def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
         """Have linear layers, experts and routers give their weight gradients to `queue`; None: at once.
 
-        Those of the head that come with the loss are made at once: see `lather.models.weight_gradients`.
+        Those of the head that come with the loss are made at once: see `lather.models.saving.weight_gradients`.
         """
         defer_weight_gradients(self, queue)
 

@@ -14,7 +14,7 @@ from lather.models.assembly import assemble
 from lather.models.attention import MultiHeadLatentAttention
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
-from lather.models.fields import CheckedFields, Published
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary, YarnConfig
@@ -150,7 +150,7 @@ DEEPSEEK_V2_LITE = DeepseekV2Config(
     rope_scaling=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
 )
 
-PUBLISHED = Published(
+PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
     defaults={
         "first_k_dense_replace": 0,

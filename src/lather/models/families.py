@@ -21,8 +21,8 @@ from lather.errors import ConfigError
 from lather.models import deepseek_v2, gpt_oss, qwen3_moe
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.fields import Published
 from lather.models.gpt_oss import GptOssConfig
+from lather.models.hf.config_fields import PublishedConfig
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.models.rotary import YarnConfig
 
@@ -40,7 +40,7 @@ class Family:
     """From a configuration, a generator and, optionally, a device."""
     presets: Mapping[str, ModelConfig]
     """Published models by name."""
-    published: Published
+    published: PublishedConfig
 
 
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
@@ -103,7 +103,7 @@ NO_INFLUENCE = frozenset(
 """Fields of any family that say nothing about the function that is trained. Dropout, tied encoders and the like are not among them."""
 
 FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
-"""Fields of any family that are supported with one value only, as `Published.fixed`, but not written."""
+"""Fields of any family that are supported with one value only, as `PublishedConfig.fixed`, but not written."""
 
 LARGEST = 10**8
 """Above every size that a model can have."""
@@ -211,7 +211,7 @@ def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Fami
         raise ConfigError(f"{name} = {value!r} is not supported for {family.model_type}: it must be {words}")
 
 
-def _read_rope(mapping: Mapping[str, Any], published: Published) -> tuple[float, YarnConfig | None]:
+def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[float, YarnConfig | None]:
     """Of both styles at once, what they say must agree."""
     given = [(name, mapping[name]) for name in ("rope_scaling", "rope_parameters") if mapping.get(name) is not None]
     thetas = {} if mapping.get("rope_theta") is None else {"rope_theta": _typed(mapping["rope_theta"], float, "rope_theta")}

@@ -15,7 +15,7 @@ from lather.models.assembly import assemble
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
-from lather.models.fields import CheckedFields, Published
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary, YarnConfig
 from lather.models.routing import Router
@@ -126,7 +126,7 @@ GPT_OSS_20B = GptOssConfig(
     rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False),
 )
 
-PUBLISHED = Published(
+PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
     defaults={
         "layer_types": None,

@@ -5,7 +5,7 @@
                  with an adapter (`lather.models.lora`), also (T, r)
     GatedMLP     keeps its input and gate/up, where plain autograd keeps two more of F; the product is recomputed in backward
 
-Weight gradients of the latter two can be put off: see `lather.models.weight_gradients`.
+Weight gradients of the latter two can be put off: see `lather.models.saving.weight_gradients`.
 
 Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
@@ -27,9 +27,9 @@ from lather.device import is_gpu
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
-from lather.models.remade import Remaking
-from lather.models.rounded import RoundedWeights, Rounding, rounded, to_round
-from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.saving.recomputed import Remaking
+from lather.models.saving.rounded_weights import RoundedWeights, Rounding, rounded, to_round
+from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
@@ -197,7 +197,7 @@ def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dt
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
-class _GatedMLP(torch.autograd.Function):
+class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -281,7 +281,7 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         call = _MLPCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
         with no_autocast(x):
-            y: Tensor = _GatedMLP.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
+            y: Tensor = _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
         return y.view(x.shape)
 
     def _with_adapters(self, x: Tensor) -> Tensor:

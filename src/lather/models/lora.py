@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import require
-from lather.models.grouped import grouped_linear, grouped_linear_transposed, grouped_weight_gradient
-from lather.models.rounded import RoundedWeights, rounded
+from lather.models.grouped_products import grouped_linear, grouped_linear_transposed, grouped_weight_gradient
+from lather.models.saving.rounded_weights import RoundedWeights, rounded
 from lather.shapes import Float, Int
 
 

@@ -13,7 +13,7 @@ from lather.models.assembly import assemble
 from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
-from lather.models.fields import CheckedFields, Published
+from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary, YarnConfig
@@ -121,7 +121,7 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
     rope_theta=1e6,
 )
 
-PUBLISHED = Published(
+PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
     defaults={
         "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.models.layers import no_autocast, weight_product, without_autocast
-from lather.models.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lather.optim.engine.layout import layout_of
+from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.engine.optimizer import MatrixOptimizer
 from lather.optim.engine.state import layout_bytes
 from lather.optim.options import options_of

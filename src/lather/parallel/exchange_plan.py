@@ -45,7 +45,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """What a rank knows of its own `Way`, before the ranks have told each other how many rows they send."""
 
     sizes_P2: Int[Tensor, "p 2"]
@@ -64,7 +64,7 @@ class Plan:
         return Way(token_S[:s], self.row_TK, own_P, tuple(rows for rows, _ in told_P2), sum(pairs for _, pairs in told_P2))
 
 
-def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> Plan:
+def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
     """Which row takes which token to which rank."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
     rank_TK = experts_TK // num_local_experts
@@ -78,7 +78,7 @@ def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks:
     pairs_P = torch.zeros(p, dtype=torch.int64, device=device)
     pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
     sent_P = goes_TP.sum(0)
-    return Plan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
+    return ExchangePlan(torch.stack([sent_P, pairs_P], dim=1), row_TK, torch.where(goes_TP, row_TP, sent_P.sum()))
 
 
 def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:

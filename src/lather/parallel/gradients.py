@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.parallel.local import LocalParameters
+from lather.parallel.local_parameters import LocalParameters
 from lather.parallel.mesh import Mesh
 from lather.shapes import Float
 from lather.torch_private import foreach_mul_, foreach_norm

@@ -25,7 +25,7 @@ from lather.device import gpu_module, is_gpu
 from lather.torch_private import host_backend, set_timeout
 
 if TYPE_CHECKING:
-    from lather.train.config import ParallelConfig
+    from lather.config.config import ParallelConfig
 
 CONTROL_TIMEOUT = timedelta(days=1)
 """Of a wait for work such as preparing a data set or writing a checkpoint. It does not find dead ranks: the launcher does, at once."""

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.models.weight_gradients import Entry, WeightGradients
-from lather.parallel.shard import Unit
+from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline import overlap
-from lather.pipeline.part import Stage
+from lather.pipeline.model_part import Stage
 from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 
@@ -101,7 +101,7 @@ class Executor:
         activation: Activation,
         *,
         group: dist.ProcessGroup | None = None,
-        units: Sequence[Sequence[Unit]] | None = None,
+        units: Sequence[Sequence[FsdpUnit]] | None = None,
         record: Recorder | None = None,
     ) -> None:
         """`stages`: this rank's, `units`: the parameters of each; `group`: the pipeline's, None for one rank."""
@@ -203,7 +203,7 @@ class _Walk:
         self.gradients: dict[Key, Tensor | _Arriving] = {}
         """Of the outputs."""
         self.tapes: dict[Key, ChunkTape] = {}
-        self.waiting: dict[Key, list[Entry]] = {}
+        self.waiting: dict[Key, list[DeferredGradient]] = {}
         """Weight gradients."""
         self.outgoing: dict[tuple[Kind, Key], Tensor] = {}
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()

@@ -52,7 +52,7 @@ SMALLEST_NUMBER, LARGEST_NUMBER = 5.0, 9.0
 
 
 @dataclass(frozen=True)
-class Box:
+class Bar:
     """A rectangle in data coordinates, and the number in it."""
 
     left: float
@@ -106,23 +106,23 @@ def _stages(timeline: Timeline) -> dict[int, list[int]]:
     return {rank: sorted(stages[rank]) for rank in timeline.ranks}
 
 
-def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Box]:
+def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
     stages = _stages(timeline)
     for event in timeline.events:
         middle, chunks = lanes[event.rank], event.action.chunks
         left, right = event.start - timeline.start, event.end - timeline.start
         if event.action.kind is Kind.REFRESH:
-            yield Box(left, right, middle + LANE, middle - LANE, REFRESH)
+            yield Bar(left, right, middle + LANE, middle - LANE, REFRESH)
             continue
         if event.action.kind not in COMPUTE:
             if right > left:
-                yield Box(left, right, middle + LANE, middle + LANE - STRIP, OTHER)
+                yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER)
             continue
         height = 2 * LANE / len(chunks)
         for index, chunk in enumerate(chunks):
             color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
             top = middle - LANE + index * height
-            yield Box(left, right, top + height, top, color, chunk.micro_batch)
+            yield Bar(left, right, top + height, top, color, chunk.micro_batch)
 
 
 def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
@@ -139,7 +139,7 @@ def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
     )
 
 
-def _draw_boxes(axes: Axes, boxes: Sequence[Box]) -> None:
+def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:
     corners = [[(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes]
     edge = 0.4 if len(boxes) < 10_000 else 0.0
     axes.add_collection(PolyCollection(corners, facecolors=[b.color for b in boxes], edgecolors="white", linewidths=edge, zorder=2))
@@ -155,14 +155,14 @@ def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_numbers(axes: Axes, boxes: Sequence[Box]) -> None:
+def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
     """Micro-batch numbers, in the boxes that are large enough."""
     numbered = [(box, box.number) for box in boxes if box.number is not None]
     digits = len(str(max((number for _, number in numbered), default=0)))
     across, down = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1))
     points = 72 / DPI
 
-    def fits(box: Box) -> float:
+    def fits(box: Bar) -> float:
         """The font size with which the longest number fills the box: a digit is 0.62 of it wide."""
         width, height = (box.right - box.left) * abs(across) * points, (box.bottom - box.top) * abs(down) * points
         return float(min(0.85 * width / (0.62 * digits), 0.8 * height))

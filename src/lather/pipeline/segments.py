@@ -29,13 +29,13 @@ from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.decoder import Attended, Block
-from lather.models.layout import SequenceLayout
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
-from lather.models.remade import Again
-from lather.models.rounded import RoundedWeights
 from lather.models.routing import Routing
-from lather.models.weight_gradients import WeightGradients
-from lather.pipeline.part import Stage
+from lather.models.saving.recomputed import Again
+from lather.models.saving.rounded_weights import RoundedWeights
+from lather.models.saving.weight_gradients import WeightGradients
+from lather.models.token_positions import SequenceLayout
+from lather.pipeline.model_part import Stage
 from lather.pipeline.tape import Cut, Frees, Outputs, inside
 from lather.shapes import Float, Int
 

@@ -11,12 +11,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from lather.config.config import Config
+from lather.config.toml_file import folder_of
 from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
-from lather.models.huggingface import CONFIG_FILE, TOKENIZER_FILE, copy_companions
-from lather.train.config import Config
-from lather.train.config_file import folder_of
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_companions
 
 COMPANION_FOLDER = "huggingface"
 """Folder of a run with the copy."""

@@ -2,7 +2,7 @@
 
 What is copied is the checkpoint (its files are linked where the file system can), the rows of the metrics up to its step, the record of the
 data, and history and configuration as they were at that step. From there on the fork is a run like any other: it is resumed, and what its
-configuration has otherwise is a change (`lather.train.changes`).
+configuration has otherwise is a change (`lather.config.changes`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import shutil
 from pathlib import Path
 
+from lather.checkpoint.checkpoint import checkpoint_path, step_of
+from lather.checkpoint.find import find_checkpoint
+from lather.config.changes import CHANGES, History, Row, values_of
+from lather.config.config import Config
+from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
-from lather.train.changes import CHANGES, History, Row, values_of
-from lather.train.checkpoint import checkpoint_path, step_of
+from lather.files import read_rows
 from lather.train.companions import COMPANION_FOLDER
-from lather.train.config import Config
-from lather.train.config_file import config_to_toml
-from lather.train.find import find_checkpoint
-from lather.train.metrics import read_rows
 from lather.train.resume import check_fork, config_at
 
 ASIDE = ".fork"

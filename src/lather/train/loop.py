@@ -19,20 +19,26 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, step_of
+from lather.checkpoint.find import best_checkpoint
+from lather.checkpoint.saver import Saver
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config
+from lather.config.toml_file import folder_of
 from lather.device import deterministic
+from lather.engine.engine import build_engine, prepare_experts, weights_dtype
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
+from lather.engine.trained_parameters import trained_parameters, with_adapters
 from lather.errors import DataError, UserError
+from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.parallel.mesh import Mesh
-from lather.parallel.together import of_first, together
+from lather.parallel.shared_errors import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
-from lather.train.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, step_of
 from lather.train.companions import same_tokenizer
-from lather.train.config import Config
-from lather.train.config_file import folder_of
-from lather.train.engine import build_engine, prepare_experts, weights_dtype
-from lather.train.find import best_checkpoint
-from lather.train.finetune import trained_parameters, with_adapters
+from lather.train.initial_weights import find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import (
     MetricsWriter,
@@ -40,19 +46,13 @@ from lather.train.metrics import (
     cut_rows,
     expert_load,
     load_per_expert,
-    read_rows,
     take_peak_memory_bytes,
     training_rows,
 )
-from lather.train.optimizer import build_optimizer
 from lather.train.resume import Start
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.sampling import sample_text
-from lather.train.saver import Saver
-from lather.train.start import find_start, load_start
-from lather.train.state import TrainingState
-from lather.train.step import StepResult, TrainStep, learning_rate, pick_device
 
 TIMELINE = "timeline.jsonl"
 
@@ -73,7 +73,7 @@ class Display(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run leaves."""
 
     finished: bool
@@ -105,7 +105,7 @@ class StopSignal:
         signal.signal(number, self._before[signal.Signals(number)])
 
 
-def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> Outcome:
+def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> RunOutcome:
     """Run `config` to its end, resuming what its run directory holds; between steps `stop` is asked whether to save and end early.
 
     On a mesh every rank calls it; rank 0 writes and shows. It stops when any rank is asked to. Without a mesh: one process.
@@ -142,7 +142,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
             with together(mesh.control_group):
                 if run_dir is not None:
                     run_dir.check_data(data)
-            run = _Run(config, data, mesh, display, start)
+            run = _TrainingRun(config, data, mesh, display, start)
             _note_rates(display, begin, starts_from_weights=start is not None and not rate_is_given)
             with together(mesh.control_group):
                 if run_dir is not None:
@@ -190,7 +190,7 @@ def _check_same_tokenizer(source: Path, ours: Path) -> None:
         raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
-class _Run:
+class _TrainingRun:
     """One rank's side of a run."""
 
     def __init__(self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None) -> None:
@@ -240,7 +240,7 @@ class _Run:
                 best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
             self._keep_best(of_first(best, mesh.control_group))
 
-    def train(self, stop: Callable[[], bool]) -> Outcome:
+    def train(self, stop: Callable[[], bool]) -> RunOutcome:
         steps = self.config.train.steps
         try:
             if not self._has_rows():
@@ -266,7 +266,7 @@ class _Run:
         with together(self.mesh.control_group):  # the first rank draws, and reads the model for the sample
             return self._outcome(checkpoint)
 
-    def _outcome(self, checkpoint: Path) -> Outcome:
+    def _outcome(self, checkpoint: Path) -> RunOutcome:
         finished = self.progress.step == self.config.train.steps
         rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
@@ -274,7 +274,7 @@ class _Run:
             from lather.train.plot import draw  # matplotlib takes a second to import
 
             draw([self.path], self.path / "loss.png")
-        return Outcome(
+        return RunOutcome(
             finished=finished,
             step=self.progress.step,
             seconds=self.progress.seconds,

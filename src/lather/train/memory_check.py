@@ -1,7 +1,7 @@
 """A run's memory plan: said before the first step, and held against what the ranks had at the end (`memory.json`).
 
 Where `parallel.partition` is "memory", rank 0 first deals the layers to stages. It plans in processes beside the start of the run
-(`lather.memory.plan`), and waits for them before the first step. Kinds that stay from step to step are compared on every rank that was
+(`lather.planning.plan`), and waits for them before the first step. Kinds that stay from step to step are compared on every rank that was
 planned; the peak only on GPUs, whose allocator counts it. Nothing is refused.
 """
 
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lather.config.config import Config
 from lather.device import gpu_module, is_gpu
+from lather.engine.engine import Engine
 from lather.files import write_aside
-from lather.memory.dry_run import RankRun, kind_of_state
-from lather.memory.plan import MemoryPlan, plan
-from lather.memory.stage_bytes import memory_partition
-from lather.memory.workers import Assumed, Device
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
-from lather.parallel.together import on_first
+from lather.parallel.shared_errors import on_first
 from lather.pipeline.partition import Partition
-from lather.train.config import Config
-from lather.train.engine import Engine
+from lather.planning.dry_run import RankRun, kind_of_state
+from lather.planning.plan import MemoryPlan, plan
+from lather.planning.stage_bytes import memory_partition
+from lather.planning.workers import Assumed, Device
 
 FILE = "memory.json"
 TOLERANCE = 0.05

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
-from lather.files import sync
+from lather.files import read_rows, sync
 
 TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
 """Fields that differ between two runs of the same configuration."""
@@ -134,29 +134,6 @@ def _scalars(values: dict[str, Any]) -> dict[str, Any]:
     loads = values.get("expert_load", [])
     flat = {f"expert_load/{block}/{expert}": load for block, loads_E in enumerate(loads) for expert, load in enumerate(loads_E)}
     return {**{key: value for key, value in values.items() if key != "expert_load"}, **flat}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file such as `metrics.jsonl`; a last line that a killed process left unfinished is passed over.
-
-    Raises RunError naming file and line for any other line that is not a row.
-    """
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text("utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line:
-                row = json.loads(line)
-                row["step"] = int(row["step"])
-                rows.append(row)
-        except (ValueError, KeyError, TypeError, OverflowError):
-            if number < len(lines):
-                raise RunError(
-                    f"{path}, line {number}: not a row of metrics: restore the file, or start again in another run directory"
-                ) from None
-    return rows
 
 
 def cut_rows(path: Path, resume_step: int | None) -> None:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lather.config.changes import History
 from lather.errors import RunError
-from lather.train.changes import History
-from lather.train.metrics import read_rows, training_rows
+from lather.files import read_rows
+from lather.train.metrics import training_rows
 
 Array = npt.NDArray[np.float64]
 

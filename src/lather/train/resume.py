@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.config.changes import Change, History, class_of, differences, values_of
+from lather.config.config import Config
+from lather.config.old_runs import OldOptimConfig, going_on
+from lather.config.toml_file import config_of_run, load_run
 from lather.errors import ConfigError, RunError
-from lather.train.changes import Change, History, class_of, differences, values_of
-from lather.train.checkpoint import list_checkpoints, step_of
-from lather.train.config import Config
-from lather.train.config_file import config_of_run, load_run
-from lather.train.old_runs import OldOptimConfig, going_on
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lather.config.config import Config
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.dataset import TOKENIZER
 from lather.data.documents import load_tokenizer
 from lather.data.format1 import PermutedOrder, ShardWindows, data_set_of_format_1
 from lather.data.opening import held_out_sets, open_datasets, training_batches
-from lather.data.order import Phase
+from lather.data.order import MixturePhase
 from lather.errors import DataError
-from lather.train.config import Config
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class RunData:
     """The identity of each data set, by its folder."""
 
 
-def open_run_data(config: Config, report: Callable[[str], None], begun_with: str | None = None, phases: Sequence[Phase] = ()) -> RunData:
+def open_run_data(
+    config: Config, report: Callable[[str], None], begun_with: str | None = None, phases: Sequence[MixturePhase] = ()
+) -> RunData:
     """Open the data sets, made now if need be. `begun_with`: the name of a data set of format 1, with which the run goes on; `phases`: the
     mixtures that the run has had; none: it has had one.
 
@@ -50,7 +52,7 @@ def check_same_data(data: RunData, identities: dict[str, str]) -> None:
         )
 
 
-def _of_configuration(config: Config, report: Callable[[str], None], phases: Sequence[Phase]) -> RunData:
+def _of_configuration(config: Config, report: Callable[[str], None], phases: Sequence[MixturePhase]) -> RunData:
     train, vocab_size = config.train, config.model.vocab_size
     datasets = open_datasets(config.data, vocab_size, report)
     return RunData(

@@ -21,12 +21,12 @@ from typing import IO, Any
 import torch
 
 import lather
+from lather.config.changes import CHANGES
+from lather.config.config import Config
+from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
 from lather.files import write_aside
-from lather.train.changes import CHANGES
 from lather.train.companions import keep_companions
-from lather.train.config import Config
-from lather.train.config_file import config_to_toml
 from lather.train.fork import copy_run, fork_source, remove_copy
 from lather.train.resume import Start, start_of
 from lather.train.run_data import RunData

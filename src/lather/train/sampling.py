@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from lather.config.config import Config
 from lather.data.documents import load_tokenizer
 from lather.generation.text import encode_prompt
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
-from lather.train.config import Config
 
 
 def sample_text(model: Decoder, config: Config, run_dir: Path, prompt: str, num_tokens: int, *, seed: int) -> str:

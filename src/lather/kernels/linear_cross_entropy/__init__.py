@@ -78,7 +78,7 @@ def linear_cross_entropy(
     if tile is not None and min(tile) < 1:
         raise ValueError(f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary")
     labels_T = flat_labels(labels, len(weight), ignore_index)
-    plan = _Plan(dtype, _has_mixed_products(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
+    plan = _ProductPlan(dtype, _has_mixed_products(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
     loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
     return loss
 
@@ -109,7 +109,7 @@ def _has_mixed_products(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ProductPlan:
     """How the products are done."""
 
     dtype: torch.dtype
@@ -171,7 +171,7 @@ class _Plan:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> Tensor:
         with _no_autocast(x):
             logsumexp_T, label_logit_T = _logsumexp(plan.rounded(x, labels_T), weight_VD, labels_T, plan)
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
@@ -190,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return None if dx_TD is None else dx_TD.to(x.dtype).view(x.shape), dw_VD, None, None
 
 
-def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> tuple[Tensor, Tensor]:
     """logsumexp of each token's logits, and the logit of its label."""
     max_T = torch.full_like(labels_T, -torch.inf, dtype=plan.wide)
     sum_T, label_logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
@@ -203,7 +203,7 @@ def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Plan) -
 
 
 def _gradients(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, logsumexp_T: Tensor, scale_T: Tensor, plan: _Plan, needed: tuple[bool, bool]
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, logsumexp_T: Tensor, scale_T: Tensor, plan: _ProductPlan, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x_TD`, wide, and of `weight_VD`, in its own dtype; None where not needed."""
     dx_TD = torch.zeros_like(x_TD, dtype=plan.wide) if needed[0] else None

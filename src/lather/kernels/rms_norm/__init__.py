@@ -30,11 +30,11 @@ def rms_norm(x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: floa
     Differentiable once. Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
     """
     validate(x, weight)
-    y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return y
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         if _by_triton(x, weight_D):

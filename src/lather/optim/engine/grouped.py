@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.layout import Layout, layout_of
+from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
 from lather.optim.engine.state import layout_bytes
 from lather.optim.options import options_of

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lather.optim.engine.layout import Layout
+from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.sharded.owners import Share
+from lather.optim.sharded.owners import OwnedParameter
 from lather.optim.sharded.placement import Index, local, local_grad
 
 
@@ -62,7 +62,7 @@ class Member:
         return self.weight() if self.update is None else self.update
 
 
-def member_of(one: ParamInfo, share: Share | None) -> Member | None:
+def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
     """This rank's work on a parameter; None if there is none."""
     if share is None:
         return Member(one.param, one.layout, range(one.layout.batch), ())

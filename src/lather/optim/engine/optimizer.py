@@ -25,7 +25,7 @@ from torch.optim.optimizer import ParamsT
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.members import Member
 from lather.optim.engine.pending import PendingRefreshes
-from lather.optim.engine.plan import Chunk, Plan, Run, runs_of
+from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, runs_of
 from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
 from lather.optim.engine.roster import ParamInfo, Roster
 from lather.optim.engine.stateful import StatefulOptimizer
@@ -34,7 +34,7 @@ from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
 from lather.optim.sharded.placement import local
-from lather.optim.sharded.sharding import Exchange
+from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
 P = ParamSpec("P")
@@ -93,7 +93,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     """The rule of a subclass."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._stagger: tuple[Roster, Stagger] | None = None
         super().__init__(params, rule)
 
@@ -146,7 +146,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """
         return measure_gradients(self._current_roster().params, self._sharding.group_of)
 
-    def _collect(self, norms: GradientNorms | None) -> Plan | None:
+    def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
         """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
 
         torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
@@ -194,7 +194,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                 return False  # which is refused when it is made anew
         return True
 
-    def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> Plan:
+    def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
         """Raises ValueError before anything has changed."""
         steps = {id(one.param): int(state["step"]) if (state := self.state.get(one.param)) else 0 for one in usable}
         for _, due in {(id(one.rule), steps[id(one.param)]): one for one in usable if one.layout.dims}.items():
@@ -210,7 +210,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         taking = {id(one.param): one for one in alive}
         runs = [run for bucket in self._buckets for run in runs_of(bucket, taking, steps, exchange_of)]
         gathered = [one for one in alive if self._is_gathered(one.param)]
-        return Plan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
+        return StepPlan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
 
     def _make_roster(self) -> Roster:
         roster = super()._make_roster()
@@ -219,7 +219,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     # --- its phases -------------------------------------------------------------------------------------------------------------------
 
-    def _walk(self, runs: list[Run], exchanges: list[Exchange], members: Mapping[int, Member]) -> None:
+    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], members: Mapping[int, Member]) -> None:
         statistics = [run for run in runs if run.has_statistics]
         if statistics or any(exchange.has_statistics for exchange in exchanges):
             with record_function("lather.optim.statistics"):
@@ -247,9 +247,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._finish_refreshes()
         whole.keep(*one.rates())
 
-    def _work_through(self, runs: list[Run], exchanges: Sequence[Exchange | None], members: Mapping[int, Member], *, is_last: bool) -> None:
+    def _work_through(
+        self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange | None], members: Mapping[int, Member], *, is_last: bool
+    ) -> None:
         """The runs whose gradients are here, while the first others travel; then exchange by exchange, the next one on its way."""
-        coming, leaving = deque(filter(None, exchanges)), deque[Exchange]()
+        coming, leaving = deque(filter(None, exchanges)), deque[OwnerExchange]()
         if coming:
             coming[0].launch_in()
         self._work_on([run for run in runs if run.exchange is None] if exchanges else runs, is_last=is_last)
@@ -269,8 +271,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for exchange in leaving:
             exchange.finish_out()
 
-    def _work_on(self, runs: list[Run], *, is_last: bool) -> None:
-        alike: dict[tuple[str, int], list[Run]] = {}
+    def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
+        alike: dict[tuple[str, int], list[MemberRun]] = {}
         for run in runs:
             if run.flat is None or not is_last or not run.take_whole():
                 alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
@@ -283,7 +285,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                     else:
                         chunk.take_statistics()
 
-    def _refresh_bases(self, runs: list[Run]) -> None:
+    def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):
             for precision, jobs in self._due(runs):
                 with matmul_precision(precision):
@@ -306,7 +308,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def _no_refreshes(self) -> PendingRefreshes:
         return PendingRefreshes(self._count, matmul_precision)
 
-    def _due(self, runs: list[Run]) -> Iterator[tuple[str, list[DimRefresh]]]:
+    def _due(self, runs: list[MemberRun]) -> Iterator[tuple[str, list[DimRefresh]]]:
         """The refreshes of this step, by the matmul precision that they ask for."""
         jobs: dict[str, list[DimRefresh]] = {}
         for run in runs:
@@ -333,7 +335,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         super()._reset_buckets()
         self._plan, self._stagger = None, None
 
-    def _count_step(self, runs: list[Run], idle: dict[int, list[bool]]) -> None:
+    def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
         """Set t, what is due, who is idle, in runs that knew the step before. An interval that makes no sense raises before any of it."""
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):

@@ -4,9 +4,9 @@ It is made when parameters, options or the set of gradients that are present hav
 that have a gradient, the same step count and the same options form runs of neighbours, and a run is worked through in chunks small enough
 to bound temporary memory and, on a CPU, to stay in the cache.
 
-    Run     neighbouring members that take a step alike
+    MemberRun     neighbouring members that take a step alike
     Chunk   some rows of a run: gradients in, state as a batch, update out
-    Plan    all runs of a step, and the exchanges between ranks
+    StepPlan    all runs of a step, and the exchanges between ranks
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lather.optim.rule import NOBODY, Due, RefreshingRule, State, column
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
-    from lather.optim.sharded.sharding import Exchange
+    from lather.optim.sharded.sharding import OwnerExchange
 
 TEMPORARIES = 8
 """Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
@@ -46,7 +46,7 @@ def cpu_count(count: int) -> int:
     return -(-max(1, count) // threads) * threads
 
 
-class Run:
+class MemberRun:
     """Members first to last (exclusive) of a bucket, which take a step with the same t and the same options."""
 
     def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: int | None) -> None:
@@ -107,7 +107,7 @@ class Run:
 class Chunk:
     """Rows start to stop of a bucket, all within one run."""
 
-    def __init__(self, run: Run, first: int, start: int, stop: int) -> None:
+    def __init__(self, run: MemberRun, first: int, start: int, stop: int) -> None:
         """`first`: number of the run's first member in the bucket."""
         self.run, self.start, self.stop, self.dtype = run, start, stop, compute_dtype(run.rule)
         self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
@@ -249,13 +249,13 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """Everything that a step does, kept for as long as steps do the same."""
 
     params: list[Tensor]
     """Parameters that take the step."""
-    runs: list[Run]
-    exchanges: list[Exchange]
+    runs: list[MemberRun]
+    exchanges: list[OwnerExchange]
     gathered: list[ParamInfo]
     """Parameters that all ranks work on alike (`ownership="replicated"`)."""
     members: Mapping[int, Member]
@@ -279,13 +279,13 @@ class Plan:
     def of(
         cls,
         params: Sequence[ParamInfo],
-        runs: list[Run],
-        exchanges: list[Exchange],
+        runs: list[MemberRun],
+        exchanges: list[OwnerExchange],
         gathered: list[ParamInfo],
         members: Mapping[int, Member],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         key: tuple[object, ...],
-    ) -> Plan:
+    ) -> StepPlan:
         """Make the plan of parameters whose state is there."""
         tensors = [one.param for one in params]
         counts = [state[p]["step"] for p in tensors]
@@ -313,7 +313,7 @@ class Plan:
             self.steps += 1
 
 
-def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[Run]:
+def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[MemberRun]:
     """The runs of a step.
 
     Args:
@@ -321,7 +321,7 @@ def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int,
         steps: id of a parameter -> t of the step before.
         exchange_of: id of a parameter -> the number of its exchange, if it has one.
     """
-    runs: list[Run] = []
+    runs: list[MemberRun] = []
     some: list[ParamInfo] = []
     last_key: object = None
     for i, member in enumerate([*bucket.members, None]):
@@ -331,7 +331,7 @@ def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int,
             key = (steps[id(info.param)], exchange_of.get(id(info.param)), info.settings.number)
         if some and (key != last_key or (info is not None and info.rule != some[-1].rule)):
             first = some[0].param
-            runs.append(Run(bucket, i - len(some), some, steps[id(first)], exchange_of.get(id(first))))
+            runs.append(MemberRun(bucket, i - len(some), some, steps[id(first)], exchange_of.get(id(first))))
             some = []
         if info is not None:
             some.append(info)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lather.device import is_cpu
 from lather.optim.engine.gradients import read_together
-from lather.optim.engine.plan import Run, cpu_count, index_on
+from lather.optim.engine.plan import MemberRun, cpu_count, index_on
 from lather.optim.engine.state import compute_dtype
 from lather.optim.rule import RefreshingRule, State
 
@@ -37,7 +37,7 @@ CPU_REFRESH_BYTES = 2**26
 class DimRefresh:
     """One dim of some rows of a run."""
 
-    run: Run
+    run: MemberRun
     dim: int
     rows: Sequence[int]
     """Rows of the bucket, ascending."""
@@ -62,7 +62,7 @@ class DimRefresh:
             yield replace(self, rows=self.rows[i : i + count])
 
 
-class _Rows(State):
+class _StackRows(State):
     """The rows of a batch in the bucket's stacks, in the dtype of computation; each entry is gathered when the rule first asks for it.
 
     Neighbouring rows are views, and putting them back costs nothing; others are gathered and scattered.
@@ -135,7 +135,7 @@ def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
 
 def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
     """Ask a method of the rule about the rows of a batch, which it may change."""
-    rows = _Rows(batch)
+    rows = _StackRows(batch)
     answer = method(rows, batch.dim, *more)
     rows.put_back()
     return answer
@@ -179,7 +179,7 @@ class Stagger:
         return min(interval - 1, int((first + matrix * width) * interval + 1e-9))
 
 
-def due_rows(run: Run, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
+def due_rows(run: MemberRun, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
     """Rows of the bucket whose bases are refreshed in this step. Idle experts keep theirs, except for the first ones."""
     due, rows = run.due, run.rows
     if not run.bucket.dims or due.who == "nobody":

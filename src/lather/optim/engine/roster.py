@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.layout import Layout
+from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
 from lather.optim.sharded.placement import Spread

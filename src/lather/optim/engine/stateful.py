@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.buckets import Bucket, make_buckets
 from lather.optim.engine.grouped import GroupedOptimizer
-from lather.optim.engine.layout import Layout, layout_of
+from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.members import Member, member_of
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import kept_entries
-from lather.optim.sharded.owners import Share, Unit, matrices_of
+from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
 
@@ -38,7 +38,7 @@ class SpreadEntry:
     value: Tensor
     """The part that this rank keeps; or the entry as it was saved, whole or a DTensor."""
     dtype: torch.dtype
-    share: Share
+    share: OwnedParameter
     """Share of the parameter."""
     spread: Spread
     """Spread of the entry, as its DTensor has it."""
@@ -48,7 +48,7 @@ class SpreadEntry:
         """Whether the DTensor has on every rank what that rank keeps."""
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
-    def owned(self, spread: Spread) -> Share:
+    def owned(self, spread: Spread) -> OwnedParameter:
         """Who keeps what of an entry that is spread in this way."""
         found: list[tuple[Box, int, int]]
         if self.share.is_gathered:
@@ -56,8 +56,8 @@ class SpreadEntry:
         else:
             boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
             found = [(boxes[unit.number] if boxes else unit.box, unit.number, unit.owner) for unit in self.share.units]
-        units = tuple(Unit(box, number, owner, spread.holders(box)) for box, number, owner in found)
-        return Share(spread, self.share.layout, units, self.share.elementwise, is_apart=True)
+        units = tuple(OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found)
+        return OwnedParameter(spread, self.share.layout, units, self.share.elementwise, is_apart=True)
 
 
 def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.state import compute_dtype, kept_entries
-from lather.optim.sharded.owners import Share, Unit
+from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
 from lather.optim.sharded.sharding import Sharding, Transfer
 
@@ -47,8 +47,10 @@ class Gathered:
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
             """Put the parts of all ranks together, on all of them."""
             whole = Box.whole(spread.shape)
-            units = [Unit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
-            Transfer([Share(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move([part], [out], group)
+            units = [OwnedUnit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
+            Transfer([OwnedParameter(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move(
+                [part], [out], group
+            )
             return out
 
         member = Member(one.param, one.layout, range(one.layout.batch), None)

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from lather.optim.engine.layout import Layout
+from lather.optim.engine.matrix_layout import Layout
 from lather.optim.sharded.placement import Box, Spread
 
 
 @dataclass(frozen=True)
-class Unit:
+class OwnedUnit:
     """A piece that one rank works on as a whole: a matrix, or some rows of a parameter whose elements are independent."""
 
     box: Box
@@ -40,13 +40,13 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class OwnedParameter:
     """A parameter that is spread, and who works on what of it."""
 
     spread: Spread
     layout: Layout
     """Layout of the whole parameter."""
-    units: tuple[Unit, ...]
+    units: tuple[OwnedUnit, ...]
     """Units of the parameter, ascending by number."""
     elementwise: bool
     """The units are rows, at most one on a rank, and their owners change them where they are; otherwise matrices, which may travel."""
@@ -56,7 +56,7 @@ class Share:
     """Nobody owns a matrix: all ranks gather it and work on it alike (`lather.optim.sharded.gathered`)."""
 
     @cached_property
-    def own(self) -> tuple[Unit, ...]:
+    def own(self) -> tuple[OwnedUnit, ...]:
         """The units that this rank owns."""
         return tuple(unit for unit in self.units if unit.owner == self.spread.position)
 
@@ -77,7 +77,7 @@ class Share:
         first = self.own[0].box
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 
-    def origin(self, unit: Unit) -> Box:
+    def origin(self, unit: OwnedUnit) -> Box:
         """A box that begins where the owner's tensor is taken to begin when `unit` is looked for in it. Only its owner may ask."""
         if self.in_place:
             return self.spread.box
@@ -91,17 +91,17 @@ def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Bo
     return [whole.cut(0, layout.batch, number) for number in range(layout.batch)] if layout.kind == "per_expert" else [whole]
 
 
-def rows_of_copies(spread: Spread) -> list[Unit]:
+def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
     """Elementwise work: every box is cut among the positions that hold it, along its first dim that can be: parts are contiguous."""
     units = []
     for box, positions in spread.positions_of.items():
         dim = next((d for d, n in enumerate(box.size) if n > 1), None)
         parts = [box] if dim is None else [box.cut(dim, len(positions), number) for number in range(len(positions))]
-        units += [Unit(part, 0, owner, positions) for part, owner in zip(parts, positions, strict=False) if part.numel]
+        units += [OwnedUnit(part, 0, owner, positions) for part, owner in zip(parts, positions, strict=False) if part.numel]
     return units
 
 
-def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]) -> list[list[Unit]]:
+def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]) -> list[list[OwnedUnit]]:
     """The matrices of each parameter with their owners. The parameters are on one mesh.
 
     Args:
@@ -117,9 +117,9 @@ def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float
     found.sort(key=lambda one: -one[0])  # the sort is stable
     ranks = wanted[0][0].ranks if wanted else ()
     owners = assign([cost for cost, *_ in found], [held for *_, held in found], [loads.get(rank, 0.0) for rank in ranks])
-    units: list[list[Unit]] = [[] for _ in wanted]
+    units: list[list[OwnedUnit]] = [[] for _ in wanted]
     for (_, parameter, number, box, held), owner in zip(found, owners, strict=True):
-        units[parameter].append(Unit(box, number, owner, held))
+        units[parameter].append(OwnedUnit(box, number, owner, held))
     return units
 
 

@@ -5,7 +5,7 @@ parameters. Factors, bases and moments stay with the owner. While one bucket is 
 updates are on their way. The owner does what a process with the whole parameter would do, so the numbers are the same on every mesh.
 
     Sharding   the plan: where each parameter is, and who owns what of it
-    Exchange   one bucket's way to the owners and back
+    OwnerExchange   one bucket's way to the owners and back
     Transfer   parts of tensors that travel between the ranks of a mesh, all at once
 """
 
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.optim.engine.buckets import BUCKET_BYTES
-from lather.optim.engine.layout import Layout
+from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
 from lather.optim.engine.state import compute_dtype, kept_entries
-from lather.optim.sharded.owners import Share, Unit, rows_of_copies, share_out
+from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_, new_group_of
 
@@ -43,7 +43,7 @@ class Sharding:
         self._spreads: dict[Any, Spread] = {}
         """Spreads, one for all parameters that are spread alike."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, OwnedParameter] = {}
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
         """The spread of a parameter; None for one that this process has to itself. Raises ValueError for one that cannot be served."""
@@ -88,7 +88,7 @@ class Sharding:
                 of_owners[rank] = of_owners.get(rank, 0) + (unit.box.numel * of_element if share.elementwise else of_matrix)
         return found
 
-    def share_of(self, p: Tensor) -> Share | None:
+    def share_of(self, p: Tensor) -> OwnedParameter | None:
         """Who owns what of a parameter that was planned; None for one that is not spread."""
         return self._shares.get(id(p))
 
@@ -149,9 +149,9 @@ class Sharding:
         for one, spread in params:
             elementwise = one.layout.kind == "elements"
             own = tuple(rows_of_copies(spread) if elementwise else () if _is_gathered(one) else next(shared))
-            self._shares[id(one.param)] = Share(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
+            self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
 
-    def exchanges(self, params: Sequence[ParamInfo]) -> list[Exchange]:
+    def exchanges(self, params: Sequence[ParamInfo]) -> list[OwnerExchange]:
         """The exchanges of a step that these take, alike and in one order on all ranks; parameters of which nothing travels have none."""
         wanted = []
         for one in params:
@@ -171,7 +171,7 @@ class Sharding:
                 )
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
                 wanted.append(((one, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
-        return [Exchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
+        return [OwnerExchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
 
 
 def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
@@ -184,13 +184,13 @@ def _is_gathered(one: ParamInfo) -> bool:
     return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
 
 
-class Exchange:
+class OwnerExchange:
     """Alike parameters of one mesh whose matrices are owned by other ranks than those that hold them.
 
     launch_in, finish_in, then the owners compute, launch_out, finish_out. Of elementwise ones only weights travel, to the other copies.
     """
 
-    def __init__(self, params: Sequence[tuple[ParamInfo, Share]], group: dist.ProcessGroup) -> None:
+    def __init__(self, params: Sequence[tuple[ParamInfo, OwnedParameter]], group: dist.ProcessGroup) -> None:
         """`params`: each with who owns what of it."""
         self.params, shares, self.group = [one for one, _ in params], [share for _, share in params], group
         first = self.params[0]
@@ -264,7 +264,7 @@ class Exchange:
         return {item: member for item, member in found if member is not None and member.index is None}
 
 
-class Route(NamedTuple):
+class TensorRegion(NamedTuple):
     """A part of tensor number `item`; tensors are numbered alike on all ranks."""
 
     item: int
@@ -276,7 +276,7 @@ class Route(NamedTuple):
         return math.prod(self.size)
 
 
-Parts = list[tuple[Route, Tensor]]
+Parts = list[tuple[TensorRegion, Tensor]]
 """Tensors that have come, each with the place where it belongs."""
 
 Arriving = Callable[[], Parts]
@@ -291,12 +291,12 @@ class Transfer:
     finds it in the same order: nothing but the elements travels.
     """
 
-    def __init__(self, shares: Sequence[Share], *, inward: bool) -> None:
-        self._sends: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+    def __init__(self, shares: Sequence[OwnedParameter], *, inward: bool) -> None:
+        self._sends: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
         """Routes of what is sent, by receiving position."""
-        self._receives: list[list[Route]] = [[] for _ in shares[0].spread.ranks]
+        self._receives: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
         """Routes of what is received, by sending position."""
-        self._kept: list[tuple[Route, Route]] = []
+        self._kept: list[tuple[TensorRegion, TensorRegion]] = []
         """Routes from and to, of what stays on this rank."""
         units = chain.from_iterable(share.units for share in shares)
         self._is_needed = any(unit.owner not in unit.holders if inward else not unit.stays for unit in units)
@@ -307,13 +307,13 @@ class Transfer:
                 for box in spread.positions_of if unit.owner == spread.position else (spread.box,):
                     self._add(item, share, unit, box, inward)
 
-    def _add(self, item: int, share: Share, unit: Unit, box: Box, inward: bool) -> None:
+    def _add(self, item: int, share: OwnedParameter, unit: OwnedUnit, box: Box, inward: bool) -> None:
         """Add the routes of what `box` has of the unit, where this rank is concerned; in the same order on all ranks."""
         overlap, me, positions = box.overlap(unit.box), share.spread.position, share.spread.positions_of[box]
         if overlap is None:
             return
         boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
-        start, to = (Route(item, overlap.within(outer), overlap.size) for outer in boxes)
+        start, to = (TensorRegion(item, overlap.within(outer), overlap.size) for outer in boxes)
         ways = [(unit.owner if unit.owner in positions else positions[unit.number % len(positions)], unit.owner)]
         if not inward:
             start, to, ways = to, start, [(unit.owner, position) for position in positions]
@@ -369,6 +369,6 @@ def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
     return list(chain(*found.values()))
 
 
-def _split(flat: Tensor, routes: Sequence[Route]) -> list[Tensor]:
+def _split(flat: Tensor, routes: Sequence[TensorRegion]) -> list[Tensor]:
     parts = flat.split([route.numel for route in routes]) if routes else ()
     return [part.view(route.size) for part, route in zip(parts, routes, strict=True)]

@@ -1,0 +1,60 @@
+"""A checkpoint by name: RUN, its newest one; RUN@STEP; RUN@best, the kept one with the lowest validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.errors import UserError
+from lather.files import read_rows
+
+BEST = "best"
+
+
+def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
+    """The run and the checkpoint that RUN, RUN@STEP or RUN@best means. A run whose own name has an @ in it may be given, too.
+
+    `step`: what an option `--step` says, negative if nothing. Raises UserError if there is no such run or checkpoint, saying which there
+    are, or if both say a step.
+    """
+    run, wanted, place = _split(run_at_step)
+    if step >= 0:
+        if wanted is not None:
+            raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
+        wanted, place = str(step), f"--step {step}"
+    folder = run / "checkpoints"
+    found = list_checkpoints(folder) or list_checkpoints(folder)  # a run that trains may have replaced its only one during the first look
+    checkpoints = {step_of(path): path for path in found}
+    if not checkpoints:
+        raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
+    if wanted is None:
+        return run, checkpoints[max(checkpoints)]
+    there = ", ".join(map(str, checkpoints))
+    if wanted == BEST:
+        best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
+        if best is None:
+            raise UserError(f"{run}@{BEST}: no validation loss is known of the checkpoints that are kept: use one of {there}")
+        return run, checkpoints[best[1]]
+    if not (wanted.isascii() and wanted.isdigit() and int(wanted) in checkpoints):
+        raise UserError(f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}")
+    return run, checkpoints[int(wanted)]
+
+
+def _split(run_at_step: str) -> tuple[Path, str | None, str]:
+    """The run, what stands after the @ if there is one, and both as they were given."""
+    whole = Path(run_at_step)
+    if (whole / "config.toml").exists():
+        return whole, None, run_at_step
+    name, at, step = run_at_step.rpartition("@")
+    run = Path(name) if at and name else whole
+    if not (run / "config.toml").exists():
+        raise UserError(f"{run}: not a run (it has no config.toml): give the run_dir of a training run")
+    return run, step, run_at_step
+
+
+def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
+    """Return the lowest validation loss of a step that has a checkpoint, and that step; None: of none it is known."""
+    losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
+    return min(losses, default=None)

@@ -1,0 +1,225 @@
+"""The state of a training run, as a rank has it and as the whole model's.
+
+On a mesh a rank has some layers, of these some experts, and of each parameter some rows or, for optimizers that need whole matrices, some
+matrices. A checkpoint knows nothing of that: it has tensors under the names of the whole model, one per routed expert, and each rank has
+pieces of some. The pieces are views of what the run works with, to be saved from and loaded into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lather.checkpoint.planner import Piece
+from lather.checkpoint.table import StoredEntry
+from lather.device import gpu_module, is_gpu
+from lather.errors import CheckpointError
+from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.parallel.local_parameters import ShardInfo
+from lather.parallel.shared_errors import together
+
+if TYPE_CHECKING:
+    from lather.engine.engine import Engine
+
+RANDOM = "random/"
+"""Before the names of random states. Parameters and their optimizer state have other names."""
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Of optimizer state, by entry and key."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter as the optimizer knows it."""
+
+    info: ShardInfo
+    parameter: nn.Parameter
+    """This rank's rows."""
+    source: nn.Parameter
+    """The sharded parameter, which the optimizer may have been given instead."""
+    first: int = 0
+    """Number of the first expert of `source`, in the whole model."""
+
+    def rows(self, param: Tensor) -> tuple[int, int]:
+        """First row and number of rows of `param`, one of the two."""
+        return (self.info.offset, self.info.length) if param is self.parameter else (self.first, len(self.source))
+
+
+class TrainingState:
+    """Weights, buffers, optimizer state and random state of this rank; for saving and loading."""
+
+    def __init__(
+        self,
+        owned: Iterable[_Owned],
+        buffers: Iterable[Piece],
+        optimizer: torch.optim.Optimizer | None,
+        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
+        device: torch.device | None = None,
+    ) -> None:
+        """`groups`: all ranks twice, the mesh's `control_group` and `saving_group`; None: one process."""
+        self._owned, self._buffers = list(owned), list(buffers)
+        self._by_param: dict[Tensor, _Owned] = {p: owned for owned in self._owned for p in (owned.source, owned.parameter)}
+        self.optimizer, self.device = optimizer, device or torch.device("cpu")
+        self.group, self.saving_group = groups
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
+
+    @classmethod
+    def of_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+        """Of a whole model in one process."""
+        infos = {name: ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)) for name, p in model.named_parameters()}
+        owned = [_Owned(infos[name], p, p) for name, p in model.named_parameters()]
+        return cls(owned, _buffers(model), optimizer)
+
+    @classmethod
+    def of_engine(cls, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
+        """Of this rank of a mesh; every rank makes one."""
+        mesh = engine.mesh
+        owned = [
+            _Owned(entry.info, entry.parameter, entry.source, mesh.ep_rank * len(entry.source) if entry.info.is_expert else 0)
+            for entry in engine.parameters
+        ]
+        return cls(owned, _buffers(engine.part), optimizer, (mesh.control_group, mesh.saving_group), mesh.device)
+
+    def names(self) -> set[str]:
+        """Of parameters, one per expert, and buffers of all ranks; every rank calls it."""
+        own = {piece.name for piece in self.weights()}
+        everybody = [own]
+        if self.group is not None:
+            everybody = [set() for _ in range(self.num_ranks)]
+            dist.all_gather_object(everybody, own, group=self.group)
+        return set().union(*everybody)
+
+    def weights(self) -> Iterator[Piece]:
+        """Parameters by name, tied ones once, and buffers that are part of the state."""
+        for owned in self._owned:
+            value = owned.parameter.detach()
+            yield from _pieces(owned.info, owned.rows(owned.parameter), "", value, (0,) * value.dim(), tuple(value.shape))
+        yield from self._buffers
+
+    def optimizer_state(self) -> Iterator[Piece]:
+        """By `<parameter>/<key>`, every entry a tensor."""
+        for param, key, value, offset, shape in _optimizer_pieces(self.optimizer):
+            owned = self._by_param[param]
+            yield from _pieces(owned.info, owned.rows(param), f"/{key}", value, offset, shape)
+
+    def random_state(self) -> list[Piece]:
+        """Copies of the states of torch's generators, by rank; of a training run only."""
+        if self.optimizer is None:
+            return []
+        states = {"cpu": torch.get_rng_state()}
+        if is_gpu(self.device):
+            states["cuda"] = gpu_module(self.device).get_rng_state(self.device)
+        return [Piece(f"{RANDOM}{name}.{self.rank}", state, (0,), (len(state),)) for name, state in states.items()]
+
+    def set_random_state(self, pieces: Iterable[Piece]) -> None:
+        """Of `random_state`, after loading into them."""
+        for piece in pieces:
+            if piece.name.startswith(f"{RANDOM}cuda"):
+                gpu_module(self.device).set_rng_state(piece.value, self.device)
+            else:
+                torch.set_rng_state(piece.value)
+
+    def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
+        """Room for what is stored, in place of what there was; parameters of which nothing is stored start afresh. Every rank calls it.
+
+        Raises CheckpointError, on all ranks, if the optimizer's state is made otherwise; what there was is then there again.
+        """
+        assert self.optimizer is not None
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        if hasattr(self.optimizer, "init_state"):
+            self.optimizer.init_state()
+        else:
+            self._allocate(stored_shapes(stored))
+        try:
+            with together(self.group):
+                self._check_optimizer_state(stored)
+        except CheckpointError:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(before)
+            raise
+
+    def _check_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
+        shapes = stored_shapes(stored)
+        found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+        for piece in self.optimizer_state():
+            entry, _, key = piece.name.rpartition("/")
+            found[entry][key] = piece.shape
+        for entry in sorted(found.keys() & shapes.keys()):
+            owns = found[entry].keys() != {"step"}  # which is on ranks, too, whose matrices are elsewhere
+            for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
+                there, here = (of[entry].get(key, "absent") for of in (shapes, found))
+                if there != here:
+                    raise CheckpointError(f"{entry}/{key} is {there} there and {here} here")
+
+    def _allocate(self, shapes: Shapes) -> None:
+        """State of an optimizer of elementwise rules, which has as many rows as the parameter."""
+        assert self.optimizer is not None
+        state_dict = self.optimizer.state_dict()
+        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state: dict[int, dict[str, Any]] = {}
+        for index, p in zip(ids, params, strict=True):
+            owned = self._by_param[p]
+            entries = dict.fromkeys(shapes.get(owned.info.name, {}), ())
+            one = entry_name(owned.info.name, 0) if owned.info.is_expert else owned.info.name
+            entries |= {key: tuple(p.shape) if shape else () for key, shape in shapes.get(one, {}).items()}
+            if entries:
+                state[index] = {key: torch.zeros(shape, dtype=torch.float32 if not shape else p.dtype) for key, shape in entries.items()}
+        self.optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def stored_shapes(stored: Mapping[str, StoredEntry]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of the optimizer state among the entries."""
+    shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, stored_entry in stored.items():
+        entry, slash, key = name.rpartition("/")
+        if slash and not name.startswith(RANDOM):
+            shapes[entry][key] = stored_entry.shape
+    return dict(shapes)
+
+
+def parameter_of(entry: str) -> str:
+    """That an entry belongs to, alone or with the other experts'."""
+    return split_entry(entry)[0]
+
+
+def _buffers(module: nn.Module) -> list[Piece]:
+    kept = module.state_dict().keys()
+    return [Piece(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in module.named_buffers() if name in kept]
+
+
+def _optimizer_pieces(
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[tuple[Tensor, str, Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """(parameter, key, value, offset, shape): as the optimizer tells, or all that it has of each parameter."""
+    if optimizer is None:
+        return
+    if hasattr(optimizer, "state_pieces"):
+        for piece in optimizer.state_pieces():
+            yield piece.param, piece.key, piece.value, tuple(piece.offset), tuple(piece.shape)
+        return
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            yield param, key, value, (0,) * value.dim(), tuple(value.shape)
+
+
+def _pieces(
+    info: ShardInfo, rows: tuple[int, int], suffix: str, value: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[Piece]:
+    """What belongs to a parameter of which there are `rows`, first and number: of each expert, or rows, or something not divided."""
+    first, length = rows
+    if shape and shape[0] == length and info.is_expert:
+        for number, one in enumerate(value.unbind()):
+            yield Piece(f"{entry_name(info.name, first + offset[0] + number)}{suffix}", one, offset[1:], shape[1:])
+    elif shape and shape[0] == length and length != info.shape[0]:
+        yield Piece(f"{info.name}{suffix}", value, (first + offset[0], *offset[1:]), (info.shape[0], *shape[1:]))
+    else:
+        yield Piece(f"{info.name}{suffix}", value, offset, shape)

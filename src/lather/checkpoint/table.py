@@ -1,0 +1,219 @@
+"""What a checkpoint holds and where: `state.json`, the metadata of torch's distributed checkpoints without its pickle.
+
+    progress, optimizer class
+    files      name -> bytes and sha256
+    tensors    name -> dtype, shape, and pieces that cover it without overlap: file, offsets, sizes
+    digest     of all of the above
+
+A file's tensors are named by `piece_name`, so that each can be read by itself. All that is read is checked: a table may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+
+from lather.errors import CheckpointError
+from lather.models.hf.safetensors_folder import DTYPES
+
+FORMAT = 2
+STATE_FILE = "state.json"
+RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is, besides weights and optimizer state."""
+
+    step: int
+    """Optimizer steps done."""
+    seconds: float
+    """Time spent training, over all processes that worked on the run."""
+    skipped_in_a_row: int = 0
+    """Steps skipped just before this one for a loss or gradient that was not finite."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor, and the file that has it."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """A tensor of the whole model."""
+
+    dtype: str
+    """As in safetensors: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All of `state.json`."""
+
+    progress: Progress
+    optimizer: str | None
+    """Its class; None if no optimizer's state was saved."""
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredEntry]
+
+    def metadata(self) -> Metadata:
+        """As torch's planners have it."""
+        return Metadata({name: _metadata_of(entry) for name, entry in self.tensors.items()})
+
+    def to_json(self) -> str:
+        """A line per file and tensor."""
+        state = {
+            "format": FORMAT,
+            "step": self.progress.step,
+            "seconds": self.progress.seconds,
+            "skipped_in_a_row": self.progress.skipped_in_a_row,
+            "optimizer": self.optimizer,
+            "files": {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()},
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [[piece.file, piece.offsets, piece.sizes] for piece in entry.pieces],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return _format({**state, "digest": digest_of(state)})
+
+
+def piece_name(name: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """In a rank's file: the tensor's own name if it is whole there, otherwise with the part as Python has it, such as `w[4:8, :]`."""
+    if tuple(sizes) == tuple(shape):
+        return name
+    parts = [":" if size == whole else f"{start}:{start + size}" for start, size, whole in zip(offsets, sizes, shape, strict=True)]
+    return f"{name}[{', '.join(parts)}]"
+
+
+def read_table(folder: Path) -> Table:
+    """Of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or no table of a checkpoint."""
+    file = folder / STATE_FILE
+    pickled = folder / ".metadata"
+    if pickled.exists():
+        raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run any code: {remedy(folder)}")
+    try:
+        state = json.loads(file.read_text("utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("not a table")
+        if state.pop("digest") != digest_of(state):
+            raise ValueError("its digest is not that of its contents")
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, expected {FORMAT}")
+        return _table(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: missing or damaged ({error}): {remedy(folder)}") from None
+
+
+def remedy(folder: Path) -> str:
+    return f"delete {folder} to go on from the checkpoint before it"
+
+
+def digest_of(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raises ValueError unless the boxes are all of a tensor, each element once."""
+    for offsets, sizes in boxes:
+        inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True))
+        if not inside:
+            raise ValueError(f"a piece of {name!r} at {offsets} of {sizes} is not within {tuple(shape)}")
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        raise ValueError(f"the pieces of {name!r} are not all of it")
+    filled = sorted(box for box in boxes if math.prod(box[1]))
+    for number, one in enumerate(filled):
+        for other in filled[number + 1 :]:
+            if other[0] and other[0][0] >= one[0][0] + one[1][0]:
+                break  # nor do those after it reach into this one
+            if _overlap(one, other):
+                raise ValueError(f"pieces of {name!r} overlap")
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
+    return all(start < other_start + other_size and other_start < start + size for (start, size), (other_start, other_size) in pairs)
+
+
+def _table(state: Mapping[str, Any]) -> Table:
+    files = {name: _file(name, raw) for name, raw in state["files"].items()}
+    tensors = {name: _entry(name, raw, files) for name, raw in state["tensors"].items()}
+    optimizer, seconds = state["optimizer"], state["seconds"]
+    if not (optimizer is None or isinstance(optimizer, str)):
+        raise ValueError("its optimizer is no name of a class")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise ValueError("its seconds are no number")
+    step, skipped = _sizes([state["step"], state["skipped_in_a_row"]])
+    return Table(Progress(step, float(seconds), skipped), optimizer, files, tensors)
+
+
+def _file(name: str, raw: Mapping[str, Any]) -> StoredFile:
+    if not RANK_FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+    (num_bytes,) = _sizes([raw["bytes"]])
+    return StoredFile(name, num_bytes, str(raw["sha256"]))
+
+
+def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -> StoredEntry:
+    dtype, shape = raw["dtype"], _sizes(raw["shape"])
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} is of dtype {dtype!r}")
+    pieces = tuple(StoredPiece(file, _sizes(offsets), _sizes(sizes)) for file, offsets, sizes in raw["pieces"])
+    for piece in pieces:
+        if piece.file not in files:
+            raise ValueError(f"{name!r} is in {piece.file!r}, of which nothing is known")
+    check_cover(name, shape, [(piece.offsets, piece.sizes) for piece in pieces])
+    return StoredEntry(dtype, shape, pieces)
+
+
+def _sizes(raw: Any) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(type(size) is int and 0 <= size < 2**63 for size in raw):
+        raise ValueError(f"{raw!r} are no sizes")
+    return tuple(raw)
+
+
+def _metadata_of(entry: StoredEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in entry.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
+
+
+def _format(state: Mapping[str, Any]) -> str:
+    lines = []
+    for key, value in state.items():
+        if isinstance(value, dict):
+            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}"

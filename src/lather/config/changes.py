@@ -1,0 +1,221 @@
+"""The fields that may change between two starts of a run, and the history of those that did.
+
+Every field of the configuration is of one of three classes:
+
+free         does not touch what the run computes, but for rounding: devices, meshes, micro-batches, logging, where data lie
+changeable   counts from the step at which the run goes on, and is recorded with it: steps, rates, schedule, decay, data mixture
+fixed        all others: the model, the seed, the batch, the rules
+
+`changes.jsonl` has a row for each step at which something changed: {"step": 300, "time": ..., "changes": {"train.steps": [300, 600]}}, old
+value and new. A run that was forked begins with {"step": 300, "forked_from": "runs/a@300"}. The last line is the configuration to which
+the rows lead, so that one atomic write replaces both, and taking rows back from it (`History.values_at`) gives the configuration of any
+step. The learning rate is a function of the step and of the configuration that the run has at that time; what the mixture of data was at
+each step is read from the history (`History.phases`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lather.config.config import Config
+from lather.data.order import MixturePhase
+from lather.errors import RunError
+
+CHANGES = "changes.jsonl"
+
+FREE = (
+    "checkpoint",
+    "data",
+    "fork_from",
+    "init_from",
+    "log",
+    "moe.memory",
+    "parallel",
+    "run_dir",
+    "train.compile",
+    "train.deterministic",
+    "train.device",
+    "train.max_skipped_steps",
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.rounded_weights",
+    "train.validation_every",
+    "train.validation_sequences",
+)
+"""Sections and keys. Those of `data` say where the tokens are; that they are the same is known by their checksums."""
+FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
+"""Options of rules."""
+CHANGEABLE = (
+    "data.path",
+    "data.weights",
+    "moe.balance_coefficient",
+    "moe.z_loss_coefficient",
+    "optim.decay_fraction",
+    "optim.min_lr_ratio",
+    "optim.schedule",
+    "optim.warmup_steps",
+    "train.max_grad_norm",
+    "train.steps",
+)
+"""Keys. Of `data.path` only how many data sets it names counts: the same ones in other places are free."""
+CHANGEABLE_OPTIONS = (
+    "eps",
+    "lr",
+    "lr_factor",
+    "momentum",
+    "precondition_frequency",
+    "stagger_refresh",
+    "weight_decay",
+    "weight_decay_method",
+)
+"""Options of rules, of `[optim]` and of its kinds, which the state does not know. Betas are fixed: moments that were made with others would
+be corrected for a bias that they do not have."""
+FIXED = ("data.packing", "data.packed_attention")
+"""Keys that are fixed although their section is free."""
+
+LABEL = 50
+"""The longest label in a picture, letters."""
+
+Values = Mapping[str, Any]
+"""Values of a configuration by dotted key, as JSON has them."""
+Change = tuple[Any, Any]
+"""Old value and new."""
+
+
+def class_of(key: str) -> str:
+    """Return the class of a field: "free", "changeable" or "fixed"."""
+    section, _, option = key.rpartition(".")
+    is_option = section == "optim" or section.startswith("optim.")
+    if key in CHANGEABLE or (is_option and option in CHANGEABLE_OPTIONS):
+        return "changeable"
+    if key not in FIXED and ({key, key.partition(".")[0]} & set(FREE) or (is_option and option in FREE_OPTIONS)):
+        return "free"
+    return "fixed"
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """Flatten the configuration."""
+    values: dict[str, Any] = json.loads(json.dumps(_flat(asdict(config))))
+    return values
+
+
+def differences(before: Values, after: Values) -> dict[str, Change]:
+    """Return old and new value of every field that differs and is not free; None where one of the two has no such field."""
+    found = {}
+    for key in {**before, **after}:
+        old, new = before.get(key), after.get(key)
+        differs = max(1, len(old or ())) != max(1, len(new or ())) if key == "data.path" else old != new
+        if differs and class_of(key) != "free":
+            found[key] = (old, new)
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """The changes at one step."""
+
+    step: int
+    """Steps that were done; the next one is the first to which it applies."""
+    changes: dict[str, Change]
+    time: str = ""
+    """When, ISO 8601."""
+    forked_from: str = ""
+    """The run and step of which this run is a fork; empty: it is none, or the row is a later one."""
+
+    def describe(self) -> str:
+        """The changes in a line for the reader."""
+        changes = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items())
+        return f"from step {self.step + 1} on: {changes}"
+
+    def brief(self) -> str:
+        """The changes in a few words, for a picture: no more than two fields, without their sections."""
+        changes = [f"{key.rpartition('.')[2]} {_shown(old)} \N{RIGHTWARDS ARROW} {_shown(new)}" for key, (old, new) in self.changes.items()]
+        more = [f"{len(changes) - 2} more"] if len(changes) > 2 else []
+        text = ", ".join([*(["fork"] if self.forked_from else []), *changes[:2], *more])
+        return text if len(text) <= LABEL else f"{text[: LABEL - 3]}..."
+
+    def to_json(self) -> str:
+        mapping = asdict(self)
+        return json.dumps({key: mapping[key] for key in mapping if mapping[key] or key == "step"})
+
+
+@dataclass(frozen=True)
+class History:
+    """The changes of a run, in their order, and the configuration that they lead to."""
+
+    rows: tuple[Row, ...] = ()
+    values: Values = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run_dir: Path, unchanged: Values) -> History:
+        """Read `changes.jsonl`. A run without it has not changed: its configuration is `unchanged`. Raises RunError if it is damaged."""
+        file = run_dir / CHANGES
+        if not file.exists():
+            return cls((), unchanged)
+        try:
+            *rows, last = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+            return cls(tuple(_row(mapping) for mapping in rows), dict(last["configuration"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RunError(f"{file}: damaged: restore it, or start again in another run directory") from None
+
+    def to_jsonl(self) -> str:
+        return "".join(f"{line}\n" for line in [*(row.to_json() for row in self.rows), json.dumps({"configuration": self.values})])
+
+    @property
+    def forked_from(self) -> str:
+        """The run and step of which this run is a fork; empty: of none."""
+        return next((row.forked_from for row in reversed(self.rows) if row.forked_from), "")
+
+    def values_at(self, step: int) -> dict[str, Any]:
+        """Return the values that the run had when `step` steps were done: later changes, and those at that step, are taken back."""
+        before = dict(self.values)
+        for row in reversed([row for row in self.rows if row.step >= step]):
+            before.update({key: old for key, (old, _) in row.changes.items()})
+        return before
+
+    def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
+        """Return the history of a run that goes on after `step` steps with these changes, in place of those at that step or later, and
+        with these values."""
+        kept = tuple(row for row in self.rows if row.step < step)
+        at_step = tuple(row for row in self.rows if row.step >= step)
+        fork = History(at_step).forked_from
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        new = (Row(step, changes, now, fork),) if changes or fork else ()
+        return History((*kept, *(at_step if _without_time(at_step) == _without_time(new) else new)), values)
+
+    def phases(self, batch_size: int) -> list[MixturePhase]:
+        """Return the mixtures of data that the run has had, the present one included, from the samples on at which they began."""
+        keys = ("data.weights", "data.path")
+        start = self.values_at(0)
+        weights, paths = (start[key] for key in keys)
+        phases = [MixturePhase(0, tuple(weights), max(1, len(paths)))]
+        for row in self.rows:
+            if any(key in row.changes for key in keys):
+                weights, paths = (row.changes.get(key, (None, last))[1] for key, last in zip(keys, (weights, paths), strict=True))
+                phases.append(MixturePhase(row.step * batch_size, tuple(weights), max(1, len(paths))))
+        return phases
+
+
+def _without_time(rows: tuple[Row, ...]) -> list[Row]:
+    return [replace(row, time="") for row in rows]
+
+
+def _row(mapping: Mapping[str, Any]) -> Row:
+    changes = {str(key): (old, new) for key, (old, new) in mapping.get("changes", {}).items()}
+    return Row(int(mapping["step"]), changes, str(mapping.get("time", "")), str(mapping.get("forked_from", "")))
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

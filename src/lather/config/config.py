@@ -1,0 +1,282 @@
+"""The configuration of a run: frozen dataclasses, every value checked at construction; `config_file` reads and writes them.
+
+Every field is documented, with its unit, by the string under it; `lather train --help` shows the same strings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lather.config.optim import OptimConfig, RuleOptimConfig, optim_config
+from lather.config.rule_fields import name_of
+from lather.data.config import DataConfig
+from lather.errors import ConfigError, require
+from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.families import ModelConfig
+from lather.models.lora import LoraConfig
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """How experts are kept busy, and what their layers keep between forward and backward."""
+
+    memory: Literal["saved", "recompute", "reference"] = "saved"
+    """saved: the gate and up products. recompute: not even these, at the price of computing them twice. reference: plain autograd."""
+    balance_coefficient: float | None = None
+    """Weight of each block's load-balancing loss; left out: the model's own."""
+    balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
+    """What the load is evened over; global_batch: all micro-batches of the step so far. Left out: the model's own."""
+    z_loss_coefficient: float = 0.0
+    """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
+    bias_update_rate: float = 0.0
+    """Loss-free balancing: by how much each expert's bias moves after a step, towards an even load; 0: none."""
+
+    def __post_init__(self) -> None:
+        coefficients = {name: getattr(self, name) for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")}
+        for name, value in coefficients.items():
+            require(value is None or 0 <= value < math.inf, f"moe.{name}", value, "at least 0 and finite")
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Steps, batches and what guards them."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences per step."""
+    micro_batch_size: int = 0
+    """Sequences per forward and backward of a rank; 0: its share of batch_size in one, or in as many as its pipeline needs."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    max_grad_norm: float = 1.0
+    """Clip the norm of the gradient to this; 0: do not clip."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are trained, such as layers.0.* or *.experts.*; none: all. With [lora]: besides adapters."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, whatever else says that they are."""
+    max_skipped_steps: int = 10
+    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    validation_every: int = 100
+    """Steps between validations, besides the first and the last; 0: none between."""
+    validation_sequences: int = 64
+    """Held-out sequences per validation."""
+    recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
+    """Parts of a block whose activations are not kept for backward but computed again (activation checkpointing)."""
+    compile: bool = False
+    """Compile norms, rotary embeddings and the like with torch.compile; takes a while at the start."""
+    deterministic: bool = False
+    """On a GPU the same bits in every run, by torch.use_deterministic_algorithms: attention's backward, among others, is slower."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32. fp64: the model, slowly, to compare two runs."""
+    rounded_weights: Literal["step", "product"] = "step"
+    """With bf16: weights are rounded once in a step, 2 bytes per weight of a rank more while it runs; product: anew for each product."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is one."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(self.max_grad_norm >= 0, "train.max_grad_norm", self.max_grad_norm, "at least 0")
+        require(self.validation_every >= 0, "train.validation_every", self.validation_every, "at least 0 steps")
+        for name in ("trainable", "frozen"):
+            require(all(getattr(self, name)), f"train.{name}", getattr(self, name), "patterns of names, none of them empty")
+        require(self.micro_batch_size >= 0, "train.micro_batch_size", self.micro_batch_size, "at least 0 sequences")
+        if self.micro_batch_size:
+            fits = self.batch_size % self.micro_batch_size == 0
+            require(fits, "train.batch_size", self.batch_size, f"a multiple of train.micro_batch_size ({self.micro_batch_size})")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks of a run share the work; how many there are is up to `--nproc`, torchrun or SLURM."""
+
+    pp: int = 1
+    """Pipeline ranks; each holds two of the 2 * pp stages."""
+    ep: int = 1
+    """Expert ranks, among which the experts of every layer are divided; the ranks left, all / (pp * ep), are data parallel."""
+    replicas: int = 1
+    """Whole sharded copies among the data parallel ranks (HSDP): less traffic for more memory; 1: each parameter is there once."""
+    partition: Literal["uniform", "memory"] = "uniform"
+    """How layers are dealt to stages; uniform: equally many. memory: so that the largest rank needs as few bytes as it can, or 1 % more if
+    that is more even; dry runs at the start find how, which takes a minute or more."""
+    schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
+    """Order of forwards and backwards; auto: dualpipev from two pipeline ranks on. sequential: one micro-batch after the other."""
+    poison: bool = False
+    """For finding bugs: what is given back early becomes NaN, so that whatever still reads it shows."""
+    timeout: float = 600.0
+    """A rank that waits this long for another inside a step gives up, seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "ep", "replicas"):
+            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "at least 1")
+        require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "above 0 seconds and finite")
+        fits = self.schedule != "sequential" or self.pp == 1
+        require(fits, "parallel.schedule", self.schedule, f"'dualpipev' or 'auto' with parallel.pp = {self.pp}")
+
+    @property
+    def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:
+        """What "auto" stands for."""
+        if self.schedule == "auto":
+            return "dualpipev" if self.pp > 1 else "sequential"
+        return self.schedule
+
+    def data_ranks(self, world_size: int) -> int:
+        """dp among `world_size` ranks. Raises ConfigError if they cannot be divided like this."""
+        dp, rest = divmod(world_size, self.pp * self.ep)
+        if rest or not dp:
+            raise ConfigError(
+                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not divide the number of ranks, "
+                f"{world_size}: start {self.pp * self.ep} ranks (--nproc {self.pp * self.ep}) or a multiple, "
+                "or change parallel.pp or parallel.ep"
+            )
+        if dp % self.replicas:
+            raise ConfigError(
+                f"parallel.replicas = {self.replicas} does not divide the {dp} data parallel ranks "
+                f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, or the number of ranks"
+            )
+        return dp
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of the run is saved."""
+
+    every: int = 100
+    """Steps between checkpoints; one is also made at the end and on SIGTERM."""
+    keep_last: int = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    keep_every: int = 0
+    """Besides, every checkpoint whose step is a multiple of this is kept; 0: none."""
+    keep_best: bool = False
+    """Besides, the checkpoint with the lowest validation loss is kept; one is made when a validation is better than those of all others."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on, from a copy in CPU memory: as much again as the weights and optimizer state of a rank."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "at least 1")
+        fits = self.keep_every >= 0 and self.keep_every % self.every == 0
+        require(fits, "checkpoint.keep_every", self.keep_every, f"a multiple of checkpoint.every ({self.every}), or 0")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown and recorded besides metrics.jsonl."""
+
+    every: int = 10
+    """Steps between lines of progress where there is no terminal."""
+    expert_load_every: int = 100
+    """Steps between records of every expert's load in metrics.jsonl; 0: none."""
+    timeline_every: int = 0
+    """Steps between records of what every rank did when, in timeline.jsonl, for `lather plot --schedule`; 0: none."""
+    memory_plan: Literal["auto", "always", "never"] = "auto"
+    """Plan the run's memory beside its start, say before the first step whether it fits, and write planned and seen bytes to memory.json;
+    auto: on GPUs."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run directory."""
+    wandb_project: str = ""
+    """Also report to this Weights & Biases project (extra `wandb`)."""
+    picture: bool = True
+    """Draw loss.png at the end."""
+    sample_prompt: str = "class Queue:"
+    """The sample at the end continues this."""
+    sample_tokens: int = 160
+    """Length of the sample at the end, tokens; 0: none."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "log.every", self.every, "at least 1 step")
+        require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
+        require(self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps")
+        require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
+        require(bool(self.sample_prompt), "log.sample_prompt", self.sample_prompt, "some text")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    run_dir: str = "runs/default"
+    """Folder for everything the run writes; a run found there is resumed."""
+    init_from: str = ""
+    """Weights from which a fresh run starts: a Hugging Face folder, or RUN (its newest), RUN@STEP or RUN@best; empty: random ones."""
+    fork_from: str = ""
+    """RUN, RUN@STEP or RUN@best: the checkpoint from which a fresh run goes on, with weights, optimizer state and place in the data."""
+    seed: int = 0
+    """Fixes initial weights and the order of the data."""
+    model: ModelConfig = field(default_factory=DeepseekV2Config)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=optim_config)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
+        require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for byte-level BPE")
+        require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
+        require(
+            self.train.sequence_length <= self.model.max_position_embeddings,
+            "train.sequence_length",
+            self.train.sequence_length,
+            f"at most model.max_position_embeddings ({self.model.max_position_embeddings})",
+        )
+        num_experts, layers = num_routed_experts(self.model), self.model.num_hidden_layers
+        divides = num_experts % self.parallel.ep == 0
+        require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
+        if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
+            rule = name_of(self.optim.rules["experts"])
+            fits = f"1 under {rule!r}, to which all experts of a layer are one matrix; klsoap takes them one by one"
+            require(self.parallel.ep == 1, "parallel.ep", self.parallel.ep, fits)
+        if self.parallel.resolved_schedule == "dualpipev":
+            enough = 2 * self.parallel.pp <= layers
+            require(
+                enough, "parallel.pp", self.parallel.pp, f"at most {layers // 2}: 2 * pp stages need a layer each, and there are {layers}"
+            )
+
+    def num_micro_batches(self, data_ranks: int) -> int:
+        """Forwards and backwards of a rank in a step. Raises ConfigError if the batch cannot be divided like this."""
+        train, pp = self.train, self.parallel.pp
+        least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
+        own = train.batch_size // data_ranks
+        size = train.micro_batch_size or next((size for size in range(own // least, 0, -1) if own % size == 0), 1)
+        sequences = data_ranks * size
+        if train.batch_size % sequences:
+            raise ConfigError(
+                f"train.batch_size = {train.batch_size} is not valid: it must be a multiple of {sequences}, "
+                f"train.micro_batch_size {size} on each of {data_ranks} data ranks"
+            )
+        number = train.batch_size // sequences
+        if number < least:
+            raise ConfigError(
+                f"train.batch_size = {train.batch_size} gives {number} micro-batches of train.micro_batch_size {size} per data rank, "
+                f"but {pp} pipeline ranks need at least {least}: make train.batch_size at least {least * sequences}, "
+                "or train.micro_batch_size smaller"
+            )
+        return number
+
+    def resolved(self) -> Config:
+        """With the defaults of `[optim]` that depend on its rules and on the batch, as the run directory keeps it."""
+        return replace(self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length))
+
+    def resolved_moe(self) -> MoEConfig:
+        """With the model's own coefficient of the balance loss, if none is given."""
+        if self.moe.balance_coefficient is not None:
+            return self.moe
+        return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)
+
+
+def num_routed_experts(model: ModelConfig) -> int:
+    """Per MoE layer, whatever the family calls them."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next(int(getattr(model, name)) for name in names if hasattr(model, name))
+
+
+def check_parallel(config: Config, world_size: int) -> None:
+    """Raise ConfigError, with the numbers and the remedy, unless `world_size` ranks can run `config`. Nothing is started or written."""
+    config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)

@@ -1,0 +1,350 @@
+"""`[optim]`: a rule with all its options, what kinds of parameters have of their own, and the schedule of learning rates.
+
+    [optim]             name = "muon", its options, the schedule
+    [optim.experts]     routed experts                      rule: that of [optim]
+    [optim.matrices]    all other matrices                  rule: that of [optim]
+    [optim.rest]        embeddings, head, norms, biases     rule: adamw, at `lr_factor` times the rate
+    [optim.router]      routers                             a part of the rest, unless they name a rule
+
+What fields there are depends on the rules, so every choice of rules has a dataclass of its own: `optim_class` makes it, and `optim_config`
+an instance. A kind of the rule of `[optim]` has all options that it does not give from there. One of another rule has weight decay and the
+options that every rule has from there, and else its rule's own defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import tyro
+
+from lather.config.rule_fields import (
+    DEFAULT_LR,
+    MEASURED_TOKENS,
+    as_text,
+    default_lr,
+    described,
+    fields_of,
+    inherited_by,
+    metavar,
+    name_of,
+    own_fields,
+    rule_named,
+    shown,
+)
+from lather.errors import ConfigError, require
+from lather.optim import Rule
+from lather.optim.options import options_of
+from lather.optim.rules import RULES
+
+KINDS = {
+    "experts": "Routed experts, where it is not as [optim] says.",
+    "matrices": "Matrices other than experts, embeddings, head and router, where it is not as [optim] says.",
+    "router": "Routers: a part of the rest, and with all that it says, unless they name a rule.",
+    "rest": "Embeddings, head, norms and biases.",
+}
+"""Kinds of parameters, and what `--help` says of them."""
+
+DEFAULT_RULE = "muon"
+"""Rule of matrices and experts: of those with little time and state the one that gains most (docs/results.md)."""
+REST_RULE = "adamw"
+REST_FACTORS = {
+    ("adamw", "adamw"): 16.0,
+    ("muon", "adamw"): 2.0,
+    ("soap_muon", "adamw"): 2.0,
+    ("soap", "adamw"): 8.0,
+    ("muon", "embedding_soap"): 1.6,
+    ("soap_muon", "embedding_soap"): 1.6,
+}
+"""Learning rate of the rest as a factor of that of the matrices, by the rules of both; 1 for all others. From docs/results.md."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: str = DEFAULT_RULE
+    """The rule of matrices and experts."""
+    lr: float | None = None
+    """Peak learning rate of matrices and experts; left out: the rule's, for as many tokens as a step has."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
+    """Shape of the rate after warm-up, for all parameters; wsd: constant, then linear over the last decay_fraction."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    decay_fraction: float = 0.2
+    """Share of the run over which wsd decays."""
+    min_lr_ratio: float = 0.1
+    """Rate at the end of the decay as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        if type(self) is OptimConfig:
+            raise TypeError("OptimConfig has no options of a rule: make it with optim_config(name, ...)")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
+        require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`; where it is left out, the rule's for steps of 1,024 tokens."""
+        return DEFAULT_LR if self.lr is None else self.lr
+
+    def resolved(self, tokens_per_step: int) -> OptimConfig:
+        """The values with what follows from defaults that are no field's: the rate for steps of so many tokens; rule, rate and options of
+        kinds that are not as [optim] says."""
+        return self
+
+    def describe_rates(self) -> str:
+        """The rule and peak learning rate of every kind of parameters, for the reader of a run."""
+        return f"{self.name} at {self.peak_lr:.3g}"
+
+
+@dataclass(frozen=True)
+class KindConfig:
+    """Settings that a kind of parameters has of its own."""
+
+    rule: str = ""
+    """Its rule, if it is another one; with this option --help shows what that one has."""
+    lr: float | None = None
+    """Its own peak learning rate; left out: lr_factor times optim.lr."""
+    lr_factor: float | None = None
+    """Its peak learning rate as a factor of optim.lr; left out: 1."""
+
+    options_rule: ClassVar[type[Rule]]
+    """Rule whose options it has."""
+
+
+@dataclass(frozen=True)
+class RuleOptimConfig(OptimConfig):
+    """Base of the classes that `optim_class` makes."""
+
+    rules: ClassVar[Mapping[str, type[Rule]]]
+    """Rule of [optim], under "", and those of the kinds."""
+    given: ClassVar[tuple[tuple[str, str], ...]]
+    """Names of the rules that the class was made for (`chosen_rules`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = chosen_rules(asdict(self)) == self.given
+        require(
+            fits, "optim", dict(chosen_rules(asdict(self))), f"of the rules {dict(self.given)}: make another with optim_config(name, ...)"
+        )
+        self.rule  # noqa: B018 - which is checked by being made
+        for kind in KINDS:
+            self.rule_of(kind)
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of [optim]; raises ConfigError if its options do not go together."""
+        options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
+        return _made(self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim.")
+
+    @property
+    def peak_lr(self) -> float:
+        return default_lr(self.rules[""]) if self.lr is None else self.lr
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether the rule of the experts is one for all of a layer together."""
+        return bool(options_of(self.rules["experts"])["matrix_layout"].default == "stacked")
+
+    def section(self, kind: str) -> KindConfig:
+        """The settings that the kind has of its own."""
+        return cast(KindConfig, getattr(self, kind))
+
+    def rule_of(self, kind: str) -> Rule:
+        """The rule of a kind of parameters, with all its options; raises ConfigError if they do not go together."""
+        rule, own = self.rules[kind], self._own(kind)
+        shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
+        options = {name: default for name, (_, default) in fields_of(rule).items() if default is not None} | shared | own
+        layout = "tensor" if kind != "experts" else "stacked" if self.stacks_experts else "per_expert"
+        decided = {"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout}
+        return _made(rule, {**options, **decided}, f"optim.{kind}.")
+
+    def lr_of(self, kind: str) -> float:
+        """Its peak learning rate."""
+        section = self.section(kind)
+        if section.lr is not None:
+            if section.lr_factor is not None:
+                raise ConfigError(
+                    f"optim.{kind}.lr = {section.lr} and optim.{kind}.lr_factor = {section.lr_factor} are both given: leave one of them out"
+                )
+            if not self.peak_lr and section.lr:
+                raise ConfigError(
+                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all rates follow that of optim.lr: give it a number > 0"
+                )
+            return section.lr
+        if section.lr_factor is None and kind == "router" and not section.rule:
+            return self.lr_of("rest")
+        return self.peak_lr * self._factor(kind)
+
+    def describe_rates(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for kind in KINDS:
+            kinds.setdefault(f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}", []).append(kind)
+        return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
+
+    def _factor(self, kind: str) -> float:
+        factor = self.section(kind).lr_factor
+        return default_factor(kind, self.rules) if factor is None else factor
+
+    def _own(self, kind: str) -> dict[str, Any]:
+        """Options that are given for the kind alone."""
+        section = self.section(kind)
+        own = {name: getattr(section, name) for name in fields_of(self.rules[kind]) if name != "lr"}
+        own = {name: value for name, value in own.items() if value is not None}
+        return own if kind != "router" or section.rule else self._own("rest") | own
+
+    def resolved(self, tokens_per_step: int) -> OptimConfig:
+        changes: dict[str, KindConfig] = {}
+        for kind, rule in self.rules.items():
+            if not kind or (kind != "rest" and (rule is self.rules[""] or not self.section(kind).rule)):
+                continue
+            made, section = self.rule_of(kind), self.section(kind)
+            factor = None if section.lr is not None else self._factor(kind)
+            chosen = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
+            changes[kind] = replace(
+                section, rule=name_of(rule), lr_factor=factor, **{name: as_text(getattr(made, name)) for name in chosen}
+            )
+        lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
+        return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
+        """Classes that are made as needed cannot be found by name: a copy is made from the values."""
+        return _restored, (asdict(self),)
+
+
+def _restored(values: dict[str, Any]) -> OptimConfig:
+    return optim_config(**values)
+
+
+def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
+    for name, option in options_of(rule).items():
+        if option.default is MISSING and options.get(name) is None:
+            raise ConfigError(f"{prefix}{name} is not given, and {name_of(rule)!r} has no default for it: give {prefix}{name}")
+    try:
+        return rule(**options)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
+    """The `lr_factor` of a kind that gives none."""
+    return REST_FACTORS.get((rules[""].name, rules[kind].name), 1.0) if kind == "rest" else 1.0
+
+
+def _default_rules(name: str) -> dict[str, str | None]:
+    """The rules of kinds that name none, under a rule of `[optim]`; None: that of another kind."""
+    return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
+
+
+def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
+    """`[optim]` from Python: options of the rule, and mappings for sections. Raises ConfigError for a bad value, TypeError for an unknown
+    option."""
+    values = {"name": name, **values}
+    cls = optim_class(chosen_rules(values))
+    sections = {kind: section_class(cls, kind)(**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
+    return cls(**{**values, **sections})
+
+
+def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The names of rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than they have anyway."""
+    found = {"": mapping.get("name", DEFAULT_RULE)}
+    for kind in KINDS:
+        section = mapping.get(kind)
+        named = section.get("rule", "") if isinstance(section, Mapping) else ""
+        if named and named != _default_rules(found[""])[kind]:
+            found[kind] = named
+    for kind, name in found.items():
+        require(isinstance(name, str), f"optim.{kind}.rule" if kind else "optim.name", name, "a string")
+    return tuple(found.items())
+
+
+def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
+    """The same values in the class that `--help` is made from."""
+    assert isinstance(optim, RuleOptimConfig)
+    cls = optim_class(optim.given, brief=True)
+    sections = {kind: section_class(cls, kind)(**asdict(optim.section(kind))) for kind in KINDS}
+    return cls(**{**asdict(optim), **sections})
+
+
+def section_class(cls: type[OptimConfig], kind: str) -> type[KindConfig]:
+    """The class of a section of a class that `optim_class` made."""
+    return cast(type[KindConfig], cls.__annotations__[kind])
+
+
+@functools.cache
+def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[RuleOptimConfig]:
+    """The dataclass of `[optim]` under these rules (`chosen_rules`).
+
+    `brief`: for `--help`, in which a kind only names the options that it has in common with [optim]; they cannot be parsed then.
+    """
+    names = dict(given)
+    rules = {"": rule_named(names[""], "optim.name")}
+    for kind in ("experts", "matrices", "rest", "router"):
+        name = names.get(kind) or _default_rules(names[""])[kind]
+        rules[kind] = rules["rest"] if name is None else rule_named(name, f"optim.{kind}.rule")
+    own: list[Any] = [_name_field(rules[""]), _lr_field(rules[""])]
+    for name, (hint, default) in fields_of(rules[""]).items():
+        if name != "lr":
+            _refuse_if_taken(rules[""], name, OptimConfig)
+            own.append((name, described(rules[""], name, hint if default is not None else hint | None), default))
+    for kind in KINDS:
+        section = _kind_class(kind, rules, brief)
+        own.append((kind, section, field(default_factory=section)))
+    made = make_dataclass(
+        f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace={"rules": rules, "given": given}
+    )
+    made.__doc__ = f"Optimizer and learning-rate schedule. {name_of(rules[''])}: {(rules[''].__doc__ or '').partition(chr(10))[0]}"
+    return made
+
+
+def _name_field(rule: type[Rule]) -> Any:
+    text = f"The rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. What follows are its options."
+    return ("name", Annotated[str, tyro.conf.arg(help=text)], name_of(rule))
+
+
+def _lr_field(rule: type[Rule]) -> Any:
+    least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
+    of_default = f"(default: {least:g})"
+    if most != least:
+        of_default = f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
+    return ("lr", _quiet(float | None, "Peak learning rate of matrices and experts.", of_default), None)
+
+
+def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
+    rule = rules[kind]
+    is_rests = kind == "router" and rule is rules["rest"]
+    above = "--optim.rest" if is_rests else "--optim"
+    factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
+    own: list[Any] = [
+        ("lr", _quiet(float | None, "Its own peak learning rate, in place of lr_factor.", ""), None),
+        ("lr_factor", _quiet(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
+    ]
+    listed = []
+    for name, (hint, default) in fields_of(rule).items():
+        if name == "lr":
+            continue
+        _refuse_if_taken(rule, name, KindConfig)
+        of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
+        annotation = described(rule, name, hint | None, f"(default: {of_default})")
+        is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
+        if brief and not (is_other and name in own_fields(rule)):
+            annotation = Annotated[annotation, tyro.conf.Suppress]
+            listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
+        own.append((name, annotation, None))
+    made = make_dataclass(f"KindConfig {kind}", own, bases=(KindConfig,), frozen=True, namespace={"options_rule": rule})
+    more = f" And, as {above} has them, {', '.join(listed)}." if listed else ""
+    made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
+    return made
+
+
+def _quiet(hint: Any, text: str, of_default: str) -> Any:
+    return Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint=of_default, metavar=metavar(hint))]
+
+
+def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:
+    taken = {one.name for one in fields(base)} - {"lr"} | {*KINDS}
+    if name in taken:
+        raise ConfigError(f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has for itself: give the rule's another name")

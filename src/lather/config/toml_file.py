@@ -1,0 +1,276 @@
+"""A configuration from and to TOML; every error names the file and the key.
+
+`[model]` is one family's configuration: its key `model_type` says which, "deepseek_v2" if it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+
+from lather.config.config import Config, LoopConfig
+from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
+from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
+from lather.config.rule_fields import owners
+from lather.errors import ConfigError, require
+from lather.models.families import ModelConfig
+from lather.models.hf.model_folder import CONFIG_FILE, read_config
+
+C = TypeVar("C")
+
+
+def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = "") -> Config:
+    """Read a TOML file; every error names the file and the key.
+
+    `rules`: names of rules in place of the file's, by "name" or "<kind>.rule"; options of the file's rules that these do not have are then
+    left out. `run_dir`, `init_from`, `fork_from`: those of the run, if they are not the file's. Without [model] the model is that of
+    `init_from`.
+    """
+    mapping = _read(path)
+    try:
+        mapping = with_model(mapping, init_from, run_dir)
+        optim = mapping.get("optim", {})
+        if isinstance(optim, dict):
+            folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
+            if "adam_betas" in optim or any(_is_old_run(folder) for folder in folders):
+                optim = in_new_keys(optim)
+            mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
+        return config_from_mapping(mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_run(run_dir: Path) -> Config:
+    """The configuration of a run, in the terms of the time when it was begun; every error names the file and the key."""
+    path = run_dir / "config.toml"
+    mapping = _read(path)
+    if not is_old(mapping):
+        return load_config(path)
+    try:
+        return config_of_run(mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def config_of_run(mapping: Mapping[str, Any]) -> Config:
+    """Build the configuration that a run has kept, in the terms of the time when it was begun."""
+    mapping = _without_none(mapping)
+    if not is_old(mapping):
+        return config_from_mapping(mapping)
+    optim = _build(OldOptimConfig, mapping.get("optim", {}), "optim.")
+    return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
+
+
+def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
+    """A configuration that says which model it is: if it does not, it is that of the run that is in `run_dir`, or the one that the run
+    starts from, if there is one; sequences are then no longer than that one takes."""
+    init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
+    if "model" in mapping or not init_from or not isinstance(init_from, str) or not isinstance(run_dir, str):
+        return dict(mapping)
+    model = load_run(Path(run_dir)).model if run_dir and (Path(run_dir) / "config.toml").is_file() else model_of(init_from)
+    fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
+    train = mapping.get("train", {})
+    if isinstance(train, dict):
+        train = {"sequence_length": min(LoopConfig().sequence_length, model.max_position_embeddings), **train}
+    return {**mapping, "model": fields, "train": train}
+
+
+def folder_of(init_from: str) -> Path:
+    """The folder that `init_from` names; of RUN@STEP that of the run."""
+    run = init_from.rpartition("@")[0]
+    return Path(run) if run and not Path(init_from).is_dir() else Path(init_from)
+
+
+def model_of(init_from: str) -> ModelConfig:
+    """The model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError of the folder's config.json."""
+    source = folder_of(init_from)
+    if (source / CONFIG_FILE).is_file():
+        return read_config(source)
+    if not (source / "config.toml").is_file():
+        raise ConfigError(
+            f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with config.json and safetensors"
+        )
+    return load_run(source).model
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; configs/ holds examples") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _folders_of_fork(name: object) -> list[str]:
+    """The folders that RUN@STEP may mean."""
+    return [name, name.rpartition("@")[0]] if isinstance(name, str) else []
+
+
+def _is_old_run(run_dir: object) -> bool:
+    file = Path(run_dir) / "config.toml" if isinstance(run_dir, str) and run_dir else None
+    return file is not None and file.is_file() and is_old(_read(file))
+
+
+def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:
+    """An `[optim]` with other rules, without the options that only those of before had."""
+    chosen = dict(optim)
+    for name, rule in rules.items():
+        kind, dot, _ = name.partition(".")
+        section = optim.get(kind, {})
+        if dot and isinstance(section, dict):
+            chosen[kind] = {**section, "rule": rule}
+        elif not dot:
+            chosen["name"] = rule
+    before, after = (optim_class(chosen_rules(one)) for one in (optim, chosen))
+    return _without_lost(chosen, before, after) if before is not after else chosen
+
+
+def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[str, Any]:
+    """Without the keys that are fields of the one class and not of the other."""
+    old, new = _hints(before), _hints(after)
+    kept = {key: value for key, value in mapping.items() if key in new or key not in old}
+    sections = {key for key, value in kept.items() if isinstance(value, dict) and dataclasses.is_dataclass(new.get(key))}
+    return kept | {key: _without_lost(kept[key], old[key], new[key]) for key in sections}
+
+
+def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
+    """Nested mappings to a `Config`; missing keys keep their defaults."""
+    return _build(Config, mapping, "")
+
+
+def config_to_toml(config: Config) -> str:
+    """The resolved configuration; `load_config` gives the same one back."""
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+
+
+def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields, sections left out."""
+    for name, hint in _hints(cls).items():
+        if sections := _sections(hint):
+            yield from dict.fromkeys(key for section in sections for key in field_names(section, f"{prefix}{name}."))
+        else:
+            yield f"{prefix}{name}"
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
+    hints = typing.get_type_hints(cls)
+    return {one.name: hints[one.name] for one in dataclasses.fields(cls)}
+
+
+def _sections(hint: Any) -> list[type]:
+    """The dataclasses that a field of this type may hold; none: it is a plain value."""
+    if hint is OptimConfig:
+        return [optim_class((("", DEFAULT_RULE),))]
+    return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+
+
+def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
+    """The one that the section's `model_type` names, where there are several; of `[optim]`, that of its rules."""
+    if issubclass(sections[0], RuleOptimConfig):
+        return optim_class(chosen_rules(mapping))
+    by_type = {getattr(section, "model_type", ""): section for section in sections}
+    model_type = mapping.get("model_type", next(iter(by_type)))
+    if len(sections) > 1:
+        known = ", ".join(map(repr, by_type))
+        require(model_type in list(by_type), f"{name}.model_type", model_type, f"one of {known}")
+        return by_type[model_type]
+    return sections[0]
+
+
+def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in mapping.items() if value is not None}
+
+
+def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
+    hints = _hints(cls)
+    for key in mapping:
+        if key not in hints:
+            raise ConfigError(f"unknown key {prefix + key!r}; {_owner(cls, key) or _nearest(prefix + key, cls)}")
+    values: dict[str, Any] = {}
+    for key, value in mapping.items():
+        hint, name = hints[key], prefix + key
+        if sections := _sections(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{name} = {value!r} is not valid: it must be a section, [{name}]")
+            values[key] = _build(_chosen(sections, value, name), value, f"{name}.")
+        else:
+            values[key] = _convert(value, hint, name)
+    return cls(**values)
+
+
+def _owner(cls: type, key: str) -> str:
+    """Which other families, or rules, have the key."""
+    if issubclass(cls, RuleOptimConfig | KindConfig):
+        return owners(key, cls.rules[""] if issubclass(cls, RuleOptimConfig) else cls.options_rule)
+    families = _sections(typing.get_type_hints(Config)["model"])
+    others = [repr(getattr(family, "model_type", "")) for family in families if key in typing.get_type_hints(family)]
+    if cls not in families or not others:
+        return ""
+    return f"it is a key of model_type {' and '.join(others)}, not of {getattr(cls, 'model_type', '')!r}"
+
+
+def _nearest(name: str, cls: type) -> str:
+    """A hint at what the user may have meant: the section or field most like the last component of `name`, or the keys of its section,
+    which is of class `cls`."""
+    sections = [f.name for f in dataclasses.fields(Config)]
+    section, dot, last = name.rpartition(".")
+    siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
+    elsewhere = [key for key in field_names() if key.count(".") == 1]
+    known = dict.fromkeys([*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere])
+
+    def likeness(other: str) -> float:
+        """A field of the same section wins a tie, an option of a rule loses it."""
+        other_section, _, other_last = other.rpartition(".")
+        is_of_rule = other.startswith("optim.") and other_last not in OptimConfig.__dataclass_fields__
+        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section) - 0.01 * is_of_rule
+
+    if likeness(best := max(known, key=likeness)) >= 0.7:
+        return f"did you mean {best!r}?"
+    return f"known keys: {', '.join(siblings)}"
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    """A TOML value as the field's type; an int is taken for a float, nothing else is converted."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_to_one_of([arg for arg in args if arg is not type(None)], value, name)
+    if origin is Literal:
+        require(value in args, name, value, "one of " + ", ".join(repr(arg) for arg in args))
+        return value
+    if origin is tuple and args[-1] is Ellipsis:
+        require(isinstance(value, list), name, value, "a list")
+        return tuple(_convert(item, args[0], name) for item in value)
+    if origin is tuple:
+        require(isinstance(value, list) and len(value) == len(args), name, value, f"a list of {len(args)} numbers")
+        return tuple(_convert(item, arg, name) for item, arg in zip(value, args, strict=True))
+    if origin is dict:
+        require(isinstance(value, dict), name, value, f"a section, [{name}]")
+        return {key: _convert(item, args[1], f"{name}.{key}") for key, item in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) <= sys.float_info.max, name, value, "a number that a float can hold")
+        return float(value)
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    require(type(value) is hint, name, value, words[hint])
+    return value
+
+
+def _convert_to_one_of(hints: list[Any], value: Any, name: str) -> Any:
+    for hint in hints[:-1]:
+        with contextlib.suppress(ConfigError):
+            return _convert(value, hint, name)
+    return _convert(value, hints[-1], name)

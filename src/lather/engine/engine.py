@@ -1,0 +1,274 @@
+"""A model on a mesh of ranks: the gradients of a global batch, and validation. One process is a mesh of one rank and goes the same way.
+
+Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
+by the labels of all ranks, so no gradient is divided later, and after `gradients` every parameter's is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.data.batches import Batch
+from lather.data.sequences import IGNORE_INDEX
+from lather.device import to_device
+from lather.engine.trained_parameters import train_only, trained_names
+from lather.models.compiled import compile_parts
+from lather.models.decoder import RoutedModel
+from lather.models.routing import counting_step
+from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.token_positions import SequenceLayout
+from lather.parallel.expert_exchange import exchange_over
+from lather.parallel.fsdp_units import shard
+from lather.parallel.local_parameters import local_parameters
+from lather.parallel.mesh import Mesh
+from lather.pipeline.executor import Activation, Executor, Filler, Recorder, StepOutput
+from lather.pipeline.model_part import ModelPart, PartLayers, fresh_part
+from lather.pipeline.partition import stages_of, uniform
+from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
+from lather.pipeline.segments import MicroBatch, Segments
+from lather.pipeline.tape import Frees
+from lather.shapes import Bool, Int
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What forward and backward over a global batch gave; the same on all ranks."""
+
+    loss: float
+    """Cross entropy in nats, mean over labels."""
+    balance_loss: float
+    """Mean over MoE blocks and, weighted by labels, micro-batches; coefficient divided out."""
+    counts_LE: Int[Tensor, "l e"]
+    """Rows per MoE block and expert, on CPU."""
+    num_labels: int
+
+
+@dataclass(frozen=True)
+class UnreadResult:
+    """What forward and backward over a rank's share gave, on the device."""
+
+    found: Tensor
+    """Loss, balance loss, and rows by block and expert, one after the other, fp64, to be added up over all ranks."""
+    num_labels: int
+
+
+class Engine:
+    """This rank's part of a model and what runs it."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        mesh: Mesh,
+        schedule: Schedule,
+        loop: LoopConfig,
+        moe: MoEConfig,
+        *,
+        frees: Frees | None = None,
+        record: Recorder | None = None,
+    ) -> None:
+        """`moe`: with its coefficients resolved."""
+        self.part, self.mesh, self.schedule, self.moe = part, mesh, schedule, moe
+        self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
+        prepare_experts(part, moe, mesh.data_group)
+        queue = WeightGradients()
+        defer_weight_gradients(part, queue)
+        rounded = RoundedWeights()
+        keep_rounded(part, rounded if loop.rounded_weights == "step" else None)
+        self.units = shard(part, mesh)
+        self.parameters = local_parameters(part, mesh)
+        shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
+        narrow = torch.bfloat16 if loop.precision == "bf16" else None
+        self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
+        frees = Frees() if frees is None else frees
+        self._segments = Segments(
+            exchange_over(mesh.ep_group, part.num_experts, give_back=frees.give_back, sizes_group=mesh.sizes_group),
+            weight_gradients=queue,
+            frees=frees,
+            recompute=loop.recompute,
+            autocast=narrow,
+            rounded_weights=rounded,
+        )
+        group = mesh.pp_group if mesh.pp > 1 else None
+        self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
+        self._layout = SequenceLayout(*shape[:2], mesh.device)
+
+    @property
+    def rounded_weights(self) -> RoundedWeights:
+        return self._segments.rounded_weights
+
+    def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
+        """This rank's share of a global batch that every rank has, one token more per sequence than is trained on.
+
+        Raises ValueError if the sequences cannot be divided among the data ranks.
+        """
+        each, rest = divmod(len(tokens_BS), self.mesh.data_size)
+        if rest:
+            raise ValueError(f"{len(tokens_BS)} sequences cannot be divided among {self.mesh.data_size} data ranks: give a multiple")
+        return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
+
+    def gradients(self, batch: Batch) -> BatchResult:
+        """As `launch_gradients`, and wait for the result."""
+        return self.read(self.launch_gradients(batch))[0]
+
+    def launch_gradients(self, batch: Batch) -> UnreadResult:
+        """Forward and backward of the global batch, of which this is the rank's share; leaves the gradients of the whole step in
+        `parameters`.
+
+        Raises ValueError, before anything travels, if the share has not the shape that the engine is for.
+        """
+        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        num_labels = self._labels_of_all(batch)
+        counts = [int((labels != IGNORE_INDEX).sum()) for labels in batch.labels_BS.split(self.micro_batch_size)]
+        shares = [count / max(1, num_labels) for count in counts]
+        with counting_step(self.part.routers()):
+            try:
+                output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
+            except BaseException:
+                self.clear_gradients()  # they are a part of a step's
+                raise
+        for unit in (unit for units in self.units for unit in units):
+            unit.wait_for_gradients()
+        self.parameters.collect_gradients()
+        return UnreadResult(self._summary(output, shares), num_labels)
+
+    @torch.no_grad()
+    def validation_loss(self, batch: Batch) -> float:
+        """Mean cross entropy in nats per label over the sequences of all ranks, each of which gives equally many, at least one.
+
+        Raises ValueError, before anything travels, if their length is not the one that the engine is for.
+        """
+        self._check_shape(batch, max(1, len(batch.inputs_BS)))
+        num_labels = self._labels_of_all(batch)
+        batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
+        schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
+        output = self._executor.run(self._micro_batches(batch, 1.0, None), schedule)
+        total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
+        if self.mesh.size > 1:
+            dist.all_reduce(total)
+        return total.item() / max(1, num_labels)
+
+    def fill_waits(self, filler: Filler) -> None:
+        """Have pieces of this work done while the rank waits for others of its pipeline."""
+        self._executor.filler = filler
+
+    def clear_gradients(self) -> None:
+        self.parameters.clear_gradients()
+
+    def _check_shape(self, batch: Batch, num_sequences: int) -> None:
+        expected = (num_sequences, self._activation.shape[1])
+        for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
+            if tuple(x_BS.shape) != expected:
+                raise ValueError(
+                    f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give every rank its own share of the sequences, "
+                    "each of train.sequence_length"
+                )
+
+    def _labels_of_all(self, batch: Batch) -> int:
+        """Labels of the whole global batch."""
+        if batch.labels_of_all is not None or self.mesh.data_size == 1:
+            return batch.num_labels if batch.labels_of_all is None else batch.labels_of_all
+        total = torch.tensor(batch.num_labels, device=self.mesh.device)
+        dist.all_reduce(total, group=self.mesh.data_group)
+        return int(total)
+
+    def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
+        device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
+        begins = batch.begins_BS
+        layouts = [self._layout] * (len(batch.inputs_BS) // size) if begins is None else [self._packed(x_BS) for x_BS in begins.split(size)]
+        on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
+        for number, (x_BS, y_BS, layout) in enumerate(zip(*on_device, layouts, strict=True)):
+            share = 0.0 if shares is None else shares[number]
+            weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
+            micro_batches.append(MicroBatch(x_BS, y_BS, layout, normalizer, *weights))
+        return micro_batches
+
+    def _packed(self, begins_BS: Bool[Tensor, "b s"]) -> SequenceLayout:
+        """Masks and rotary tables of documents; those without are the same for all micro-batches."""
+        batch, length = begins_BS.shape
+        return SequenceLayout(batch, length, self.mesh.device, document_boundaries(begins_BS))
+
+    def _summary(self, output: StepOutput, shares: Sequence[float]) -> Tensor:
+        """`UnreadResult.found`."""
+        layers, experts = self.part.moe_layers, self.part.num_experts
+        found = torch.zeros(2 + len(layers) * experts, dtype=torch.float64, device=self.mesh.device)
+        counts_LE = found[2:].view(len(layers), experts)
+        if output.losses:
+            found[0] = torch.stack(output.losses).double().sum()
+        own = [(stage, number, layer) for stage in self.part.share.own_stages for number, layer in enumerate(self._moe_layers_of(stage))]
+        if own:
+            summaries_LM = [[output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))] for stage, number, _ in own]
+            balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
+            found[1] = (balance_LM * to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)).sum() / len(layers)
+            for (_, _, layer), row in zip(own, summaries_LM, strict=True):
+                counts_LE[layers.index(layer)] = torch.stack([summary.count_E for summary in row]).sum(0)
+        return found
+
+    def read(self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None) -> tuple[BatchResult, Tensor, Tensor]:
+        """What all ranks found together, and on the CPU `sums`, added up over all ranks, and `own`, both 1-D and fp64: by one all-reduce
+        and one wait for the device."""
+        nothing = result.found.new_zeros(0)
+        sums, own = (nothing if more is None or not len(more) else more.to(nothing.device) for more in (sums, own))
+        total = torch.cat((result.found, sums))
+        if self.mesh.size > 1:
+            dist.all_reduce(total)
+        found, sums, own = torch.cat((total, own)).cpu().split([len(result.found), len(sums), len(own)])
+        loss, balance = found[:2].tolist()
+        counts_LE = found[2:].view(len(self.part.moe_layers), self.part.num_experts).long()
+        return BatchResult(loss, balance, counts_LE, result.num_labels), sums, own
+
+    def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
+        """Loss-free balancing, after a step in which the experts had these rows."""
+        if self.moe.bias_update_rate:
+            counts_LE = to_device(counts_LE, self.mesh.device)
+            for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
+                router.update_correction_bias(counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate)
+
+    def _moe_layers_of(self, stage: int) -> list[int]:
+        return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
+
+
+def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:
+    """This rank's engine with the fresh weights that the seed gives, the same on every mesh. `layers`: of every stage; None: equally
+    many."""
+    number = config.num_micro_batches(mesh.data_size)
+    schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
+    if layers is None:
+        layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
+    share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
+    generator = torch.Generator().manual_seed(config.seed)
+    part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
+    train_only(part, trained_names(config))
+    if config.train.compile:
+        compile_parts(part)
+    frees = Frees(poison=config.parallel.poison)
+    return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees=frees, record=record)
+
+
+def weights_dtype(config: Config) -> torch.dtype:
+    """Of parameters and gradients; products may be narrower."""
+    return torch.float64 if config.train.precision == "fp64" else torch.float32
+
+
+def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:
+    """What the experts' layers keep for backward, and how their load is evened, over the ranks of `data_group`."""
+    model.set_memory(config.memory)
+    if config.balance_level is not None:
+        model.balance_load(config.balance_level, data_group)
+    for router in model.routers():
+        router.takes_z_loss = config.z_loss_coefficient > 0
+        if config.bias_update_rate:
+            router.enable_loss_free_balancing()
+
+
+def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
+    """Where documents begin and end among the B * S tokens: 0, each token that begins one, B * S."""
+    edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
+    boundaries: Tensor = torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()
+    return boundaries

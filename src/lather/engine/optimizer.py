@@ -1,0 +1,54 @@
+"""The optimizer of a run: one, with a group for each kind of parameters and its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lather import optim
+from lather.config.old_runs import OldOptimConfig
+from lather.config.optim import OptimConfig, RuleOptimConfig
+from lather.engine.old_optimizer import build_old_optimizer
+from lather.optim import MatrixOptimizer, Rule, parameters_by_kind
+from lather.optim.options import options_of
+from lather.parallel.local_parameters import LocalParameters
+
+LR_FACTOR = "lr_factor"
+"""Key of a group: its learning rate as a factor of `optim.lr`, at every step."""
+ROUTERS = ("gate",)
+"""Components of the names of a router's parameters."""
+
+
+def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of the rule of `[optim]`, whose groups have the rules of their kinds.
+
+    `parameters`: a rank's, or all of a model in one process with their names; frozen ones are left out. Of parameters in fp64 the state of
+    elementwise rules is kept in fp64.
+    """
+    parameters = parameters.trained() if isinstance(parameters, LocalParameters) else [(n, p) for n, p in parameters if p.requires_grad]
+    if isinstance(config, OldOptimConfig):
+        return build_old_optimizer(config, parameters)
+    assert isinstance(config, RuleOptimConfig)
+    groups = []
+    named_ones = parameters.spread() if isinstance(parameters, LocalParameters) else parameters
+    for kind, named in parameters_by_kind(named_ones, router_names=ROUTERS).items():
+        if not named:
+            continue
+        rule = config.rule_of(kind)
+        options = {name: getattr(rule, name) for name in options_of(type(rule))}
+        if rule.elementwise and options["state_dtype"] == torch.float32 and all(p.dtype == torch.float64 for _, p in named):
+            options["state_dtype"] = torch.float64
+        factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
+        groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
+    return _optimizer(config.rule, groups or [{"params": []}])  # a rank whose layers are all frozen takes part in steps all the same
+
+
+def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
+    """The optimizer, of the class that is registered with the rule: checkpoints say its name."""
+    for cls in vars(optim).values():
+        if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
+            return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})
+    return MatrixOptimizer(groups, rule)

@@ -1,0 +1,135 @@
+"""One optimizer step: micro-batches forward and backward, one norm, clip, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.config.optim import OptimConfig
+from lather.data.batches import Batch
+from lather.device import gpu_module, is_gpu
+from lather.engine.engine import BatchResult, Engine
+from lather.engine.optimizer import LR_FACTOR
+from lather.errors import ConfigError
+from lather.optim import MatrixOptimizer
+from lather.optim.engine.gradients import GradientNorms
+from lather.parallel.gradients import clip_, norm_dtype, squared_norm
+
+
+def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
+    """`optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    if step <= config.warmup_steps:
+        return config.peak_lr * step / config.warmup_steps
+    start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
+    progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[config.schedule]
+    return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `train.device` names; raises ConfigError if it is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    loss: float
+    balance_loss: float
+    grad_norm: float
+    tokens: int
+    counts_LE: Tensor
+    """Rows per MoE block and expert, on CPU."""
+    optimizer_seconds: float
+    refreshes_done: int
+    """Since the step before; with `optim.async_refresh` it was that one which began them."""
+    refreshes_skipped: int
+    skipped: bool
+
+
+class TrainStep:
+    """Runs optimizer steps on a mesh of ranks, each of which calls it with its share of the batch."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
+        self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
+        if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
+            engine.fill_waits(optimizer.put_off_refreshes())
+        self._refreshes_before = self._refreshes()
+
+    def __call__(self, batch: Batch, lr: float) -> StepResult:
+        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, of which groups have factors.
+
+        A step that is not finite changes nothing, on any rank.
+        """
+        result, norm, norms = self._gradients(batch)
+        finite = math.isfinite(result.loss + norm.item())
+        start = time.perf_counter()  # nothing is under way on a GPU: the gradients have just been waited for
+        if finite:
+            if self.max_grad_norm:
+                clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+            if isinstance(self.optimizer, MatrixOptimizer):
+                self.optimizer.step(norms=norms)
+            else:
+                self.optimizer.step()
+            self.engine.balance(result.counts_LE)
+        seconds = self._now() - start
+        self.engine.parameters.clear_gradients()
+        before, self._refreshes_before = self._refreshes_before, self._refreshes()
+        done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes_before, before, strict=True)])
+        return StepResult(
+            loss=result.loss,
+            balance_loss=result.balance_loss,
+            grad_norm=norm.item(),
+            tokens=result.num_labels,
+            counts_LE=result.counts_LE,
+            optimizer_seconds=seconds,
+            refreshes_done=done,
+            refreshes_skipped=skipped,
+            skipped=not finite,
+        )
+
+    def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
+        """Forward and backward; the norm of all gradients, on the CPU; and what the optimizer will want to know of them. The device is
+        waited for once."""
+        engine, unread = self.engine, self.engine.launch_gradients(batch)
+        norms = self.optimizer.measure_gradients() if isinstance(self.optimizer, MatrixOptimizer) else None
+        square = squared_norm(engine.parameters, engine.mesh, *([] if norms is None else [norms.of]))
+        result, (square,), own = engine.read(unread, sums=square[None], own=None if norms is None else norms.values)
+        if norms is not None:
+            norms.values = own
+        return result, square.sqrt().to(norm_dtype(engine.parameters)), norms
+
+    def _refreshes(self) -> tuple[int, int]:
+        if not isinstance(self.optimizer, MatrixOptimizer):
+            return 0, 0
+        counters = self.optimizer.counters
+        return counters["refreshes_done"], counters["refreshes_skipped"]
+
+    def _on_all_ranks(self, counts: list[int]) -> list[int]:
+        """Sums."""
+        if self.engine.mesh.size == 1 or not isinstance(self.optimizer, MatrixOptimizer):
+            return counts
+        total = torch.tensor(counts, device=self.engine.mesh.device)
+        dist.all_reduce(total)
+        return [int(count) for count in total.tolist()]
+
+    def _now(self) -> float:
+        if is_gpu(self.engine.mesh.device):  # not the device: refreshes may go on beside what comes next
+            gpu_module(self.engine.mesh.device).current_stream(self.engine.mesh.device).synchronize()
+        return time.perf_counter()

@@ -1,0 +1,99 @@
+"""Fine-tuning: which parameters of a model are trained, by the patterns of `[train]` and by `[lora]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lather.config.config import Config
+from lather.errors import ConfigError, require
+from lather.models.adapted import add_adapters, is_adapters, matching
+from lather.models.decoder import Decoder
+from lather.models.families import build_model
+from lather.models.lora import LoraConfig, fresh_adapters
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The parameters of a model that are trained."""
+
+    names: frozenset[str]
+    num_trained: int
+    """Numbers in them."""
+    num_parameters: int
+    """Numbers in all parameters of the model, adapters included."""
+
+    def describe(self) -> str:
+        share = 100 * self.num_trained / self.num_parameters
+        return f"{self.num_trained:,} of {self.num_parameters:,} parameters are trained ({share:.3g} %), {len(self.names)} tensors"
+
+
+def trained_parameters(config: Config) -> Trained:
+    """The parameters that `[train] trainable` and `frozen` and `[lora]` leave to be trained; nothing is allocated.
+
+    With adapters these are trained and the weights are not, but for those that `trainable` names. Raises ConfigError for a pattern or a
+    target that matches nothing, and if nothing is left.
+    """
+    parameters = dict(outline(config).named_parameters())
+    train, has_adapters = config.train, config.lora.rank > 0
+    trained = {name for name in parameters if is_adapters(name) or not (has_adapters or train.trainable)}
+    for pattern in train.trainable:
+        trained.update(matching(pattern, parameters, "train.trainable", "parameter"))
+    for pattern in train.frozen:
+        trained.difference_update(matching(pattern, parameters, "train.frozen", "parameter"))
+    if not trained:
+        raise ConfigError(f"train.frozen = {train.frozen!r} is not valid: it leaves nothing to train; give fewer patterns")
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    return Trained(frozenset(trained), sum(sizes[name] for name in trained), sum(sizes.values()))
+
+
+def check_finetuning(config: Config) -> None:
+    """Raise ConfigError for a pattern that matches nothing, for nothing to train, and for adapters of weights that nobody has trained."""
+    trained_parameters(config)
+    fits = not config.lora.rank or bool(config.init_from)
+    require(fits, "lora.rank", config.lora.rank, "0 without init_from, the trained weights that adapters stand beside")
+
+
+def check_adapters_are_all(config: Config) -> None:
+    """Raise ConfigError unless the run has adapters and trains nothing else."""
+    if not config.lora.rank:
+        raise ConfigError("--adapter is for runs with adapters, and this one has lora.rank = 0: export the model, without --adapter")
+    if config.moe.bias_update_rate:
+        raise ConfigError(
+            f"--adapter leaves out the balancing biases that moe.bias_update_rate = {config.moe.bias_update_rate} has moved, without which "
+            "tokens go to other experts: train adapters with 0"
+        )
+    if others := sorted(name for name in trained_parameters(config).names if not is_adapters(name)):
+        raise ConfigError(
+            f"--adapter leaves out what train.trainable has trained besides the adapters, {others[0]!r} for one: "
+            "export the merged model, without --adapter"
+        )
+
+
+def trained_names(config: Config) -> frozenset[str]:
+    return trained_parameters(config).names
+
+
+def outline(config: Config) -> Decoder:
+    """The whole model with its adapters on the meta device."""
+    model = build_model(config.model, None, torch.device("meta"))
+    add_adapters(model, config.lora)
+    return model
+
+
+def train_only(model: nn.Module, names: frozenset[str]) -> None:
+    """Freeze all parameters of a model, or of a part of it, but these."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in names)
+
+
+@torch.no_grad()
+def with_adapters(model: Decoder, config: LoraConfig, generator: torch.Generator) -> Decoder:
+    """The model, which gets fresh adapters; on the meta device nothing is drawn."""
+    add_adapters(model, config)
+    if not model.embed_tokens.weight.is_meta:
+        for name, value in fresh_adapters(model, generator):
+            model.get_parameter(name).copy_(value)
+    return model

@@ -1,0 +1,339 @@
+"""What a profile of saved tensors shows: a list, tables of totals, JSON, and stacked-bar pictures.
+
+Layers that keep the same are shown once. Sizes per token are of activations: weights and their copies do not grow with the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lather.errors import UserError
+from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
+
+COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "0.65", "#aa3377", "#bbbbbb"), strict=True))
+"""A color per segment, told apart with any color vision."""
+
+BACKWARD = re.compile(r"Backward\d*(?=\.|$)")
+"""What autograd adds to an operation's name."""
+
+KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
+
+# --- JSON ---------------------------------------------------------------------------------------------------------------------------
+
+
+def to_json(profile: SavedTensors) -> dict[str, Any]:
+    """Plain values: totals to read, and every storage; `from_json` gives the profile back."""
+    return {
+        "num_tokens": profile.num_tokens,
+        "activation_bytes_per_token": profile.per_token(profile.bytes("activation")),
+        "bytes": {kind: profile.bytes(kind) for kind in KINDS},
+        "activation_bytes_per_segment": {segment: profile.bytes("activation", segment=segment) for segment in profile.segments()},
+        "layers": {layer: _layer_json(profile, layer) for layer in profile.layers()},
+        "storages": [
+            {**dataclasses.asdict(one), "shape": list(one.shape), "also_saved_in": list(one.also_saved_in)} for one in profile.storages
+        ],
+    }
+
+
+def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
+    segments = {segment: profile.bytes("activation", layer=layer, segment=segment) for segment in profile.segments()}
+    return {
+        "bytes": {kind: profile.bytes(kind, layer=layer) for kind in KINDS},
+        "activation_bytes_per_segment": {segment: size for segment, size in segments.items() if size},
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> SavedTensors:
+    """What `to_json` was given."""
+    storages = (
+        SavedStorage(**{**one, "shape": tuple(one["shape"]), "also_saved_in": tuple(one["also_saved_in"])}) for one in document["storages"]
+    )
+    return SavedTensors(tuple(storages), document["num_tokens"])
+
+
+def write_json(document: Mapping[str, Any], out: Path) -> None:
+    """The file appears whole. Raises UserError if it cannot be written."""
+    with whole_file(out, "--json") as aside:
+        aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+@contextlib.contextmanager
+def whole_file(out: Path, option: str) -> Iterator[Path]:
+    """A file to write beside `out`, in whose place it is put at the end; after an error nothing is left of it."""
+    aside = out.with_name(f".tmp-{out.name}")
+    try:
+        yield aside
+        os.replace(aside, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}): give another {option}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+# --- alike layers -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedLine:
+    """One or more storages of a layer, saved in the same way."""
+
+    segment: str
+    saved_by: str
+    """With the module, from the layer down."""
+    shape: tuple[int, ...]
+    """The first dim is -1 if it differs among them."""
+    dtype: str
+    kind: Kind
+    bytes: int
+    weight: str
+    """Name of the parameter or buffer, from the layer down."""
+    also_saved_in: tuple[str, ...]
+    """Without the layer's own name."""
+
+
+def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedLine, int]]:
+    """What a layer keeps, and of how many storages each line is; storages of the same segment, saver, kind and row shape make one."""
+    groups: dict[Any, list[SavedStorage]] = {}
+    for one in profile.storages:
+        if one.layer == layer:
+            rows = one.shape if one.kind == "weight" else one.shape[1:]
+            key = (one.segment, one.module, one.saved_by, one.dtype, one.kind, len(one.shape), rows, one.weight)
+            groups.setdefault(key, []).append(one)
+    ordered = sorted(groups.values(), key=lambda group: SEGMENTS.index(group[0].segment))
+    return [(_line(group, layer), len(group)) for group in ordered]
+
+
+def _line(group: Sequence[SavedStorage], layer: str) -> SavedLine:
+    first = group[0]
+    module = first.module.removeprefix(layer).removeprefix(".")
+    saved_by = ": ".join(part for part in (module, first.saved_by or "(no name)") if part)
+    same = len({one.shape for one in group}) == 1
+    also = dict.fromkeys(place.removeprefix(f"{layer} ") for one in group for place in one.also_saved_in)
+    return SavedLine(
+        segment=first.segment,
+        saved_by=saved_by,
+        shape=first.shape if same else (-1, *first.shape[1:]),
+        dtype=first.dtype,
+        kind=first.kind,
+        bytes=sum(one.bytes for one in group),
+        weight=first.weight.removeprefix(f"{layer}."),
+        also_saved_in=tuple(also),
+    )
+
+
+def alike(profile: SavedTensors) -> list[list[str]]:
+    """Layers that keep the same number of bytes in the same way, grouped, in order."""
+    groups: dict[Any, list[str]] = {}
+    for layer in profile.layers():
+        lines = tuple(dataclasses.replace(line, also_saved_in=()) for line, _ in lines_of(profile, layer))
+        groups.setdefault(lines, []).append(layer)
+    return list(groups.values())
+
+
+def name_of(layers: Sequence[str]) -> str:
+    """ "layers.1-4, 6" for layers.1, ..., layers.4, layers.6."""
+    if len(layers) == 1 or not all(layer.rpartition(".")[2].isdigit() for layer in layers):
+        return ", ".join(layers)
+    numbers = [int(layer.rpartition(".")[2]) for layer in layers]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return f"{layers[0].rpartition('.')[0]}." + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+# --- tables -------------------------------------------------------------------------------------------------------------------------
+
+
+def print_tensors(profile: SavedTensors, console: Console) -> None:
+    """Every saved tensor of every layer, layers that are alike once."""
+    for layers in alike(profile):
+        table = _table(name_of(layers) + (f": {len(layers)} layers, each" if len(layers) > 1 else ""))
+        for name in ("saved by", "shape", "dtype", "kind", "size", "weight, or also saved in"):
+            table.add_column(name, justify="right" if name == "size" else "left", no_wrap=name in ("dtype", "kind", "size"))
+        segment = ""
+        for line, count in lines_of(profile, layers[0]):
+            if line.segment != segment:
+                segment = line.segment
+                table.add_row(segment, "", "", "", _size(profile.bytes(layer=layers[0], segment=segment)), style="bold")
+            shape = " x ".join("n" if size < 0 else str(size) for size in line.shape) or "scalar"
+            table.add_row(
+                f"  {BACKWARD.sub('', line.saved_by)}",
+                f"{count} of {shape}" if count > 1 else shape,
+                line.dtype,
+                line.kind,
+                _size(line.bytes),
+                line.weight or _shortened(line.also_saved_in),
+            )
+        console.print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _shortened(places: Sequence[str]) -> str:
+    text = ", ".join(places)
+    return text if len(text) <= 24 else f"{len(places)} other segments"
+
+
+def print_totals(profile: SavedTensors, console: Console) -> None:
+    """MiB of activations per layer and segment, of weights and copies per layer, and totals."""
+    segments = [segment for segment in profile.segments() if profile.bytes("activation", segment=segment)]
+    table = _table("kept for backward, each storage once")
+    table.add_column("MiB", no_wrap=True)
+    for name in (*segments, "activations", "weight copies", "weights"):
+        table.add_column(name, justify="right")
+    for layers in alike(profile):
+        sizes = [profile.bytes("activation", layer=layers[0], segment=segment) for segment in segments]
+        kinds = [profile.bytes(kind, layer=layers[0]) for kind in KINDS]
+        table.add_row(name_of(layers) + (" (each)" if len(layers) > 1 else ""), *map(_mib, (*sizes, *kinds)))
+    table.add_section()
+    totals = [profile.bytes("activation", segment=segment) for segment in segments]
+    table.add_row("model", *map(_mib, (*totals, *(profile.bytes(kind) for kind in KINDS))), style="bold")
+    per_token = (_kib(profile.per_token(size)) for size in (*totals, profile.bytes("activation")))
+    table.add_row("KiB per token", *per_token, "", "")
+    console.print(table)
+
+
+def print_comparison(profiles: Mapping[str, SavedTensors], baseline: str, console: Console) -> None:
+    """KiB of activations per token and segment in each memory mode, with the ratio to `baseline`."""
+    table = _table("activations kept for backward")
+    table.add_column("KiB per token")
+    for name in profiles:
+        table.add_column(name, justify="right")
+        if name != baseline:
+            table.add_column(f"to {baseline}", justify="right")
+    for segment in (segment for segment in SEGMENTS if any(segment in profile.segments() for profile in profiles.values())):
+        table.add_row(segment, *_compared(profiles, baseline, segment))
+    table.add_section()
+    table.add_row("model", *_compared(profiles, baseline, None), style="bold")
+    for kind in KINDS:
+        cells: list[str] = []
+        for mode, profile in profiles.items():
+            cells += [_mib(profile.bytes(kind))] + [""] * (mode != baseline)
+        table.add_row(f"{kind}, MiB", *cells)
+    console.print(table)
+
+
+def _compared(profiles: Mapping[str, SavedTensors], baseline: str, segment: str | None) -> Iterable[str]:
+    base = profiles[baseline].bytes("activation", segment=segment)
+    for mode, profile in profiles.items():
+        size = profile.bytes("activation", segment=segment)
+        yield _kib(profile.per_token(size))
+        if mode != baseline:
+            yield f"{size / base:.2f} x" if base else "-"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.2f}" if size else "-"
+
+
+def _kib(size: float) -> str:
+    return f"{size / 2**10:,.2f}" if size else "-"
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------------------
+
+
+def draw(profile: SavedTensors, title: str, out: Path) -> None:
+    """A bar per layer, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
+    layers = profile.layers()
+    sizes = [{s: profile.per_token(profile.bytes("activation", layer=layer, segment=s)) for s in profile.segments()} for layer in layers]
+    figure = Figure(figsize=(max(8.0, min(18.0, 4.0 + 0.45 * len(layers))), 4.6), layout="constrained")
+    axes = figure.subplots()
+    unit, scale = _stack(axes, sizes, headroom=0.05)
+    axes.set_xticks(range(len(layers)), [layer.removeprefix("layers.").removesuffix("_tokens") for layer in layers])
+    total, copies = profile.bytes("activation"), profile.bytes("weight copy")
+    per_token = f"{profile.per_token(total) / scale:,.2f} {unit}"
+    line = f"{per_token} of activations per token, {_size(total)} in all" + (f"; weight copies {_size(copies)}" if copies else "")
+    axes.set(xlabel="layer", ylabel=f"{unit} per token")
+    axes.set_title(f"{title}\n{line}", fontsize=10)
+    _save(figure, axes, out)
+
+
+def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: str, out: Path) -> None:
+    """A bar per memory mode, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
+    sizes = [
+        {segment: profile.per_token(profile.bytes("activation", segment=segment)) for segment in profile.segments()}
+        for profile in profiles.values()
+    ]
+    figure = Figure(figsize=(3.6 + 1.6 * len(profiles), 4.8), layout="constrained")
+    axes = figure.subplots()
+    unit, scale = _stack(axes, sizes, headroom=0.16, labels=True)
+    base = profiles[baseline].bytes("activation")
+    for index, (mode, profile) in enumerate(profiles.items()):
+        total = profile.bytes("activation")
+        ratio = f"\n{total / base:.2f} x" if mode != baseline and base else ""
+        axes.annotate(
+            f"{profile.per_token(total) / scale:,.2f} {unit}{ratio}",
+            (index, sum(sizes[index].values()) / scale),
+            (0, 4),
+            ha="center",
+            va="bottom",
+            textcoords="offset points",
+        )
+    axes.set_xticks(range(len(profiles)), list(profiles))
+    axes.set_ylabel(f"{unit} of activations per token")
+    axes.set_title(title, fontsize=10)
+    _save(figure, axes, out)
+
+
+def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float, labels: bool = False) -> tuple[str, int]:
+    """Bars in the order of a forward pass, the first segment at the bottom; with `labels` the larger parts carry their number.
+
+    Returns the axis's unit, which the highest bar decides, and its bytes.
+    """
+    bottom = np.zeros(len(sizes))
+    highest = max((sum(one.values()) for one in sizes), default=0.0)
+    unit, scale = unit_of(max(highest, 2**10))
+    for segment in SEGMENTS:
+        heights = np.array([one.get(segment, 0.0) for one in sizes])
+        if not heights.any():
+            continue
+        bars = axes.bar(range(len(sizes)), heights / scale, 0.72, bottom=bottom / scale, color=COLORS[segment], label=segment)
+        if labels:
+            texts = [f"{height / scale:,.2f}" if height > 0.06 * highest else "" for height in heights]
+            axes.bar_label(bars, texts, label_type="center", fontsize=8)
+        bottom += heights
+    axes.set_ylim(0, (1 + headroom) * highest / scale or 1)  # a bar of height 0 on top of another would take the margin away
+    return unit, scale
+
+
+def unit_of(size: float) -> tuple[str, int]:
+    """The largest unit of which this many bytes are one at least, and its bytes."""
+    return next(((unit, scale) for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size >= scale), ("B", 1))
+
+
+def _size(size: float) -> str:
+    unit, scale = unit_of(size)
+    return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size:.0f} B"
+
+
+def _save(figure: Figure, axes: Axes, out: Path) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="outside right upper", frameon=False, fontsize=9)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+    axes.spines[["top", "right"]].set_visible(False)
+    with whole_file(out, "--out") as aside:
+        figure.savefig(aside, dpi=110, format="png")

@@ -1,0 +1,182 @@
+"""What each pipeline rank keeps at most, from what a chunk keeps in each stage and the schedule's table; no rank is started.
+
+The table is walked as the executor walks it (`lather.pipeline.executor`). Alive between two actions are: chunks from their forward to their
+backward, weight gradients from I to W, and what travels between stages: from the receive, or from where it is made on the same rank, to
+its reader; and until it was sent. Not counted: parameters and what belongs to them, the batch, and temporaries inside an action.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
+from lather.pipeline.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """A stage of a rank; bytes are of one chunk."""
+
+    stage: int
+    layers: range
+    kept: int
+    waiting: int
+    chunks_at_peak: int
+    """Chunks between forward and backward when the rank's bytes are at their peak."""
+    waiting_at_peak: int
+    """Chunks whose weight gradients wait then."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """A pipeline rank."""
+
+    rank: int
+    stages: tuple[StageBytes, ...]
+    most_chunks: int
+    """Between forward and backward at one time; not always when the bytes are at their peak."""
+    boundaries_at_peak: int
+    """Activations and gradients that travel, or wait for their reader, then."""
+    peak: int
+    """Bytes."""
+
+
+def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range]) -> list[RankBytes]:
+    """Of all pipeline ranks; `layers` are those of every stage."""
+    of_stage = chunks.of_stages(layers)
+    found = []
+    for rank in range(schedule.num_ranks):
+        walk = _BytesWalk(schedule, rank, of_stage, chunks.boundary, chunks.boundary if chunks.travels is None else chunks.travels)
+        for action in schedule.ranks[rank]:
+            walk.do(action)
+        stages = tuple(
+            StageBytes(
+                stage,
+                layers[stage],
+                of_stage[stage].kept,
+                of_stage[stage].waiting,
+                walk.at_peak["kept", stage],
+                walk.at_peak["waiting", stage],
+            )
+            for stage in schedule.stages_of(rank)
+        )
+        found.append(
+            RankBytes(rank, stages, schedule.peak_live_chunks(rank), walk.at_peak["boundary", -1] + walk.at_peak["travels", -1], walk.peak)
+        )
+    return found
+
+
+class _BytesWalk:
+    """The bytes of a rank, action by action."""
+
+    def __init__(self, schedule: Schedule, rank: int, of_stage: Sequence[ChunkBytes], boundary: int, travels: int) -> None:
+        """`boundary` and `travels`: bytes of what a stage gives to the next on this rank, and of what is sent or received."""
+        self.schedule, self.own = schedule, schedule.stages_of(rank)
+        self.sizes: dict[tuple[str, int], int] = {("boundary", -1): boundary, ("travels", -1): travels}
+        for stage, chunk in enumerate(of_stage):
+            self.sizes["kept", stage], self.sizes["waiting", stage] = chunk.kept, chunk.waiting
+        self.alive: Counter[tuple[str, int]] = Counter()
+        self.sends: deque[Action] = deque()
+        self.peak, self.at_peak = 0, Counter[tuple[str, int]]()
+
+    def do(self, action: Action) -> None:
+        for chunk in action.chunks:
+            self._do(chunk)
+        now = sum(number * self.sizes[what] for what, number in self.alive.items())
+        if now > self.peak:
+            self.peak, self.at_peak = now, Counter(self.alive)
+
+    def _do(self, action: Action) -> None:
+        kind, stage, last = action.kind, action.stage, self.schedule.num_stages - 1
+        if kind is Kind.FORWARD:
+            self.alive["kept", stage] += 1  # its input, which was a boundary, among it
+            self.alive["boundary", -1] += stage < last
+            self._taken_from(stage - 1)
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            self.alive["kept", stage] -= 1
+            self.alive["waiting", stage] += kind is Kind.BACKWARD_INPUT
+            self.alive["boundary", -1] += stage > 0
+            self._taken_from(stage + 1)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            self.alive["waiting", stage] -= 1
+        elif kind in (Kind.RECV_F, Kind.RECV_B):
+            self.alive["travels", -1] += 1
+        elif kind in (Kind.SEND_F, Kind.SEND_B):
+            self.alive["boundary", -1] -= 1
+            self.alive["travels", -1] += 1
+            self.sends.append(action)
+            if len(self.sends) > MOST_SENDS_UNDER_WAY:
+                self.sends.popleft()
+                self.alive["travels", -1] -= 1
+
+    def _taken_from(self, stage: int) -> None:
+        """What this stage gave has found its reader."""
+        if 0 <= stage < self.schedule.num_stages:
+            self.alive["boundary" if stage in self.own else "travels", -1] -= 1
+
+
+def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:
+    """By name of the levers; the layers of a stage as their numbers."""
+    return {name: [_plain(one) for one in ranks] for name, ranks in levers.items()}
+
+
+def _plain(one: RankBytes) -> dict[str, Any]:
+    stages = [{**dataclasses.asdict(stage), "layers": list(stage.layers)} for stage in one.stages]
+    return {**dataclasses.asdict(one), "stages": stages}
+
+
+def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
+    """A line per rank and stage: layers, MiB of a chunk, chunks at the peak; the rank's peak at its first stage."""
+    table = _table("a pipeline rank's activations")
+    for name in ("rank", "stage", "layers", "MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "travelling", "peak, MiB"):
+        table.add_column(name, justify="left" if name in ("rank", "stage", "layers") else "right")
+    for one in ranks:
+        for stage in one.stages:
+            is_first = stage is one.stages[0]
+            table.add_row(
+                str(one.rank) if is_first else "",
+                str(stage.stage),
+                name_of_layers(stage.layers),
+                _mib(stage.kept),
+                _mib(stage.waiting),
+                str(stage.chunks_at_peak),
+                str(stage.waiting_at_peak),
+                str(one.boundaries_at_peak) if is_first else "",
+                _mib(one.peak) if is_first else "",
+            )
+    console.print(table)
+
+
+def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) -> None:
+    """A line for each set of levers: every rank's peak, and the largest."""
+    table = _table("a pipeline rank's activations at their peak, MiB")
+    table.add_column("levers")
+    for one in next(iter(levers.values())):
+        table.add_column(f"rank {one.rank}", justify="right")
+    table.add_column("largest", justify="right")
+    for name, ranks in levers.items():
+        peaks = [one.peak for one in ranks]
+        table.add_row(name, *map(_mib, (*peaks, max(peaks))))
+    console.print(table)
+
+
+def name_of_layers(layers: range) -> str:
+    """ "3-5", or "3"."""
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.2f}" if size else "-"

@@ -1,0 +1,67 @@
+"""What the families' configurations have in common: checks of their fields, and what a published `config.json` may say beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lather.errors import require
+from lather.models.rotary import YarnConfig
+
+
+class CheckedFields:
+    """Mixin of a configuration: checks that name the field as `model.<field>`."""
+
+    def _require(self, name: str, holds: bool, constraint: str) -> None:
+        require(holds, f"model.{name}", getattr(self, name), constraint)
+
+    def _require_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            self._require(name, getattr(self, name) >= least, f"at least {least}")
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            self._require(name, 0 < getattr(self, name) < math.inf, "greater than 0 and finite")
+
+    def _require_coefficient(self, *names: str) -> None:
+        for name in names:
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
+
+    def _require_at_most(self, name: str, most: str) -> None:
+        limit = getattr(self, most)
+        self._require(name, getattr(self, name) <= limit, f"at most {most} ({limit}): lower the one or raise the other")
+
+    def _require_divides(self, name: str, whole: str) -> None:
+        multiple = getattr(self, whole)
+        self._require(name, multiple % getattr(self, name) == 0, f"a divisor of {whole} ({multiple})")
+
+    def _require_rotary(self, size: str, scaling: YarnConfig | None) -> None:
+        self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding turns pairs")
+        if scaling is not None:
+            self._require("rope_theta", getattr(self, "rope_theta", 0) > 1, "greater than 1 for YaRN, whose ramp is on its logarithm")
+
+
+@dataclass(frozen=True)
+class PublishedConfig:
+    """How a family's published `config.json` is read and written, besides the fields that the configuration has under the same name."""
+
+    architecture: str
+    """Class in transformers."""
+    defaults: Mapping[str, Any]
+    """Fields that may be left out or null, and what they are then; a function gives it from the fields read."""
+    fixed: Mapping[str, tuple[Any, ...]]
+    """Fields that are supported with these values, or left out or null, only; the first one is written."""
+    derived: Mapping[str, Callable[[Any], Any]]
+    """Fields that follow from the configuration."""
+    aliases: Mapping[str, str]
+    """Other names of fields."""
+    ignored: frozenset[str] = frozenset()
+    """Fields of this family that have no influence here."""
+    nullable: frozenset[str] = frozenset()
+    """Fields that must be there and may be null."""
+    quantization: str | None = None
+    """The `quant_method` in which weights can be read, too."""
+    rope_scaling_required: bool = False
+    """Whether transformers takes a missing `rope_scaling` for something else than none."""

@@ -1,0 +1,133 @@
+"""The adapters of a model as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT (tested with 0.21) adapts linear modules, by `target_modules`, and parameters, by `target_parameters`. Transformers 5 has the experts
+of a block in two parameters of three dims, gate_up_proj and down_proj. Other feed-forward layers are named as parameters, too: as modules
+PEFT takes their names for those that experts had in transformers 4.
+
+    attention              q_proj.lora_A.weight (r, I)           q_proj.lora_B.weight (O, r)
+    dense, shared          gate_proj.lora_A.weight (r, I)        gate_proj.lora_B.weight (O, r)
+    experts, down          experts.lora_A.weight (E r, I)        experts.lora_B.weight (O, r E): B[o, k E + e]
+    experts, gate and up   the same below experts.base_layer if down is adapted as well: PEFT puts one layer around the other
+
+Letters: I input and O output size, E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lather.errors import ExchangeError
+from lather.models.adapted import adaptable, adapted, factor_names
+from lather.models.entry_names import entry_name
+from lather.models.families import ModelConfig, build_model
+from lather.models.hf.safetensors_folder import DTYPES, StrPath, TensorSource, TensorToWrite, complete_folder, write_safetensors
+from lather.models.lora import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class _PeftFactor:
+    """A factor of an adapter as PEFT has it."""
+
+    name: str
+    entries: tuple[str, ...]
+    """The factor's names in a checkpoint: one, or one for each expert."""
+    shape: tuple[int, ...]
+    is_stack_of_b: bool = False
+
+    def pieces(self, source: TensorSource) -> Iterator[Tensor]:
+        if self.is_stack_of_b:
+            yield torch.stack([source.read(entry) for entry in self.entries], dim=-1)
+        else:
+            yield from (source.read(entry) for entry in self.entries)
+
+
+def save_peft(
+    source: TensorSource, config: ModelConfig, lora: LoraConfig, folder: StrPath, *, base: str = "", dtype: torch.dtype | None = None
+) -> None:
+    """Write the adapters among the tensors of a checkpoint as a folder that `PeftModel.from_pretrained` loads.
+
+    Args:
+        source: the tensors of a checkpoint, one entry per expert.
+        folder: must not exist, or be empty; it appears when it is complete.
+        base: name or folder of the model that they adapt; kept in adapter_config.json.
+        dtype: of the adapters written; None: as they are.
+
+    Raises ExchangeError, before anything is written, if the source lacks one of the adapters of `lora`, or if `folder` holds something.
+    """
+    model = build_model(config, None, torch.device("meta"))
+    names, groups = adapted(model, lora), adaptable(model)
+    factors = list(_factors(names, config, source))
+    to_write = [TensorToWrite(one.name, dtype or DTYPES[source.tensors[one.entries[0]].dtype], one.shape) for one in factors]
+    by_name = {one.name: one for one in factors}
+    with complete_folder(Path(folder)) as aside:
+        write_safetensors(aside / WEIGHTS_FILE, to_write, lambda name: by_name[name].pieces(source))
+        text = json.dumps(_config(names, groups, lora, base), indent=2)
+        (aside / CONFIG_FILE).write_text(f"{text}\n", "utf-8")
+
+
+def _factors(names: list[str], config: ModelConfig, source: TensorSource) -> Iterator[_PeftFactor]:
+    shapes = {name: tuple(p.shape) for name, p in build_model(config, None, torch.device("meta")).named_parameters()}
+    for name in names:
+        stack_shape = shapes.get(name)
+        parameter = f"{name}.weight" if stack_shape is None else name
+        experts = [None] if stack_shape is None else list(range(stack_shape[0]))
+        entries = [factor_names(parameter if expert is None else entry_name(name, expert)) for expert in experts]
+        if missing := [entry for pair in entries for entry in pair if entry not in source.tensors]:
+            raise ExchangeError(
+                f"{missing[0]!r} is not among the weights, but [lora] asks for it: give the configuration they were made with"
+            )
+        module = f"base_model.model.model.{name}"
+        if stack_shape is not None:
+            owner, _, part = module.rpartition(".")
+            is_inside = part == "gate_up_proj" and f"{name.rpartition('.')[0]}.down_proj" in names
+            module = f"{owner}.base_layer" if is_inside else owner
+        (rank, size_in), (size_out, _) = (source.tensors[entry].shape for entry in entries[0])
+        number = len(experts)
+        yield _PeftFactor(f"{module}.lora_A.weight", tuple(a for a, _ in entries), (number * rank, size_in))
+        yield _PeftFactor(f"{module}.lora_B.weight", tuple(b for _, b in entries), (size_out, rank * number), stack_shape is not None)
+
+
+def _config(names: list[str], groups: dict[str, str], lora: LoraConfig, base: str) -> dict[str, Any]:
+    modules = {name for name in names if groups[name] == "attention"}
+    parameters = {name if groups[name] == "experts" else f"{name}.weight" for name in names if name not in modules}
+    others = [name if group in ("attention", "experts") else f"{name}.weight" for name, group in groups.items()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": _shortest(modules, others, of_module=True),
+        "target_parameters": _shortest(parameters, others) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _shortest(names: Iterable[str], all_names: list[str], *, of_module: bool = False) -> list[str]:
+    """Targets that stand for these names and no others: what follows the layer's number, if all layers that have it are meant."""
+    chosen = set(names)
+    found: dict[str, None] = {}
+    for name in all_names:
+        if name in chosen:
+            _, _, rest = name.split(".", 2)
+            same = [other for other in all_names if other.split(".", 2)[2] == rest]
+            short = rest.rpartition(".")[2] if of_module else rest
+            found[short if chosen.issuperset(same) else name] = None
+    return list(found)

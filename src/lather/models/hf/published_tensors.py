@@ -1,0 +1,55 @@
+"""The weights of a Hugging Face folder under Lather's names, one entry per expert, read on demand: as a checkpoint's are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.models.hf.key_map import MappedTensor
+from lather.models.hf.model_folder import PublishedWeights
+from lather.models.hf.safetensors_folder import DescribedTensor, Index
+
+
+@dataclass(frozen=True)
+class _Described:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class PublishedTensors:
+    """See the head of this file."""
+
+    def __init__(self, weights: PublishedWeights) -> None:
+        self._weights = weights
+        self._of_expert: defaultdict[tuple[str, int], list[MappedTensor]] = defaultdict(list)
+        for stack, entries in weights.entries.items():
+            for entry in entries:
+                if entry.index:
+                    assert isinstance(entry.index[0], int)
+                    self._of_expert[stack, entry.index[0]].append(entry)
+
+    @property
+    def tensors(self) -> Mapping[str, DescribedTensor]:
+        found: dict[str, DescribedTensor] = {}
+        for name, shape in self._weights.shapes.items():
+            if is_stack(name):
+                found |= {entry_name(name, expert): _Described("F32", shape[1:]) for expert in range(shape[0])}
+            else:
+                found[name] = _Described("F32", shape)
+        return found
+
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        """`tensor[index]` on CPU, in the dtype in which it is published; of an expert the whole matrix is read."""
+        parameter, expert = split_entry(name)
+        if expert is None:
+            (entry,) = self._weights.entries[parameter]
+            return self._weights.stored.read(entry.published, index)
+        if parts := self._of_expert[parameter, expert]:
+            return torch.cat([self._weights.stored.read(part.published) for part in parts])[index]
+        (entry,) = self._weights.entries[parameter]
+        return self._weights.expert(entry, expert)[index]

@@ -1,0 +1,1 @@
+"""Memory between forward and backward: what is computed again, put off, or rounded once."""

@@ -1,0 +1,295 @@
+"""The exchange of expert parallelism: tokens travel to the ranks of their experts by all-to-all, each rank's partial sums travel back.
+
+Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all; a token goes to a rank once, whatever number of its experts is
+there, and comes back as one partial sum, as DeepSeek-V3 does between nodes (arXiv:2412.19437, section 3.2.2).
+
+                         what is sent                     what it becomes
+    plan                 rows and pairs, (P, 2)           the numbers of rows of everything that follows, on the host
+    dispatch             x_TD gathered to (S, D)          x_RD; experts and weights (R, K) in one integer buffer beside it
+    combine              partial_RD as it is              (S, D), summed per token in fp32, slots in order: (T, D)
+    combine backward     grad_TD gathered to (S, D)       grad_RD
+    dispatch backward    grad_RD, grad_weights_RK         (S, D), summed per token: (T, D); (S, K), each slot from its rank: (T, K)
+
+Rows travel in the dtype that they are given in, both ways, and are added up in fp32 (fp64 for fp64), slots in order, rounded once.
+
+Between forward and backward there are indices only (`exchange_plan.Way`); every buffer is given back once its rows have arrived or been
+added up.
+
+Every phase is a collective operation, dispatch and its backward two, one after the other. All ranks of the group have to launch the same
+phases in the same order, those without a token, too, or the others wait for ever; with the differentiable forms this holds for backward as
+well, so the loss has to depend on the result on each rank or on none.
+
+Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K experts per token, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lather.device import gpu_module, is_gpu
+from lather.kernels.combine import combine_rows_sum
+from lather.kernels.gather import gather_rows
+from lather.kernels.route import check_range
+from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
+from lather.models.routing import Routing
+from lather.parallel.exchange_plan import ExchangePlan, Way, pack_routing, plan_rows, unpack_routing
+from lather.shapes import Float
+
+Result = TypeVar("Result")
+GiveBack = Callable[[Tensor], None]
+"""Is told that nobody will read a buffer again."""
+
+
+def resize_away(buffer: Tensor) -> None:
+    """At once: gloo's threads drop their references some time after a wait."""
+    buffer.untyped_storage().resize_(0)
+
+
+def exchange_over(
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    *,
+    give_back: GiveBack = resize_away,
+    sizes_group: dist.ProcessGroup | None = None,
+) -> Exchange:
+    """The exchange between the ranks of an expert-parallel group; with one rank (or None) nothing travels. Options: `ExpertExchange`'s."""
+    if group is None or dist.get_world_size(group) == 1:
+        return LOCAL_EXCHANGE
+    return ExpertExchange(group, num_experts, give_back=give_back, sizes_group=sizes_group)
+
+
+class ExpertExchange:
+    """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
+
+    Any number of layers and micro-batches can be on their way, as nothing of them is kept here. T may differ between ranks and be 0; D, K
+    and dtypes may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator
+    of their own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        give_back: GiveBack = resize_away,
+        sizes_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.num_experts, self.num_ranks = group, num_experts, dist.get_world_size(group)
+        self.sizes_group, self.give_back = group if sizes_group is None else sizes_group, give_back
+        if num_experts < 1 or num_experts % self.num_ranks:
+            raise ValueError(
+                f"{num_experts} experts cannot be spread evenly over {self.num_ranks} ranks: take an expert-parallel size that divides them"
+            )
+        self.num_local_experts = num_experts // self.num_ranks
+        self._sizes_stream: Any = None
+
+    def dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing) -> Dispatched:
+        """Tokens to the rows that this rank's experts see, differentiable for tokens and weights.
+
+        Weights of experts that are elsewhere arrive as 0. Keeps indices only. Errors: as `start_dispatch`.
+        """
+        x_RD, weights_RK, experts_RK, way = _Dispatch.apply(x_TD, routing.weights_TK, routing, self)  # type: ignore[no-untyped-call]
+        return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
+
+    def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
+        """Partial sums to the sums of this rank's tokens, differentiable. Keeps indices only. Errors: as `start_combine`."""
+        y_TD: Tensor = _CombineRanks.apply(partial_RD, dispatched, self)  # type: ignore[no-untyped-call]
+        return y_TD
+
+    @torch.no_grad()
+    def start_plan(self, routing: Routing) -> Pending[Way]:
+        """The host waits, in the result's `wait`, for the numbers of rows, and nowhere else.
+
+        Raises ValueError, before anything is sent, if experts are out of range (on CUDA this is asserted on the device).
+        """
+        check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
+        plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
+        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # NCCL's own streams are among those of the other priority
+            self._sizes_stream = gpu_module(plan.sizes_P2).Stream(plan.sizes_P2.device, priority=-1)
+        return _Planned(plan, self.sizes_group, self._sizes_stream)
+
+    @torch.no_grad()
+    def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
+        """Raises ValueError, before anything is sent, if `routing` has another number of tokens, and as `start_plan`."""
+        if not len(x_TD) == len(routing.experts_TK) == len(routing.weights_TK):
+            raise ValueError(
+                f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for {len(routing.weights_TK)}: "
+                "give the routing of these tokens"
+            )
+        way = self.start_plan(routing).wait() if plan is None else plan
+        travels = [
+            self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True),
+            self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True),
+        ]
+        dtype = routing.weights_TK.dtype
+
+        def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
+            experts_RK, weights_RK = unpack_routing(packed, dtype)
+            self.give_back(packed)
+            return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
+
+        return _Launched(travels, finish)
+
+    @torch.no_grad()
+    def start_combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Pending[Tensor]:
+        """Raises ValueError, before anything is sent, if there are not R partial sums."""
+        way: Way = dispatched.way_back
+        return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
+
+    @torch.no_grad()
+    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], dispatched: Dispatched) -> Pending[Tensor]:
+        """Raises ValueError, before anything is sent, if there are not T gradients."""
+        return self._start_combine_backward(grad_TD, dispatched.way_back)
+
+    @torch.no_grad()
+    def start_dispatch_backward(
+        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], dispatched: Dispatched
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Raises ValueError, before anything is sent, if there are not R gradients of either kind."""
+        return self._start_dispatch_backward(grad_RD, grad_weights_RK, dispatched.way_back)
+
+    def _start_combine_backward(self, grad_TD: Tensor, way: Way) -> Pending[Tensor]:
+        _check_rows(grad_TD, len(way.row_TK))
+        _used_here(way.token_S)
+        travel = self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
+        return _Launched([travel], _as_it_is)
+
+    def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
+        _check_rows(grad_weights_RK, sum(way.received_P))
+        travels = [self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)]
+
+        def finish(grad_SD: Tensor, grad_weights_SK: Tensor) -> tuple[Tensor, Tensor]:
+            grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
+            self.give_back(grad_weights_SK)
+            return grad_TD, grad_weights_TK
+
+        return _Launched(travels, finish)
+
+    def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
+        _used_here(way.row_TK)
+        sum_TD = combine_rows_sum(rows_SD, way.row_TK)
+        self.give_back(rows_SD)
+        return sum_TD
+
+    def _launch_back(self, rows_RD: Tensor, way: Way) -> Pending[Tensor]:
+        _check_rows(rows_RD, sum(way.received_P))
+        return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
+
+    def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
+        received = rows.new_empty(sum(received_P), rows.shape[1])
+        work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
+        return _Travel(rows, received, work, self.give_back if own else None)
+
+
+class _Planned:
+    """Numbers of rows on their way to the host; on a GPU by `stream`, as the compute stream may be given more before they are read."""
+
+    def __init__(self, plan: ExchangePlan, group: dist.ProcessGroup, stream: Any) -> None:
+        self._plan = plan
+        self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
+        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
+        self._wait: Callable[[], object] = work.wait
+        if stream is not None:
+            with gpu_module(sizes_2P2).stream(stream):
+                work.wait()
+                _used_here(plan.sizes_P2, sizes_2P2)
+                self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
+                self._wait = stream.record_event().synchronize
+
+    def wait(self) -> Way:
+        self._wait()
+        own_P2, told_P2 = self._sizes_2P2.tolist()
+        return self._plan.way(tuple(rows for rows, _ in own_P2), told_P2)
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """One all-to-all that is under way."""
+
+    sent: Tensor
+    received: Tensor
+    work: dist.Work
+    give_back: GiveBack | None
+    """For the rows that were sent; None: they are somebody else's."""
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        _used_here(self.sent, self.received)
+        if self.give_back is not None:
+            self.give_back(self.sent)
+        return self.received
+
+
+class _Launched(Generic[Result]):
+    """All-to-alls that are under way, and what is made of the rows that they bring; to be waited for once."""
+
+    def __init__(self, travels: Sequence[Pending[Tensor]], finish: Callable[..., Result]) -> None:
+        self._travels, self._finish = travels, finish
+
+    def wait(self) -> Result:
+        assert self._travels, "this was waited for before"
+        travels, self._travels = self._travels, ()
+        return self._finish(*[travel.wait() for travel in travels])
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, routing: Routing, exchange: ExpertExchange
+    ) -> tuple[Tensor, Tensor, Tensor, Way]:
+        dispatched = exchange.start_dispatch(x_TD, routing).wait()
+        _keep(ctx, exchange, dispatched.way_back)
+        ctx.mark_non_differentiable(dispatched.experts_RK)
+        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way_back
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grad_TD, grad_weights_TK = ctx.exchange._start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
+        return grad_TD, grad_weights_TK, None, None
+
+
+class _CombineRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_RD: Tensor, dispatched: Dispatched, exchange: ExpertExchange) -> Tensor:
+        _keep(ctx, exchange, dispatched.way_back)
+        return exchange.start_combine(partial_RD, dispatched).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange._start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
+
+
+def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:
+    """Through `save_for_backward`, so that whoever counts or moves what is saved sees the indices."""
+    ctx.save_for_backward(way.token_S, way.row_TK)
+    ctx.exchange, ctx.splits = exchange, (way.sent_P, way.received_P)
+
+
+def _kept(ctx: Any) -> Way:
+    return Way(*ctx.saved_tensors, *ctx.splits)
+
+
+def _as_it_is(rows_RD: Tensor) -> Tensor:
+    return rows_RD
+
+
+def _check_rows(rows: Tensor, expected: int) -> None:
+    if len(rows) != expected:
+        raise ValueError(f"{len(rows)} rows, but this dispatch had {expected} here: give one row for each of them, in their order")
+
+
+def _used_here(*tensors: Tensor) -> None:
+    """On CUDA a launch may be on another stream than its wait: what one of them made must outlive what the other does with it."""
+    for tensor in tensors:
+        if is_gpu(tensor):
+            tensor.record_stream(gpu_module(tensor.device).current_stream(tensor.device))

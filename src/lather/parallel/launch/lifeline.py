@@ -1,0 +1,288 @@
+"""A line from every rank to one hub, so that a job ends as one: a death, a failure or a request to stop reaches every rank at once.
+
+The kernel closes a process's sockets when the process dies, whatever it was doing, and each rank listens on a thread of its own: a rank
+that is blocked in a collective, where no signal handler of Python's runs, still hears the end and leaves. There are no heartbeats, so a
+rank that is merely slow is never taken for dead; keep-alive probes, which the kernel answers, find a machine that is gone.
+
+What is said, one JSON object per line: a rank says `hello`, `failed` and `done`; the hub says `stop` (a signal's number) and `end`.
+When one rank fails the others soon fail too, because their connections to it break. So the hub waits for a moment, and then names as
+the cause the first failure that is not such a consequence.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, NoReturn
+
+import torch.distributed as dist
+
+from lather.errors import UserError
+
+SETTLE_SECONDS = 0.5
+"""How long the hub waits, after the first failure, for one that may be its cause."""
+UNWIND_SECONDS = 3.0
+"""How long instead after a UserError, which as a rule every rank raises, so that the others can tidy up what they have begun."""
+TICK_SECONDS = 0.1
+CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "gloo", "NCCL", "TCPStore")
+"""In the text of errors that a rank gets because another one has died."""
+COPY = "This is a copy of what another rank raised."
+"""The note (`add_note`) of an exception that a rank raises only because another one did."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended."""
+
+    rank: int
+    """-1: one that had not yet said which it is."""
+    kind: Literal["user", "space", "error", "died", "connection"]
+    """A UserError; a full disk; any other exception; none at all; a consequence of another rank's end, such as a broken connection."""
+    text: str
+    """The user's line, the disk's error, or the traceback."""
+    when: float
+    """Seconds since the epoch."""
+    number: int = 0
+    """Of the operating system's error, for "space"."""
+    file: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """What `error`, which ended `rank`, is to be reported as."""
+        now = time.time()
+        if isinstance(error, UserError):
+            return cls(rank, "user", str(error), now)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return cls(rank, "space", error.strerror or "", now, error.errno, str(error.filename or ""))
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, "connection" if _is_consequence(error) else "error", text, now)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The least is the cause: connections that broke come after everything else, however early they were noticed."""
+        return self.kind == "connection", self.when
+
+    def describe(self) -> str:
+        """For standard error."""
+        who = f"rank {self.rank}" if self.rank >= 0 else "a rank that was starting"
+        if self.kind == "user":
+            return f"lather: error: {' '.join(self.text.split())}"
+        if self.kind == "died":
+            return f"lather: stopped: {who} {self.text}; the run goes on from its last checkpoint when it is started again"
+        return f"lather: stopped: {who} failed:\n{self.text.rstrip()}"
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    while error is not None:
+        torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in CONSEQUENCES)
+        if torchs or isinstance(error, (dist.DistError, ConnectionError)) or COPY in getattr(error, "__notes__", ()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class _JsonSocket:
+    """A socket that carries JSON objects."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.rank = -1
+        self.pid = 0
+        self.is_done = False
+        self._rest = b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, **message: object) -> bool:
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[dict[str, object]] | None:
+        """Whole messages that have come, waiting for some bytes; None: the other end is gone."""
+        try:
+            data = self.socket.recv(1 << 16)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            return [json.loads(line) for line in lines] if data else None
+        except (OSError, ValueError):
+            return None
+
+
+class Hub:
+    """Holds the lines of all ranks, on a thread; in the parent of local ranks, or in rank 0 where another launcher started them.
+
+    `on_end` is called once, on that thread, with the failure that ends the job. `watch` gives processes that
+    have died, and how, among them those that had no line yet.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        num_ranks: int,
+        on_end: Callable[[Failure], None],
+        *,
+        watch: Callable[[], Mapping[int, str]] = dict,
+        died: Callable[[int], str] = lambda pid: "died without a word",
+    ) -> None:
+        """`host` is where to listen, "": everywhere; `died` says how the process of a rank whose line broke has ended."""
+        two_stacks = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if two_stacks else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=two_stacks, backlog=num_ranks)
+        self.port: int = self._listener.getsockname()[1]
+        self.failures: list[Failure] = []
+        self.cause: Failure | None = None
+        self._num_ranks, self._on_end, self._watch, self._died = num_ranks, on_end, watch, died
+        self._lines: list[_JsonSocket] = []
+        self._known: set[int] = set()
+        """Processes that have, or had, a line, or whose death was noticed."""
+        self._stop = 0
+        self._num_done = 0
+        self._is_closed = False
+        self._since = time.monotonic()
+        """When there was no failure yet."""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="lather-hub", daemon=True)
+
+    def start(self, unblocked: tuple[signal.Signals, ...] = ()) -> Hub:
+        """The thread takes the signals `unblocked`, which all others may have blocked."""
+        self._unblocked = unblocked
+        self._thread.start()
+        return self
+
+    def stop(self, number: signal.Signals) -> None:
+        """Ask every rank, and those that are still to come, to stop after the step."""
+        with self._lock:
+            self._stop = number
+            for line in self._lines:
+                line.send(stop=int(number))
+
+    def wait(self, seconds: float) -> None:
+        """Until all ranks are done, or the job has ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._num_done < self._num_ranks and self._thread.is_alive():
+            time.sleep(0.02)
+
+    def close(self, seconds: float = UNWIND_SECONDS + SETTLE_SECONDS) -> None:
+        """End the thread; a failure that has come is still dealt with."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _serve(self) -> None:
+        if self._unblocked:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._unblocked)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            while not (self._is_closed and not self.failures):
+                for key, _ in selector.select(TICK_SECONDS):
+                    if key.data is None:
+                        self._accept(selector)
+                    elif not self._hear(key.data):
+                        selector.unregister(key.data.socket)
+                        self._lost(key.data)
+                self._look_for_deaths()
+                if self._is_settled():
+                    break
+            self._listener.close()
+        if self.failures:
+            self._end(min(self.failures, key=lambda failure: failure.order))
+
+    def _is_settled(self) -> bool:
+        if not self.failures:
+            self._since = time.monotonic()
+            return False
+        patience = UNWIND_SECONDS if all(failure.kind == "user" for failure in self.failures) else SETTLE_SECONDS
+        return len(self.failures) >= self._num_ranks or time.monotonic() > self._since + patience
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        line = _JsonSocket(self._listener.accept()[0])
+        with self._lock:
+            self._lines.append(line)
+            if self._stop:
+                line.send(stop=self._stop)
+        selector.register(line.socket, selectors.EVENT_READ, line)
+
+    def _hear(self, line: _JsonSocket) -> bool:
+        """Whether the line is still there."""
+        messages = line.receive()
+        for message in messages or ():
+            match message:
+                case {"hello": int(rank), "pid": int(pid)}:
+                    line.rank, line.pid = rank, pid
+                    self._known.add(pid)
+                case {"failed": dict(failed)}:
+                    self.failures.append(Failure(**failed))
+                    line.is_done = True
+                case {"done": True}:
+                    line.is_done = True
+                    self._num_done += 1
+        return messages is not None
+
+    def _lost(self, line: _JsonSocket) -> None:
+        with self._lock:
+            self._lines.remove(line)
+        line.socket.close()
+        if not line.is_done and line.rank >= 0:
+            when = time.time()  # before asking, which may take a moment
+            self.failures.append(Failure(line.rank, "died", self._died(line.pid), when))
+
+    def _look_for_deaths(self) -> None:
+        for pid, text in self._watch().items():
+            if pid not in self._known:
+                self._known.add(pid)
+                self.failures.append(Failure(-1, "died", text, time.time()))
+
+    def _end(self, cause: Failure) -> None:
+        self.cause = cause
+        for line in sorted(self._lines, key=lambda line: -line.rank):  # rank 0 last: the hub may be in it
+            line.send(end=asdict(cause))
+        self._on_end(cause)
+
+
+class Lifeline:
+    """A rank's line to the hub. Its thread calls `on_end` with the failure that ends the job, or None if the hub is gone."""
+
+    def __init__(self, address: tuple[str, int], rank: int, on_end: Callable[[Failure | None], None]) -> None:
+        self.rank = rank
+        self.stop: signal.Signals | None = None
+        """The signal that the hub has passed on."""
+        self._on_end = on_end
+        self._line = _JsonSocket(socket.create_connection(address, timeout=30))
+        self._line.socket.settimeout(None)
+        self._line.send(hello=rank, pid=os.getpid())
+        threading.Thread(target=self._listen, name="lather-lifeline", daemon=True).start()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report what ended this rank, and leave with the others."""
+        self._line.send(failed=asdict(Failure.of(self.rank, error)))
+        time.sleep(2 * UNWIND_SECONDS)  # `on_end` ends the process meanwhile
+        os._exit(1)
+
+    def done(self) -> None:
+        """This rank's work is over; the end of the hub is no longer a reason to leave."""
+        self._line.is_done = True
+        self._line.send(done=True)
+
+    def _listen(self) -> None:
+        while (messages := self._line.receive()) is not None:
+            for message in messages:
+                match message:
+                    case {"stop": int(number)}:
+                        self.stop = signal.Signals(number)
+                    case {"end": dict(failure)}:
+                        self._on_end(Failure(**failure))
+        if not self._line.is_done:
+            self._on_end(None)

@@ -1,0 +1,349 @@
+"""Starts ranks on this machine, or joins those that torchrun or SLURM has started, and ends them all as one.
+
+Torch's elastic launcher starts local ranks; what happens when one dies is decided here, because a rank that is blocked in a collective
+runs no signal handler: every rank holds a line to a hub (`lifeline`). When one fails, the parent kills the others at once and shows what
+happened in that rank. When the parent dies, the lines break and the ranks leave.
+
+SIGTERM or SIGINT to the parent, or to all processes, as a terminal's Ctrl-C is, becomes a request that each rank reads in `World.stop`;
+a second one ends the job at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lather.device import gpu_module, is_gpu
+from lather.errors import ConfigError, UserError
+from lather.parallel.launch.lifeline import SETTLE_SECONDS, Failure, Hub, Lifeline
+from lather.parallel.launch.world import World
+
+LOCAL = "127.0.0.1"
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+HUB_KEY = "lather/hub"
+
+Worker = Callable[..., int]
+"""Called as worker(*args, world) in every rank; returns the exit status, the same everywhere, or raises in any of them."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How the ranks' process group is made."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """What kind of device; each rank takes its own."""
+    timeout: float = 600.0
+    """Of a collective, seconds."""
+
+
+def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
+    """The arguments without `--nproc N`, and N; "gpu" is the number of CUDA devices. Raises ConfigError if N is not a positive number."""
+    rest, given = [], None
+    left = iter(arguments)
+    for argument in left:
+        name, equals, value = argument.partition("=")
+        if name == "--nproc":
+            given = value if equals else next(left, "")
+        else:
+            rest.append(argument)
+    if given is None:
+        return rest, None
+    number = str(torch.cuda.device_count()) if given == "gpu" else given
+    if not number.isdecimal() or int(number) < 1:
+        found = "gpu, but there is no CUDA device" if given == "gpu" else repr(given)
+        raise ConfigError(f"--nproc {found} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
+    return rest, int(number)
+
+
+def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions | None = None) -> int:
+    """Run `worker` in `nproc` ranks on this machine; returns what it returns in rank 0. For the main thread.
+
+    `worker` is a top-level function and `args` can be pickled. With one rank it is called here, without a process group.
+
+    Returns 1, after showing the traceback or the signal, if a rank raised or died; 128 + its number if a signal ended the launcher.
+
+    Raises:
+        UserError: a rank raised it; or, before anything is started, there are too few devices or `check_connections` raised.
+        OSError: a rank found the disk full.
+    """
+    if nproc == 1:
+        return worker(*args, World())
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    options = options or GroupOptions()
+    check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
+    processes = _Processes(nproc)
+    hub = Hub(LOCAL, nproc, lambda _: processes.kill(), watch=processes.failed, died=processes.end_of)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"lather-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOCAL}:0",
+        local_addr=LOCAL,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGQUIT",  # it must have one; SIGTERM and SIGINT are dealt with here, SIGHUP keeps its action
+    )
+    try:
+        with _passing_signals_on(hub, processes), _silent_launcher():
+            status: int = elastic_launch(config, _local_rank)(worker, args, options, hub.port)[0]
+            return status
+    except ChildFailedError as error:
+        hub.close()
+        rank, failure = error.get_first_failure()
+        return _show(hub.cause or Failure(rank, "died", _exit_text(failure.exitcode), failure.timestamp))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    finally:
+        processes.kill()
+        hub.close()
+
+
+def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions | None = None) -> int:
+    """Run `worker` in this process, one of the ranks that another launcher has started; returns what it returns.
+
+    If any rank fails, every rank leaves: the process ends with status 1, or 2 after a UserError. The first rank of each machine shows why.
+    Raises ConfigError as `check_connections`.
+    """
+    options = options or GroupOptions()
+    check_connections(options.device, os.environ)
+    assert world.address is not None
+    host, _ = world.address
+    store = _store(world, options)
+    hub = None
+    if world.rank == 0:
+        hub = Hub(host if host in (LOCAL, "localhost") else "", world.size, lambda _: None).start()
+        store.set(HUB_KEY, str(hub.port))
+    lifeline = Lifeline((host, int(store.get(HUB_KEY))), world.rank, partial(_leave, world))
+    status = _work(worker, args, world, options, lifeline, store)
+    if hub is not None:
+        hub.wait(10 * SETTLE_SECONDS)
+        hub.close()
+    return status
+
+
+def _local_rank(worker: Worker, args: tuple[Any, ...], options: GroupOptions, hub_port: int) -> int:
+    """A rank that `launch` has started. Its parent shows what happened, so it leaves silently."""
+    world = World.of_environment(os.environ)
+    assert world is not None
+    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        lifeline.stop = signal.Signals(number)
+
+    for number in STOPPING:
+        signal.signal(number, request_stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    if "lo" in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
+    return _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, _store(world, options))
+
+
+def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
+    try:
+        _enter_group(world, options, store)
+        status = worker(*args, world)
+        dist.all_reduce(torch.zeros(()))  # nobody leaves before the last has worked
+        dist.destroy_process_group()
+    except BaseException as error:
+        sys.stdout.flush()
+        lifeline.fail(error)
+    lifeline.done()
+    return status
+
+
+def _store(world: World, options: GroupOptions) -> Any:
+    """The key-value store of all ranks; torch's launcher keeps it, or else rank 0."""
+    assert world.address is not None
+    host, port = world.address
+    url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))
+    return store
+
+
+def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
+    device = world.device(options.device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a broken communicator ends the process
+    if is_gpu(device):
+        gpu_module(device).set_device(device)
+        gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
+    dist.init_process_group(
+        backends_for(device),
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=options.timeout),
+        device_id=device if is_gpu(device) else None,  # communicators are then made here, by all ranks, and not at a first send of two
+    )
+
+
+def backends_for(device: torch.device) -> str:
+    """The backends of a group whose tensors are on `device`: gloo for those on the CPU, and the GPU's own beside it."""
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if is_gpu(device) else "gloo"
+
+
+def check_connections(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can wait for each other for ever.
+
+    All streams of a GPU then share one hardware queue. A kernel of NCCL occupies it until the other ranks have launched the same operation,
+    and with several communicators (the pipeline's, the experts', the shards') two ranks may have launched two operations in either order.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if is_gpu(device) and environment.get(name) == "1":
+        raise ConfigError(
+            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several groups of ranks can wait for each other "
+            f"for ever, and none of them overlaps with compute: unset {name}, or set it to 8 (CUDA's default) or more"
+        )
+
+
+def _leave(world: World, failure: Failure | None) -> None:
+    """End this process, which another launcher has started, with all others."""
+    failure = failure or Failure(0, "died", "is gone, and its machine's part of the job with it", 0.0)
+    if world.local_rank == 0 or (world.rank == 1 and failure.kind == "died"):
+        print(failure.describe(), file=sys.stderr, flush=True)
+    os._exit(2 if failure.kind == "user" else 1)
+
+
+def _show(failure: Failure) -> int:
+    """What the user sees of the rank that ended the job, as if it had happened in this process."""
+    if failure.kind == "user":
+        raise UserError(failure.text) from None
+    if failure.kind == "space":
+        raise OSError(failure.number, failure.text, failure.file or None) from None
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="")  # rank 0's bar has hidden the cursor and could not show it again
+    print(failure.describe(), file=sys.stderr)
+    return 1
+
+
+class _Processes:
+    """The local ranks' processes, watched without taking their exit statuses from the launcher, which waits for them too."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._others = set(multiprocessing.active_children())
+        self._mine: dict[int, BaseProcess] = {}
+
+    def failed(self) -> dict[int, str]:
+        """How each process that has failed so far ended, by its id."""
+        self._find()
+        return {pid: _exit_text(status) for pid in self._mine if (status := self._status(pid))}
+
+    def end_of(self, pid: int) -> str:
+        """How a process ends whose sockets were just closed."""
+        self._find()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while pid in self._mine and (status := self._status(pid)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return _exit_text(status if pid in self._mine else None)
+
+    def kill(self) -> None:
+        """End those that are left, whatever they are doing."""
+        self._find()
+        for pid in self._mine:
+            if self._status(pid) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _find(self) -> None:
+        if len(self._mine) < self._num_ranks:
+            found = set(multiprocessing.active_children()) - self._others
+            self._mine.update({process.pid: process for process in found if process.pid})
+
+    def _status(self, pid: int) -> int | None:
+        """The exit status, negative for a signal; None: it runs."""
+        if not hasattr(os, "waitid"):
+            return self._mine[pid].exitcode
+        try:
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # the launcher has taken it
+            return self._mine[pid].exitcode
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _exit_text(status: int | None) -> str:
+    if status is None or status == 0:
+        return "ended before its work was done"
+    if status > 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (", which is also what happens when memory runs out" if name == "SIGKILL" else "")
+
+
+@contextlib.contextmanager
+def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
+    """SIGTERM and SIGINT ask the ranks to stop; the second one acts as it did before, once the ranks are gone.
+
+    The signals are blocked in this thread, and so in the ranks from their birth until they can deal with them; the hub's thread takes them.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock them
+    asked = False
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            hub.stop(signal.Signals(number))
+            return
+        processes.kill()
+        restore()
+        signal.raise_signal(number)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    before = {number: signal.signal(number, receive) for number in STOPPING}
+    before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # the launcher changes it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    hub.start(unblocked=STOPPING)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def _silent_launcher() -> Iterator[None]:
+    """Without the launcher's own log of what is shown here, and its environment variable."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
+    loud = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    earlier = os.environ.get(variable)
+    for logger in loud:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger in loud:
+            logger.disabled = False
+        os.environ.pop(variable, None)
+        if earlier is not None:
+            os.environ[variable] = earlier

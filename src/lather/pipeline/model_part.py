@@ -1,0 +1,162 @@
+"""One rank's part of a model: the layers of its stages and, under expert parallelism, its share of their experts.
+
+A `ModelPart` is made of a whole model on the meta device, of which it keeps what belongs to the rank; only that gets memory. Parameters
+have the names that they have in the whole model (`layers.17.mlp.experts.down_proj`), with the rank's experts on dim 0. In DualPipeV the
+first and the last stage are on the same rank, and with them embedding, final norm and head, so that tied embeddings are one parameter.
+
+Fresh weights are those of one process, bit for bit: every rank draws all of them in the same order, one at a time, and keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lather.models.adapted import add_adapters
+from lather.models.decoder import Block, Decoder, RoutedModel
+from lather.models.experts import Experts
+from lather.models.families import ModelConfig, build_model
+from lather.models.lora import LoraConfig, fresh_adapters
+from lather.models.moe import MoE
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of the model; views of a part's modules."""
+
+    index: int
+    blocks: tuple[Block, ...]
+    embed_tokens: nn.Embedding | None = None
+    """In the first stage."""
+    norm: nn.Module | None = None
+    lm_head: nn.Linear | None = None
+    """In the last stage, with the final norm."""
+
+
+@dataclass(frozen=True)
+class PartLayers:
+    """What of a model a rank has."""
+
+    layers_of_stage: tuple[Sequence[int], ...]
+    """Of all stages, in order."""
+    own_stages: tuple[int, ...] = (0,)
+    expert_rank: int = 0
+    expert_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.expert_rank < self.expert_ranks
+
+    def of_parameter(self, name: str, value: Tensor) -> Tensor:
+        """The share of a whole parameter that belongs here."""
+        return value[self.experts(len(value))] if ".experts." in f".{name}" else value
+
+    def experts(self, num_experts: int) -> slice:
+        """Neighbouring experts. Raises ValueError if they cannot be dealt out evenly."""
+        if num_experts % self.expert_ranks:
+            raise ValueError(
+                f"{num_experts} experts cannot be dealt out evenly to {self.expert_ranks} ranks: use a divisor of {num_experts}"
+            )
+        each = num_experts // self.expert_ranks
+        return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
+
+
+class ModelPart(RoutedModel):
+    """See the head of this file. `stages` are this rank's, first to last."""
+
+    embed_tokens: nn.Embedding | None
+    norm: nn.Module | None
+    lm_head: nn.Linear | None
+
+    def __init__(self, whole: Decoder, share: PartLayers) -> None:
+        """The part takes the modules of `whole` as they are."""
+        super().__init__()
+        self.share = share
+        self.hidden_size = whole.embed_tokens.embedding_dim
+        self.moe_layers = tuple(layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE))
+        """Of the whole model."""
+        self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
+        """Of each of them, on all ranks."""
+        has_first, has_last = 0 in share.own_stages, len(share.layers_of_stage) - 1 in share.own_stages
+        self.embed_tokens = whole.embed_tokens if has_first else None
+        own_layers = [layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]]
+        self.layers = nn.ModuleDict({str(layer): whole.layers[layer] for layer in own_layers})
+        self.norm = whole.norm if has_last else None
+        self.lm_head = whole.lm_head if has_last else None
+        self.stages = tuple(self._stage(index) for index in share.own_stages)
+
+    def _stage(self, index: int) -> Stage:
+        blocks = tuple(self.block(layer) for layer in self.share.layers_of_stage[index])
+        embed_tokens = self.embed_tokens if index == 0 else None
+        if index < len(self.share.layers_of_stage) - 1:
+            return Stage(index, blocks, embed_tokens)
+        return Stage(index, blocks, embed_tokens, self.norm, self.lm_head)
+
+    def block(self, layer: int) -> Block:
+        block = self.layers[str(layer)]
+        assert isinstance(block, Block)
+        return block
+
+    def own_moe_layers(self) -> list[int]:
+        """In the order of `routers()`."""
+        return [layer for layer in self.moe_layers if str(layer) in self.layers]
+
+    def forward(self) -> None:
+        """A part is run stage by stage, see `lather.pipeline.segments`."""
+        raise TypeError("a ModelPart is run by lather.pipeline.Executor, not called")
+
+
+def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32) -> ModelPart:
+    """The part with memory on `device`, not yet filled. `whole` is on the meta device; the part takes its modules."""
+    part = ModelPart(whole, share)
+    if share.expert_ranks > 1:
+        for experts in [module for module in part.modules() if isinstance(module, Experts)]:
+            own = share.experts(len(experts.down_proj))
+            for module in experts.modules():
+                for name, p in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(p.detach()[own].clone()))
+    embedding, head = part.embed_tokens, part.lm_head
+    tied = embedding is not None and head is not None and head.weight is embedding.weight
+    if tied and head is not None:
+        head.weight = None  # type: ignore[assignment]  # to_empty would make it a parameter of its own
+    part.to(dtype).to_empty(device=device)
+    if tied and head is not None and embedding is not None:
+        head.weight = embedding.weight
+    return part
+
+
+def whole_part(model: Decoder) -> ModelPart:
+    """All of a model, its own modules, in one stage."""
+    return ModelPart(model, PartLayers((range(len(model.layers)),)))
+
+
+@torch.no_grad()
+def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy into the part what it has of these whole parameters, given by name."""
+    own = dict(part.named_parameters())
+    for name, value in weights:
+        if name in own:
+            own[name].copy_(part.share.of_parameter(name, value))
+        del value  # before the next one is made
+
+
+def fresh_part(
+    config: ModelConfig,
+    share: PartLayers,
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
+) -> ModelPart:
+    """The part with the weights that one process would draw from this generator, which every rank gives the same seed; the same in every
+    wider dtype. Adapters are drawn last, so that the weights are those of a model without."""
+    whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
+    lora = lora or LoraConfig()
+    add_adapters(empty, lora)
+    part = empty_part(empty, share, device, dtype)
+    fill(part, whole.fresh_weights(config.initializer_range, generator))
+    add_adapters(whole, lora)
+    fill(part, fresh_adapters(whole, generator))
+    return part

@@ -1,0 +1,339 @@
+"""Which settings let a run fit into its devices, and what each costs.
+
+Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; layers dealt by memory; with less kept of
+activations; with a lighter state of the optimizer; with rows of it on every rank; with a lighter rule. The search stops after the first step that leaves enough that fit.
+Replicas are not tried: they need more memory and, at these rates, save nothing.
+Sizes are estimated (`lather.planning.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
+
+The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+
+from lather.config.config import Config, num_routed_experts
+from lather.config.optim import RuleOptimConfig, optim_config
+from lather.config.rule_fields import name_of
+from lather.errors import ConfigError
+from lather.models.families import build_model
+from lather.optim.options import options_of
+from lather.pipeline.partition import Partition, uniform
+from lather.pipeline.replay import bubble_of_layers
+from lather.planning.dry_run import data_ranks
+from lather.planning.estimate import Bytes, Estimate, Estimator
+from lather.planning.plan import MemoryPlan, allowance_for, plan
+from lather.planning.stage_bytes import memory_partition
+from lather.planning.work import Work
+from lather.planning.workers import Assumed, Device
+
+FLOPS = 400e12
+"""Assumed flops per second of a device."""
+LINK, EXCHANGE = 50e9, 300e9
+"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine; none of them hidden behind work."""
+
+ENOUGH = 3
+"""Settings that are advised."""
+MOST_PLANS = 6
+"""Settings that are planned in full."""
+MOST_DEALT = 2
+"""Settings whose layers are dealt by memory, each of which takes dry runs of its own."""
+DEALING_SAVES = 0.15
+"""Share of the largest rank's bytes that dealing layers by memory may save; 0.13 was the most where it was tried."""
+LARGEST_WORLD = 64
+"""How many times as many ranks are tried where nothing fits."""
+
+Changes = dict[str, Any]
+
+ACTIVATIONS: tuple[Changes, ...] = (
+    {},
+    {"train.recompute": ("attention",)},
+    {"moe.memory": "recompute"},
+    {"moe.memory": "recompute", "train.recompute": ("attention",)},
+    {"train.recompute": ("attention", "experts", "shared_experts")},
+)
+"""From more bytes to fewer."""
+STACKED = "stacked_soap"
+LIGHTER_RULES = (STACKED, "soap_muon", "muon")
+"""From more bytes to fewer."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration, and how it differs from the one that was asked about."""
+
+    changes: Changes
+    """By dotted name, as on the command line."""
+    config: Config
+    estimate: Estimate
+    bubble: float
+    """Share of the step in which a pipeline rank waits, if a layer's backward takes twice as long as its forward."""
+    partition: Partition | None = None
+    """Where layers are dealt by memory."""
+
+    @property
+    def work(self) -> Work:
+        return self.estimate.work
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step at the assumed rates; for the order alone."""
+        return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The result of a search."""
+
+    settings: tuple[tuple[Setting, MemoryPlan], ...]
+    """Best first; all fit."""
+    number_tried: int
+    least_flops: float
+    """The fewest flops of a step, of all settings that were tried."""
+    lightest: Setting
+    """The one that needs least."""
+    world_that_fits: int | None
+    """Where nothing fits: the fewest ranks, twice, four times as many and so on, with which the lightest settings do; None: not even
+    LARGEST_WORLD times as many."""
+
+
+def advise(
+    config: Config,
+    world_size: int,
+    memory: int,
+    device: Device = "gpu",
+    *,
+    imbalance: float = 1.0,
+    machine: int = 8,
+    say: Callable[[str], None] = lambda what: None,
+) -> Advice:
+    """Search settings with which `world_size` ranks of `memory` bytes can train this model.
+
+    Args:
+        config: not resolved, so that what follows from a rule can follow from another.
+        machine: devices of a machine; expert ranks, which exchange most, stay within one.
+        say: told what goes on.
+
+    Raises ConfigError if no mesh of so many ranks can run the batch, or none can be estimated.
+    """
+    with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
+        assumed = Assumed(device, imbalance, memory)
+        search = _Search(config, world_size, memory, assumed, machine, estimator, say)
+        search.run()
+        lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
+        best = sorted(search.fitting(), key=lambda setting: setting.seconds)
+        if len(best) > MOST_PLANS:
+            best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # which fits if any does
+        chosen: list[tuple[Setting, MemoryPlan]] = []
+        for setting in best:
+            say(f"planning {as_options(setting.changes) or 'as it is'}")
+            found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=setting.partition)
+            if found.needed <= memory:
+                chosen.append((setting, found))
+            if len(chosen) == ENOUGH:
+                break
+        world = None if chosen else search.world_that_fits(lightest)
+    return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
+
+
+class _Search:
+    """See the head of this file."""
+
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        memory: int,
+        assumed: Assumed,
+        machine: int,
+        estimator: Estimator,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.world_size, self.assumed, self.memory, self.machine = config, world_size, assumed, memory, machine
+        self.estimator, self.say = estimator, say
+        self.tried: list[Setting] = []
+
+    def run(self) -> None:
+        meshes = list(self.meshes(self.world_size))
+        if not meshes:
+            raise ConfigError(f"no mesh of {self.world_size} ranks can run this model and batch: change --world or train.batch_size")
+        meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the first stands for all
+        kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
+        self.try_all("meshes", meshes)
+        if not self.tried:
+            raise ConfigError(f"no setting could be estimated: {self.estimator.failures[0]}")
+        if not self.is_enough():
+            self.deal_by_memory()
+        for name, lighter in (
+            ("what activations are kept", [{}]),
+            ("a lighter state", self.lighter_states()),
+            ("a lighter state on all ranks", self.shared_states()),
+            ("a lighter rule", self.lighter_rules()),
+        ):
+            if not self.is_enough() and lighter:
+                self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
+
+    def deal_by_memory(self) -> None:
+        """Try the fastest of the pipelines that nearly fit once more, with their layers dealt so that the largest rank is smallest."""
+        near = [
+            setting
+            for setting in self.tried
+            if setting.config.parallel.pp > 1
+            and setting.config.parallel.partition == "uniform"
+            and self.memory < setting.estimate.needed <= self.memory / (1 - DEALING_SAVES)
+        ]
+        for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_DEALT]:
+            changes: Changes = {**setting.changes, "parallel.partition": "memory"}
+            config = changed(self.config, changes)
+            assert config is not None
+            self.say(f"dealing layers by memory: {as_options(setting.changes) or 'as it is'}")
+            try:
+                partition = memory_partition(config.resolved(), self.world_size, self.assumed)
+            except (ConfigError, RuntimeError) as error:  # too few layers of a kind, or an operation that refuses these sizes
+                self.say(f"not dealt: {error}")
+                continue
+            if partition is not None and partition.largest < partition.uniform_largest:
+                self.tried.append(_dealt(setting, changes, config, partition, self.world_size, self.assumed.device))
+
+    def is_enough(self) -> bool:
+        return len(self.fitting()) >= ENOUGH
+
+    def fitting(self) -> list[Setting]:
+        return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
+
+    def meshes(self, world_size: int) -> Iterator[Changes]:
+        """Meshes that can run the model and the batch; the configured one first."""
+        own = {"parallel.pp": self.config.parallel.pp, "parallel.ep": self.config.parallel.ep}
+        experts = num_routed_experts(self.config.model)
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        others = [
+            {"parallel.pp": pp, "parallel.ep": ep}
+            for pp, ep in product(sizes, sizes)
+            if experts % ep == 0 and world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine and self.has_room(pp * ep)
+        ]
+        for changes in [own, *(one for one in others if one != own)]:
+            config = changed(self.config, changes)
+            if config is not None and _divides(config, world_size):
+                yield changes
+
+    def has_room(self, parts: int) -> bool:
+        """Whether a rank's part of the model and its gradients, both whole while they are worked on, are less than its memory."""
+        return 8 * self.num_parameters / parts < self.memory
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in build_model(self.config.model, None, torch.device("meta")).parameters())
+
+    def lighter_states(self) -> list[Changes]:
+        """Lighter states of the same rule, from more bytes to fewer."""
+        assert isinstance(self.config.optim, RuleOptimConfig)
+        known = options_of(self.config.optim.rules[""])
+        sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
+        dtypes: list[Changes] = [{}, {"optim.state_dtype": "bfloat16"}]
+        return [one | two for one, two in product(sides, dtypes)][1:]
+
+    def shared_states(self) -> list[Changes]:
+        """The same states, and the configured one, with rows of each matrix's state on every rank, where parameters are sharded."""
+        is_sharded = data_ranks(self.config, self.world_size) > self.config.parallel.replicas
+        return [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]] if is_sharded else []
+
+    def lighter_rules(self) -> list[Changes]:
+        """Lighter rules than the configured one; one that sees all experts of a layer as a matrix only where a rank has them all."""
+        assert isinstance(self.config.optim, RuleOptimConfig)
+        own = name_of(self.config.optim.rules[""])
+        lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
+        return [{"optim.name": name} for name in lighter if self.config.parallel.ep == 1 or name != STACKED]
+
+    def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
+        """Estimate the settings that are not known yet; those of this world are kept."""
+        world_size = world_size or self.world_size
+        known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
+        new: list[tuple[Changes, Config]] = []
+        for changes in several:
+            config = changed(self.config, changes)
+            if config is not None and repr(config) not in known and _divides(config, world_size):
+                known.add(repr(config))
+                new.append((changes, config))
+        self.say(f"trying {name}: {len(new)} settings")
+        estimates = self.estimator.estimates([config for _, config in new], world_size)
+        found = [
+            Setting(self._differences(changes), config, estimate, bubble_of(config, world_size))
+            for (changes, config), estimate in zip(new, estimates, strict=True)
+            if estimate is not None
+        ]
+        if world_size == self.world_size:
+            self.tried += found
+        return found
+
+    def _differences(self, changes: Changes) -> Changes:
+        return {name: value for name, value in changes.items() if value != _value(self.config, name)}
+
+    def world_that_fits(self, lightest: Setting) -> int | None:
+        kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
+        world_size = 2 * self.world_size
+        while world_size <= LARGEST_WORLD * self.world_size:
+            own = {"parallel.pp": lightest.config.parallel.pp, "parallel.ep": lightest.config.parallel.ep}
+            found = self.try_all(f"{world_size} ranks", [own | kept], world_size)
+            if any(setting.estimate.needed <= self.memory for setting in found):
+                return world_size
+            world_size *= 2
+        return None
+
+
+def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
+    """The setting with its layers dealt like this: its estimate smaller by as much as the largest rank is."""
+    factor = partition.largest / partition.uniform_largest
+    peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
+    estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
+    bubble = bubble_of_layers(partition.layers, config.num_micro_batches(data_ranks(config, world_size)))
+    return Setting(changes, config, estimate, bubble, partition)
+
+
+def changed(config: Config, changes: Changes) -> Config | None:
+    """The configuration with other values, not resolved; None if they do not go together. With another rule, the options of the rule and
+    the rates are that one's own."""
+    try:
+        if (rule := changes.get("optim.name")) is not None:
+            shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
+            config = replace(config, optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}))
+        sections: dict[str, Changes] = {}
+        for name, value in changes.items():
+            if name != "optim.name":
+                section, _, key = name.partition(".")
+                sections.setdefault(section, {})[key] = value
+        return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+    except ValueError:
+        return None
+
+
+def as_options(changes: Changes) -> str:
+    """As on the command line."""
+    parts = [f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
+    return " ".join(parts)
+
+
+def bubble_of(config: Config, world_size: int) -> float:
+    """The bubble of a step with equally many layers on all stages."""
+    if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
+        return 0.0
+    layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
+    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)))
+
+
+def _divides(config: Config, world_size: int) -> bool:
+    try:
+        config.num_micro_batches(data_ranks(config, world_size))
+    except ConfigError:
+        return False
+    return True
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return asdict(getattr(config, section)).get(key)

@@ -1,0 +1,53 @@
+"""A table of advised settings, or why nothing fits."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
+
+GIB = 2**30
+
+
+def show(advice: Advice, memory: int, console: Console) -> None:
+    """The settings that fit, best first, with the price of each; if there are none, what is in the way, and the world that would do."""
+    if not advice.settings:
+        _show_infeasible(advice, memory, console)
+        return
+    title = f"settings that fit in {memory / GIB:.2f} GiB, best first, of {advice.number_tried} tried; sizes planned"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("change")
+    for name in ("needs GiB", "left", "flops more", "to experts, GiB", "to other ranks", "bubble"):
+        table.add_column(name, justify="right")
+    for setting, plan in advice.settings:
+        sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
+        table.add_row(as_options(setting.changes) or "none: as it is", *sizes, *_price(setting, advice.least_flops))
+    console.print(table)
+    if any("optim.name" in setting.changes for setting, _ in advice.settings):
+        console.print("another rule has its own default options and rates: tune them", highlight=False)
+    console.print(
+        "flops and bytes are those of the first pipeline rank, counted; flops more than the least of all that were tried; the order "
+        f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and {LINK / 1e9:.0f} GB/s to others, not measured",
+        highlight=False,
+    )
+
+
+def _price(setting: Setting, least_flops: float) -> tuple[str, ...]:
+    sent = (f"{size / GIB:,.1f}" for size in (setting.work.exchanged, setting.work.sent))
+    return f"{setting.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
+
+
+def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:
+    lightest = advice.lightest
+    kinds = sorted(lightest.estimate.peak.kinds.items(), key=lambda item: -item[1])[:2]
+    most = " and ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
+    console.print(
+        f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the lightest, "
+        f"{as_options(lightest.changes) or 'as it is'}, needs about {lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
+        highlight=False,
+    )
+    world = advice.world_that_fits
+    what = "no larger world that was tried is enough" if world is None else f"the same settings would fit on {world} ranks (estimated)"
+    console.print(what, highlight=False)

@@ -1,0 +1,387 @@
+"""A rank's training steps on tensors without storage: the real engine, executor and optimizer, and which bytes are alive when.
+
+The device is the stand-in (`lather.standin`); the other ranks do not exist, and what they would send is over at once (torch's fake process
+group). Where the numbers of a step depend on values, they are made up: every label counts, gradients are finite, and experts have an even
+load, times `imbalance` at this rank.
+
+Letters: T tokens of a micro-batch, K experts per token, E experts of the model, P expert ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.checkpoint.saver import Staging
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config, num_routed_experts
+from lather.data.batches import Batch
+from lather.device import is_gpu
+from lather.engine.engine import Engine, build_engine
+from lather.engine.optimizer import build_optimizer
+from lather.engine.step import TrainStep
+from lather.optim import MatrixOptimizer
+from lather.optim.sharded.placement import local
+from lather.parallel.mesh import Mesh
+from lather.pipeline.schedule import Action, Kind
+from lather.planning.ledger import Ledger, MemoryTimeline
+from lather.planning.work import Work, WorkTally
+from lather.standin.device import module
+from lather.standin.mode import StandInMode, places
+from lather.standin.operations import flops
+from lather.torch_private import start_fake_process_group
+
+SETTLES = {
+    Kind.UNSHARD: "gathered parameters",
+    Kind.RESHARD: "gathered parameters",
+    Kind.REDUCE_GRAD: "gradients",
+    Kind.SEND_F: "communication",
+    Kind.SEND_B: "communication",
+    Kind.RECV_F: "communication",
+    Kind.RECV_B: "communication",
+}
+"""Kind of the bytes that an action leaves and that have none yet; all other actions leave activations."""
+
+BETWEEN = "between actions"
+
+SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
+"""How the ranges of segments, and of the optimizer's phases, begin."""
+
+DOCUMENTS = 4
+"""Documents of a sequence, where attention stays within them."""
+
+BUILDING = "building the model"
+FIRST = "the first optimizer step"
+PASSES = "passes forward and backward"
+SAVE = "a checkpoint"
+STEP = "a step"
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """The memory of a rank over a few steps."""
+
+    rank: int
+    pp_rank: int
+    layers: tuple[Sequence[int], ...]
+    """Layers of each of its stages."""
+    steps: Mapping[str, MemoryTimeline]
+    """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; a
+    checkpoint; then whole steps, of which each refreshes all bases."""
+    num_operations: int
+    work: Mapping[str, Work]
+    """The work of a step of the run, all its micro-batches, by how often it comes (`WorkTally`)."""
+    state_bytes: Mapping[int, int]
+    """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
+    checkpoint_bytes: int = 0
+    """Bytes of weights, optimizer state and random state that the rank has for a checkpoint. Of those that several ranks have, one rank
+    writes each. An asynchronous checkpoint has a copy of them, which is in the plan of a CPU, and in the host's memory beside a GPU's."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes, of all steps."""
+        return max(timeline.peak for timeline in self.steps.values())
+
+    @property
+    def peak_step(self) -> str:
+        """The first step that needs most."""
+        return max(self.steps, key=lambda name: self.steps[name].peak)
+
+
+class LedgerMode(StandInMode):
+    """Runs on the stand-in device, and keeps a ledger of it."""
+
+    def __init__(self, ledger: Ledger, load: Load, tally: WorkTally) -> None:
+        super().__init__(load.integers, load.trues)
+        self.ledger, self.tally = ledger, tally
+        self._segments: list[str] = []
+
+    def __enter__(self) -> LedgerMode:
+        self._around.enter_context(self.ledger.following_sizes())
+        module.taken = lambda: self.ledger.bytes_now
+        self._around.callback(setattr, module, "taken", lambda: 0)
+        return super().__enter__()
+
+    def entered(self, name: str) -> None:
+        self._segments.append(name)
+        self._set_segment()
+        if name.startswith(OPTIMIZER):
+            self.ledger.mark(f"optimizer, {name.removeprefix(OPTIMIZER)}")
+
+    def left(self) -> None:
+        self._segments.pop()
+        self._set_segment()
+
+    def _set_segment(self) -> None:
+        inside = [name for name in self._segments if name.startswith(SEGMENT)]
+        self.ledger.segment = inside[-1].removeprefix(SEGMENT) if inside else ""
+        self.tally.refreshing = any(name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments)
+
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+        self.tally.add(Work(flops))
+
+    def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
+        travels = func.namespace == "c10d"
+        self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
+        if travels:
+            self.tally.travels(name, args)
+        else:
+            self.tally.add(Work(flops(func, name, args, kwargs, out)))
+
+
+class Bookkeeper:
+    """Tells a ledger what bytes are for, as a step goes on: a `Recorder` of the executor's actions."""
+
+    def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
+        self.ledger, self.tally = ledger, tally
+        self.engine: Engine | None = None
+
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        self.ledger.settle("gathered parameters", BETWEEN)  # they had been waited for
+        self.ledger.settle("activations")
+        self.ledger.mark(str(action))
+        self.tally.in_micro_batch = any(chunk.micro_batch is not None for chunk in action.chunks)
+        yield
+        self.tally.in_micro_batch = False
+        self.label_step()
+        self.ledger.settle(SETTLES.get(action.kind, "activations"))
+        self.ledger.mark(BETWEEN)
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        return self._recorded(action)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        yield
+
+    def label_step(self) -> None:
+        """Gradients and rounded weights that are there now."""
+        assert self.engine is not None
+        self.ledger.label("gradients", [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
+        self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
+
+    def label_parameters(self) -> None:
+        assert self.engine is not None
+        self.ledger.label("parameters", [local(x) for x in (*self.engine.part.parameters(), *self.engine.part.buffers())])
+
+    def label_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for name, x in state.items():
+                if isinstance(x, Tensor):
+                    self.ledger.label(kind_of_state(name), [local(x)])
+
+
+def kind_of_state(name: str) -> str:
+    """The kind of an entry of a parameter's optimizer state."""
+    return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
+
+
+@dataclass(frozen=True)
+class Load:
+    """The integers that the host reads in a step."""
+
+    config: Config
+    tokens: int
+    """T."""
+    imbalance: float
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a token of an expert rank and one of this rank's experts."""
+        most = self.tokens * min(self.config.model.num_experts_per_tok, num_routed_experts(self.config.model) // self.config.parallel.ep)
+        even = self.tokens * self.config.model.num_experts_per_tok / self.config.parallel.ep
+        return min(most, math.ceil(even * self.imbalance))
+
+    @property
+    def rows(self) -> int:
+        """Number of an expert rank's tokens with an expert at this rank: the expectation for K different experts, drawn evenly."""
+        experts, chosen = num_routed_experts(self.config.model), self.config.model.num_experts_per_tok
+        elsewhere = experts - experts // self.config.parallel.ep
+        none_here = math.prod((elsewhere - i) / (experts - i) for i in range(chosen)) if elsewhere >= chosen else 0.0
+        return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
+
+    def integers(self, x: Tensor) -> Tensor:
+        """Values of x by who reads it: hashes that ranks compare; indices that are checked; sizes of an exchange; ends of experts' rows."""
+        reader = " < ".join(islice(places(), 2))
+        if "_check_same" in reader:
+            return torch.tensor([1, -1])
+        if "check_range" in reader:
+            return torch.zeros(x.shape, dtype=x.dtype)
+        if "parallel/expert_exchange.py" in reader:
+            return torch.tensor([self.rows, self.pairs]).expand(x.shape).contiguous()
+        if "_labels_of_all" in reader:
+            return torch.tensor(self.tokens)
+        pairs = self.pairs * self.config.parallel.ep
+        return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
+
+    def trues(self, x: Tensor) -> int:
+        """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank, or is one of these."""
+        pairs = min(x.numel(), self.pairs * self.config.parallel.ep)
+        of_one_expert = next(places(), "").startswith("models/experts.py")
+        return pairs * self.config.parallel.ep // num_routed_experts(self.config.model) if of_one_expert else pairs
+
+
+def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Have all bases be renewed at every step from the first or second on; returns whether there are any."""
+    refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
+    for group in refreshing:
+        group["precondition_frequency"] = 1
+        for name in ("adam_warmup_steps", "muon_warmup_steps"):
+            if name in group:
+                group[name] = min(1, group[name])
+    return bool(refreshing)
+
+
+def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step alone, which makes state and first bases: passes forward and backward need less before there is any."""
+    for entry in engine.parameters:
+        if entry.source.requires_grad:
+            entry.source.grad = torch.empty_like(entry.source)
+    engine.parameters.collect_gradients()
+    if isinstance(optimizer, MatrixOptimizer):
+        norms = optimizer.measure_gradients()
+        if norms is not None:
+            norms.values = norms.values.cpu()
+        optimizer.step(norms=norms)
+    else:
+        optimizer.step()
+    engine.parameters.clear_gradients()
+
+
+def batch_of(config: Config, sequences: int) -> Batch:
+    """A rank's batch; where documents stay apart, of `DOCUMENTS` documents in each sequence."""
+    length = config.train.sequence_length
+    batch = Batch.of_tokens(torch.zeros(sequences, length + 1, dtype=torch.long))
+    begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(sequences, -1)
+    return replace(batch, begins_BS=begins_BS) if config.data.apart else batch
+
+
+def run_rank(
+    config: Config,
+    world_size: int,
+    rank: int,
+    device: torch.device,
+    *,
+    imbalance: float = 1.0,
+    do: Collection[str] = (FIRST, SAVE, STEP),
+    layers: Sequence[Sequence[int]] | None = None,
+) -> RankRun:
+    """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
+
+    `do`: which of FIRST, SAVE, PASSES and STEP are run after the model is built. `layers`: of every stage; None: equally many.
+    """
+    data_size = data_ranks(config, world_size)
+    number = config.num_micro_batches(data_size)
+    tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
+    config = shortened(config, world_size)
+    ledger, tally = Ledger(), WorkTally(number / config.num_micro_batches(data_size))
+    bookkeeper = Bookkeeper(ledger, tally)
+    load = Load(config, tokens_of_all // number, imbalance)
+    with _group(rank, world_size, device), LedgerMode(ledger, load, tally):
+        mesh = Mesh.build(config.parallel, device)
+        ledger.mark(BUILDING)
+        engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper, layers=layers)
+        bookkeeper.label_parameters()
+        found = {BUILDING: ledger.timeline()}
+        optimizer = build_optimizer(config.optim, engine.parameters)
+        batch = batch_of(config, config.train.batch_size // data_size)
+        left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
+        ledger.label("activations", [left_out])
+
+        def record(name: str, work: Callable[[], object]) -> None:
+            start = ledger.time
+            tally.restart()
+            ledger.mark(name)
+            work()
+            bookkeeper.label_state(optimizer)
+            found[name] = ledger.timeline(start)
+
+        has_bases = refresh_at_every_step(optimizer)
+        if FIRST in do:
+            record(FIRST, lambda: step_without_passes(engine, optimizer))
+            if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
+                record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
+        checkpoints = Checkpoints(engine, optimizer, copied=config.checkpoint.asynchronous and not is_gpu(device))
+        if SAVE in do:
+            record(SAVE, lambda: ledger.label("checkpoint copies", checkpoints.save()))
+        if PASSES in do:
+            record(PASSES, lambda: engine.launch_gradients(batch))
+        if STEP in do:
+            step = TrainStep(engine, optimizer, config.train.max_grad_norm)
+            record(STEP, lambda: step(batch, 1e-3))
+            if any(group.get("async_refresh") for group in optimizer.param_groups):
+                record("a step beside refreshes", lambda: step(batch, 1e-3))
+        owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
+        own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
+        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned, checkpoints.num_bytes)
+
+
+class Checkpoints:
+    """A rank's checkpoints, which nobody writes."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, copied: bool) -> None:
+        """`copied`: to the stand-in device, which is a CPU then; the copies stay to the end of the run."""
+        self.engine, self.optimizer, self.copied = engine, optimizer, copied
+        self.num_bytes = 0
+        self._staging = Staging(torch.device("cpu"))
+
+    def save(self) -> Iterable[Tensor]:
+        """Collect what the rank has to write; returns the copies."""
+        state = TrainingState.of_engine(self.engine, self.optimizer)
+        pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
+        written = {piece.index: piece.value for piece in pieces if piece.counts}
+        self.num_bytes = sum(x.nbytes for x in written.values())
+        if not self.copied:
+            return ()
+        with self.engine.mesh.device:
+            return self._staging.copy(written).values()
+
+
+def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
+    """Bytes of state by rank. What this rank's experts have, those of the other expert ranks, which it does not see, have, too."""
+    found: dict[int, int] = {}
+    for ranks, of_owners in optimizer.state_bytes_of_owners().items():
+        is_of_experts = len({one % expert_ranks for one in ranks}) == 1
+        shifts = [at - rank % expert_ranks for at in range(expert_ranks)] if is_of_experts else [0]
+        for owner, size in of_owners.items():
+            for shift in shifts:
+                found[owner + shift] = found.get(owner + shift, 0) + size
+    return found
+
+
+def data_ranks(config: Config, world_size: int) -> int:
+    """Ranks with sequences of their own."""
+    return config.parallel.data_ranks(world_size) * config.parallel.ep
+
+
+def shortened(config: Config, world_size: int) -> Config:
+    """With as few micro-batches, each as large as before, as have the same peak but for their tokens and labels, which are there from the
+    start: a pipeline of P ranks has at most 2 P + 1 chunks alive at a time; one rank alone has gradients from the second on."""
+    data_size = data_ranks(config, world_size)
+    number = config.num_micro_batches(data_size)
+    each = config.train.batch_size // (data_size * number)
+    few = min(number, 2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2)
+    train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
+    return replace(config, train=train)
+
+
+@contextmanager
+def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
+    """A default process group whose other ranks do not exist; none for one rank."""
+    if world_size == 1:
+        yield
+        return
+    start_fake_process_group(rank, world_size, device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,216 @@
+"""Which bytes are alive when, and what for: a record of every storage's birth, changes of size and death.
+
+A `Ledger` is told of each operation's tensors (`note`) and numbers operations as time goes. What a storage is for is often known only later
+(what a forward pass makes and nobody drops is an activation), so that kinds are set by `label` and `settle` at any time while it lives, and
+hold from its birth on. Storages are told apart by identity, and count with their size of the moment, which `resize_` may change.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KINDS = (
+    "parameters",
+    "optimizer moments",
+    "optimizer factors",
+    "optimizer bases",
+    "gradients",
+    "gathered parameters",
+    "rounded weights",
+    "activations",
+    "communication",
+    "checkpoint copies",
+    "temporaries",
+)
+"""Purposes of bytes; activations have a segment, too."""
+
+
+@dataclass
+class StorageRecord:
+    """A storage."""
+
+    born: int
+    size: int
+    """Bytes now; 0 when it is gone."""
+    phase: str
+    """Action of the schedule, or phase of the optimizer, that made it."""
+    segment: str
+    """Segment of a block's pass that made it; empty between them."""
+    kind: str = ""
+    """One of KINDS; empty: not known yet."""
+    travels: bool = False
+    """Whether it was sent to other ranks, or received."""
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """(time, bytes more or less)."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something begins."""
+
+    time: int
+    name: str
+
+
+class Ledger:
+    """See the head of this file. `with ledger:` follows sizes; there can be one at a time."""
+
+    def __init__(self) -> None:
+        self.time = 0
+        """Operations so far."""
+        self.phase, self.segment = "", ""
+        self.records: list[StorageRecord] = []
+        self.marks: list[Mark] = []
+        self._alive: dict[int, tuple[ref[torch.UntypedStorage], StorageRecord]] = {}
+
+    # --- what happens -----------------------------------------------------------------------------------------------------------------
+
+    def note(self, tensors: Iterable[Tensor], *, travels: bool = False) -> None:
+        """An operation made or used these."""
+        self.time += 1
+        for x in tensors:
+            storage = x.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            known = self._alive.get(key)
+            if known is None:
+                record = StorageRecord(self.time, size, self.phase, self.segment, changes=[(self.time, size)])
+                self.records.append(record)
+                self._alive[key] = (ref(storage, partial(self._gone, key)), record)
+            else:
+                record = known[1]
+                self._resized(record, size, self.time)
+            record.travels |= travels
+
+    def mark(self, name: str) -> None:
+        """Something begins now; what is born from here on belongs to it."""
+        self.phase = name
+        self.marks.append(Mark(self.time, name))
+
+    def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """These, as far as they are known and have no kind yet, are of this kind."""
+        assert kind in KINDS
+        for x in tensors:
+            known = self._alive.get(id(x.untyped_storage()))
+            if known is not None and not known[1].kind:
+                known[1].kind = kind
+
+    def settle(self, kind: str, phase: str | None = None) -> None:
+        """Everything alive that has no kind yet is of this kind; `phase`: only what was born in it."""
+        assert kind in KINDS
+        for _, record in self._alive.values():
+            if not record.kind and record.size and phase in (None, record.phase):
+                record.kind = kind
+
+    def _gone(self, key: int, _: object) -> None:
+        self._resized(self._alive.pop(key)[1], 0, self.time + 1)
+
+    def _resized(self, record: StorageRecord, size: int, time: int) -> None:
+        """Note a change of size. Bytes that are freed after an operation are there during it, and gone at the next."""
+        if size != record.size:
+            record.changes.append((time, size - record.size))
+            record.size = size
+
+    @contextmanager
+    def following_sizes(self) -> Iterator[None]:
+        """Inside, `resize_` of storages is seen when it happens."""
+        cls: Any = torch.UntypedStorage
+        own = cls.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            out = own(storage, size)
+            if (known := self._alive.get(id(storage))) is not None:
+                self._resized(known[1], size, self.time + 1)
+            return out
+
+        cls.resize_ = resize_
+        try:
+            yield
+        finally:
+            del cls.resize_
+            if cls.resize_ is not own:
+                cls.resize_ = own
+
+    # --- what is found ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_now(self) -> int:
+        return sum(record.size for _, record in self._alive.values())
+
+    def timeline(self, start: int = 0, stop: int | None = None) -> MemoryTimeline:
+        """The bytes of each kind from one time to another; by default to now."""
+        stop = self.time if stop is None else stop
+        curves = np.zeros((len(KINDS), stop - start + 1), np.int64)
+        segments: dict[str, np.ndarray[Any, Any]] = {}
+        for record in self.records:
+            kind = record.kind or ("communication" if record.travels else "temporaries")
+            rows = [curves[KINDS.index(kind)]]
+            if kind == "activations":
+                rows.append(segments.setdefault(record.segment or "between segments", np.zeros(stop - start + 1, np.int64)))
+            for time, change in record.changes:
+                if time <= stop:
+                    for row in rows:
+                        row[max(0, time - start)] += change
+        marks = [Mark(mark.time - start, mark.name) for mark in self.marks if start <= mark.time <= stop]
+        return MemoryTimeline(np.cumsum(curves, axis=1), {name: np.cumsum(row) for name, row in segments.items()}, marks)
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes by kind and operation."""
+
+    curves: np.ndarray[Any, Any]
+    """(kinds, times), bytes, rows as KINDS."""
+    segments: dict[str, np.ndarray[Any, Any]]
+    """Activations by the segment that made them, (times,)."""
+    marks: Sequence[Mark]
+
+    @property
+    def total(self) -> np.ndarray[Any, Any]:
+        totals: np.ndarray[Any, Any] = self.curves.sum(axis=0)
+        return totals
+
+    @property
+    def peak_time(self) -> int:
+        return int(self.total.argmax())
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return int(self.total.max())
+
+    def thinned(self, points: int) -> MemoryTimeline:
+        """The same with at most so many times: of neighbours the one with most bytes, so that the peak stays."""
+        length = self.curves.shape[1]
+        if length <= points:
+            return self
+        edges = np.linspace(0, length, points + 1).astype(int)
+        total = self.total
+        kept = np.array([start + int(total[start:stop].argmax()) for start, stop in pairwise(edges)])
+        doing = [self.doing_at(int(time)) for time in kept]
+        marks = [Mark(time, name) for time, name in enumerate(doing) if time == 0 or name != doing[time - 1]]
+        return MemoryTimeline(self.curves[:, kept], {name: row[kept] for name, row in self.segments.items()}, marks)
+
+    def at(self, time: int) -> dict[str, int]:
+        """Bytes by kind, those that there are."""
+        return {kind: int(row[time]) for kind, row in zip(KINDS, self.curves, strict=True) if row[time]}
+
+    def segments_at(self, time: int) -> dict[str, int]:
+        """Activations by segment, largest first."""
+        found = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def doing_at(self, time: int) -> str:
+        """The name of the last mark by then."""
+        i = bisect_right(self.marks, time, key=lambda mark: mark.time)
+        return self.marks[i - 1].name if i else ""

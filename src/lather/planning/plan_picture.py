@@ -1,0 +1,160 @@
+"""A picture of a memory plan: the peaks of all pipeline ranks as bars, and each rank's bytes over the operations of its largest step,
+stacked by kind, over a strip of what the rank does then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lather.memory.profile_report import unit_of, whole_file
+from lather.pipeline import picture
+from lather.pipeline.schedule import COMPUTE, Action
+from lather.planning.dry_run import RankRun
+from lather.planning.ledger import KINDS, MemoryTimeline
+from lather.planning.plan import MemoryPlan
+from lather.planning.plan_report import layers_of
+
+COLORS = dict(
+    zip(
+        KINDS,
+        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "#88aa99", "0.78"),
+        strict=True,
+    )
+)
+"""A color per kind, told apart with any color vision."""
+OPTIMIZER = "#b39ddb"
+OTHER = "#d0d0d0"
+STRIP = 0.07
+"""Height of the strip, as a share of the panel's."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """An action or phase of a rank, from one point of a timeline to another."""
+
+    start: int
+    stop: int
+    name: str
+    """As the timeline says it, such as "3B2"."""
+    colors: tuple[str, ...]
+    """One; of an overlapped pair two, the forward chunk's first."""
+
+
+def doings(timeline: MemoryTimeline) -> Iterator[Doing]:
+    """The schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's phases; nothing where there is neither."""
+    length = timeline.curves.shape[1]
+    starts = [min(mark.time, length) for mark in timeline.marks]
+    actions = [_action(mark.name) for mark in timeline.marks]
+    stages = sorted({chunk.stage for action in actions if action is not None for chunk in action.chunks})
+    spans = zip(timeline.marks, actions, starts, [*starts[1:], length], strict=True)
+    for name, same in groupby(spans, key=lambda span: span[0].name):
+        (_, action, start, stop), *rest = same
+        stop = rest[-1][3] if rest else stop
+        if stop == start:
+            continue
+        if action is not None:
+            colors = tuple(picture.COLORS[chunk.kind][chunk.stage > stages[0]] for chunk in action.chunks)
+            yield Doing(start, stop, name, colors)
+        elif name.startswith("optimizer"):
+            yield Doing(start, stop, name, (OPTIMIZER,))
+
+
+def _action(name: str) -> Action | None:
+    """The computation of that name."""
+    try:
+        action = Action.from_text(name)
+    except ValueError:
+        return None
+    return action if action.kind in COMPUTE else None
+
+
+def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
+    """Write a PNG of the plan; `memory`: bytes of a device, a dashed line. Raises UserError if `out` cannot be written."""
+    with whole_file(out, "--out") as aside:
+        figure_of(plan, memory, title).savefig(aside, dpi=110, format="png")
+
+
+def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
+    """The picture: a panel of bars, and one for each pipeline rank."""
+    ranks = len(plan.ranks)
+    bars = 0.5 + 0.32 * ranks
+    figure = Figure(figsize=(11, 1.4 + bars + 2.6 * ranks), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    unit, scale = unit_of(max(plan.largest.peak, memory or 0))
+    axes = figure.subplots(1 + ranks, 1, height_ratios=[bars, *[2.6] * ranks])
+    _draw_bars(axes[0], plan, memory, unit, scale)
+    for panel, run in zip(axes[1:], plan.ranks, strict=True):
+        _draw_rank(panel, run, memory, unit, scale)
+        panel.set_ylim(axes[1].get_ylim())
+    handles = [Patch(color=COLORS[kind], label=kind) for kind in kinds_of(plan)][::-1]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    strip = "strip: forward blue, backward green, for weights alone orange, darker on the rank's second stage; optimizer violet"
+    axes[-1].set_xlabel(f"operations of a step ({strip})", fontsize=9)
+    return figure
+
+
+def kinds_of(plan: MemoryPlan) -> list[str]:
+    """The kinds of bytes that there are in it."""
+    return [
+        kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
+    ]
+
+
+def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, scale: int) -> None:
+    lanes = np.arange(len(plan.ranks))
+    at_peak = [run.steps[run.peak_step].at(run.steps[run.peak_step].peak_time) for run in plan.ranks]
+    left = np.zeros(len(lanes))
+    for kind in KINDS:
+        sizes = np.array([found.get(kind, 0) for found in at_peak]) / scale
+        panel.barh(lanes, sizes, 0.7, left=left, color=COLORS[kind])
+        left += sizes
+    for lane, run in enumerate(plan.ranks):
+        panel.text(left[lane], lane, f" {run.peak / scale:.2f}", va="center", fontsize=8)
+    if memory is not None:
+        panel.axvline(memory / scale, color="black", linestyle="--", linewidth=0.8)
+    panel.set_yticks(lanes, [f"rank {run.rank}" for run in plan.ranks], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.08 * max(plan.largest.peak, memory or 0) / scale)
+    panel.set_title(f"peaks, {unit}", fontsize=9, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
+    timeline = run.steps[run.peak_step]
+    times = np.arange(timeline.curves.shape[1])
+    panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
+    at, peak = timeline.peak_time, timeline.peak / scale
+    highest = 1.15 * max(peak, 0 if memory is None else memory / scale)
+    panel.plot([at], [peak], "v", color="black", markersize=5)
+    side = "right" if at > 0.6 * len(times) else "left"
+    when = timeline.doing_at(timeline.peak_time)
+    panel.annotate(f" {peak:.2f} {unit} in {when} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    if memory is not None:
+        panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
+    _draw_strip(panel, timeline, -STRIP * highest)
+    panel.set_title(f"rank {run.rank}, layers {layers_of(run)}, {run.peak_step}", fontsize=9, loc="left")
+    panel.set_ylabel(unit)
+    panel.set_xlim(0, len(times))
+    panel.set_xticks([])
+    panel.set_ylim(-STRIP * highest, highest)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_strip(panel: Axes, timeline: MemoryTimeline, bottom: float) -> None:
+    """Draw what the rank does, from `bottom` to 0."""
+    corners, colors = [], []
+    for doing in doings(timeline):
+        height = bottom / len(doing.colors)
+        for place, color in enumerate(doing.colors):
+            top = place * height
+            corners.append([(doing.start, top), (doing.start, top + height), (doing.stop, top + height), (doing.stop, top)])
+            colors.append(color)
+    panel.add_collection(PolyCollection(corners, facecolors=colors, linewidths=0))

@@ -1,0 +1,159 @@
+"""A memory plan as a table of every pipeline rank's peak by kind, and as JSON. (Pictures: `lather.planning.plan_picture`, `plan_page`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lather.memory.profile_report import unit_of, write_json
+from lather.pipeline.partition import SLACK, Partition
+from lather.planning.dry_run import RankRun
+from lather.planning.ledger import MemoryTimeline
+from lather.planning.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "optimizer": ("optimizer moments", "optimizer factors", "optimizer bases"),
+    "gradients": ("gradients",),
+    "gathered": ("gathered parameters", "rounded weights"),
+    "activations": ("activations",),
+    "travelling": ("communication",),
+    "temporaries": ("temporaries", "checkpoint copies"),
+}
+"""Columns of the table, and the kinds that they add up."""
+
+GIB = 2**30
+
+
+def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
+    """A line per pipeline rank at its peak, what the largest one's activations are, and whether it all fits in `memory` bytes."""
+    unit, scale = unit_of(plan.largest.peak)
+    table = Table(title=_title(plan, unit), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("rank")
+    table.add_column("layers")
+    for name in (*COLUMNS, "peak"):
+        table.add_column(name, justify="right")
+    table.add_column("when")
+    for run in plan.ranks:
+        timeline = run.steps[run.peak_step]
+        at_peak = timeline.at(timeline.peak_time)
+        cells = [_in(sum(at_peak.get(kind, 0) for kind in kinds), scale) for kinds in COLUMNS.values()]
+        table.add_row(str(run.rank), layers_of(run), *cells, _in(run.peak, scale), f"{run.peak_step}, {_when(timeline)}")
+    console.print(table)
+    largest = plan.largest
+    timeline = largest.steps[largest.peak_step]
+    segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
+    console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
+    if plan.partition is not None:
+        console.print(dealt(plan, plan.partition), highlight=False)
+    console.print(checkpoint(plan), highlight=False)
+    if plan.device == "gpu":
+        console.print(needs(plan), highlight=False)
+    if memory is not None:
+        console.print(verdict(plan, memory), highlight=False)
+
+
+def needs(plan: MemoryPlan) -> str:
+    """The bytes of a GPU, and what they are made of."""
+    return (
+        f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
+        f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
+    )
+
+
+def checkpoint(plan: MemoryPlan) -> str:
+    """The bytes that a rank writes into a checkpoint, and the memory that copies of them take."""
+    most = max(plan.ranks, key=lambda run: run.checkpoint_bytes)
+    unit, scale = unit_of(most.checkpoint_bytes)
+    text = f"a checkpoint takes {_in(most.checkpoint_bytes, scale)} {unit} of rank {most.rank}, at most"
+    if not plan.asynchronous:
+        return f"{text}, and no memory beside it"
+    return f"{text}, and as much {'of its memory' if plan.device == 'cpu' else 'memory of the host'} while training goes on"
+
+
+def verdict(plan: MemoryPlan, memory: int) -> str:
+    """Whether the run fits in `memory` bytes, and how much is left."""
+    fits = plan.needed <= memory
+    word, rest = ("fits", "left") if fits else ("does not fit", "too much")
+    return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
+
+
+def dealt(plan: MemoryPlan, partition: Partition) -> str:
+    """A line on layers that were dealt by memory."""
+    unit, scale = unit_of(partition.uniform_largest)
+    counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
+    if partition.layers == partition.uniform_layers:
+        return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
+    bubble, uniform_bubble = plan.bubbles(partition)
+    return (
+        f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
+        f"bubble {bubble:.1%} instead of {uniform_bubble:.1%} if all layers take equally long"
+    )
+
+
+def write(plan: MemoryPlan, out: Path) -> None:
+    """Every number as JSON. Raises UserError if the file cannot be written."""
+    write_json(to_json(plan), out)
+
+
+def to_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Plain values: peaks by kind and segment of each step of each pipeline rank, bytes."""
+    return {
+        "world_size": plan.world_size,
+        "device": plan.device,
+        "imbalance": plan.imbalance,
+        "needed": plan.needed,
+        "allowance": plan.allowance,
+        "dealt": None if plan.partition is None else _partition_json(plan, plan.partition),
+        "ranks": [_rank_json(run) for run in plan.ranks],
+    }
+
+
+def _partition_json(plan: MemoryPlan, partition: Partition) -> dict[str, Any]:
+    bubble, uniform_bubble = plan.bubbles(partition)
+    expected = {"expected": partition.largest, "expected_uniform": partition.uniform_largest}
+    return {"layers": partition.layers, **expected, "bubble": bubble, "bubble_uniform": uniform_bubble}
+
+
+def _rank_json(run: RankRun) -> dict[str, Any]:
+    steps = {
+        name: {
+            "peak": timeline.peak,
+            "when": timeline.doing_at(timeline.peak_time),
+            "kinds": timeline.at(timeline.peak_time),
+            "segments": timeline.segments_at(timeline.peak_time),
+        }
+        for name, timeline in run.steps.items()
+    }
+    return {
+        "rank": run.rank,
+        "pp_rank": run.pp_rank,
+        "layers": [list(layers) for layers in run.layers],
+        "peak": run.peak,
+        "checkpoint": run.checkpoint_bytes,
+        "steps": steps,
+    }
+
+
+def layers_of(run: RankRun) -> str:
+    """Such as "0-11, 36-47"."""
+    return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
+
+
+def _title(plan: MemoryPlan, unit: str) -> str:
+    load = "an even load of the experts" if plan.imbalance == 1 else f"{plan.imbalance:g} times an even load of the busiest rank's experts"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"{ranks}, each on a {plan.device.upper()}, {load}; {unit} at the peak"
+
+
+def _when(timeline: MemoryTimeline) -> str:
+    return timeline.doing_at(timeline.peak_time)
+
+
+def _in(size: float, scale: int) -> str:
+    return f"{size / scale:,.2f}"

@@ -1,0 +1,124 @@
+"""The bytes that each layer adds to a pipeline rank, phase by phase, and the partition that makes the largest rank smallest.
+
+A rank is run with one layer in each of its stages, and once more for each kind of layer and each stage, with one of that kind added there.
+What a layer adds is taken to be the same whatever else there is, which is nearly so: the optimizer works on matrices of a shape together,
+so that its temporaries grow by less. The plan of the partition that is found runs all layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from lather.config.config import Config, check_parallel
+from lather.errors import ConfigError
+from lather.memory.block_samples import block_kinds
+from lather.models.families import build_model
+from lather.pipeline.partition import Partition, RankPeaks, smallest_peak
+from lather.planning.dry_run import BUILDING, RankRun
+from lather.planning.workers import Assumed, dry_run, worker_processes
+
+Phases = Mapping[str, int]
+"""Bytes at the peak of each phase."""
+
+
+def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Partition | None:
+    """The partition that `parallel.partition = "memory"` asks for; None where layers are dealt uniformly, or there is one way alone.
+
+    Raises ConfigError if the ranks cannot be divided as the configuration says.
+    """
+    check_parallel(config, world_size)
+    pp = config.parallel.pp
+    if config.parallel.partition != "memory" or pp == 1 or config.model.num_hidden_layers == 2 * pp:
+        return None
+    kinds = _kinds_of(config)
+    samples = [sample for position in range(pp) for sample in _samples(kinds, position, pp)]
+    run = partial(_phase_peaks, config, world_size, assumed)
+    with worker_processes() as pool:
+        phases = dict(zip(samples, pool.map(run, samples), strict=True))
+    return smallest_peak([_rank_peaks(kinds, {sample: phases[sample] for sample in samples if sample.position == at}) for at in range(pp)])
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A dry run with few layers."""
+
+    position: int
+    """The pipeline rank's, from 0."""
+    layers: tuple[tuple[int, ...], ...]
+    """The layers of every stage; stages of other ranks have none."""
+    added: tuple[int, int] | None = None
+    """The kind of layer that this run has more than the first, and in which of the rank's two stages; None: this is the first."""
+
+
+def _kinds_of(config: Config) -> tuple[int, ...]:
+    """The kind of each layer, the commonest being 0."""
+    groups = sorted(block_kinds(build_model(config.model, None, torch.device("meta")).layers), key=len, reverse=True)
+    return tuple(next(kind for kind, group in enumerate(groups) if layer in group) for layer in range(config.model.num_hidden_layers))
+
+
+def _samples(kinds: Sequence[int], position: int, pp: int) -> list[_Sample]:
+    """Layers are taken from anywhere in the model. Raises ConfigError if there are not three of a kind."""
+    of_kind: defaultdict[int, list[int]] = defaultdict(list)
+    for layer, kind in enumerate(kinds):
+        of_kind[kind].append(layer)
+    if len(of_kind[0]) < 3:
+        raise ConfigError(
+            f"parallel.partition = 'memory' is not valid: it needs three layers of a kind to measure, and {len(kinds)} layers of "
+            f"{len(of_kind)} kinds have at most {len(of_kind[0])}: set parallel.partition = 'uniform'"
+        )
+
+    def layers(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple({position: first, 2 * pp - 1 - position: second}.get(stage, ()) for stage in range(2 * pp))
+
+    a, b, third = of_kind[0][:3]
+    samples = [_Sample(position, layers((a,), (b,)))]
+    for kind, some in of_kind.items():
+        more = third if kind == 0 else some[0]
+        samples.append(_Sample(position, layers((a, more), (b,)), (kind, 0)))
+        samples.append(_Sample(position, layers((a,), (b, more)), (kind, 1)))
+    return samples
+
+
+def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sample) -> Phases:
+    """The peaks of a sample's run."""
+    rank = sample.position * (world_size // config.parallel.pp)
+    return phase_peaks(dry_run(config, world_size, assumed, rank, layers=sample.layers))
+
+
+def phase_peaks(run: RankRun) -> Phases:
+    """The peak of each phase of each step; with the optimizer state of the rank at this position that owns most of it."""
+    most = max(run.state_bytes.values(), default=0) - run.state_bytes.get(run.rank, 0)
+    found: defaultdict[str, int] = defaultdict(int)
+    for step, timeline in run.steps.items():
+        total, starts = timeline.total, [min(mark.time, len(timeline.total) - 1) for mark in timeline.marks]
+        for mark, start, stop in zip(timeline.marks, starts, [*starts[1:], len(total)], strict=True):
+            name = f"{step}: {mark.name}"
+            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + (0 if step == BUILDING else most))
+    return dict(found)
+
+
+def _rank_peaks(kinds: Sequence[int], samples: Mapping[_Sample, Phases]) -> RankPeaks:
+    """A rank's, from its samples; without the phases that are never its largest."""
+    shared = set.intersection(*(set(phases) for phases in samples.values()))
+    names = sorted(shared)
+    bytes_of = {sample.added: np.array([phases[name] for name in names], np.float64) for sample, phases in samples.items()}
+    least = bytes_of[None]
+    adds = {added: x - least for added, x in bytes_of.items() if added is not None}
+    base = least - adds[0, 0] - adds[0, 1]
+    columns = np.stack([base, *adds.values()])
+    kept = [i for i in range(len(names)) if not _is_dominated(columns, i)]
+    first, second = (np.stack([adds[kind, stage] for kind in kinds], axis=1) for stage in (0, 1))
+    return RankPeaks(base[kept], first[kept], second[kept])
+
+
+def _is_dominated(columns: np.ndarray[tuple[int, int], np.dtype[np.float64]], i: int) -> bool:
+    """Whether another phase has at least as many bytes whatever the layers; of equal ones the first counts."""
+    least = (columns >= columns[:, i : i + 1]).all(0)
+    equal = (columns == columns[:, i : i + 1]).all(0)
+    return bool((least & ~equal).any() or equal[:i].any())

@@ -1,0 +1,66 @@
+"""Dry runs in processes of their own: torch keeps what it knows of a mesh for a whole process, and each run has another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from lather.config.config import Config
+from lather.planning.dry_run import FIRST, SAVE, STEP, RankRun, run_rank
+from lather.standin.device import module, standin
+
+Device = Literal["gpu", "cpu"]
+
+POINTS = 1500
+"""Points kept of each curve."""
+
+
+def worker_processes() -> ProcessPoolExecutor:
+    """A pool of as many processes as there are cores, each for one call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lather.planning.dry_run"])
+    return ProcessPoolExecutor(os.cpu_count() or 1, context, max_tasks_per_child=1)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Assumptions of a dry run: the devices and the experts' load."""
+
+    device: Device = "gpu"
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts, relative to an even load."""
+    memory: int | None = None
+    """Bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's."""
+
+
+def dry_run(
+    config: Config,
+    world_size: int,
+    assumed: Assumed,
+    rank: int,
+    *,
+    do: Collection[str] = (FIRST, SAVE, STEP),
+    layers: Sequence[Sequence[int]] | None = None,
+) -> RankRun:
+    """`run_rank`, in a process that is for it alone."""
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    module.memory = assumed.memory or module.memory
+    device = standin(assumed.device)
+    return run_rank(config, world_size, rank, device, imbalance=assumed.imbalance, do=do, layers=layers)
+
+
+def thinned_dry_run(
+    config: Config, world_size: int, assumed: Assumed, rank: int, *, layers: Sequence[Sequence[int]] | None = None
+) -> RankRun:
+    """`dry_run` with `POINTS` of each timeline, among them its peak."""
+    found = dry_run(config, world_size, assumed, rank, layers=layers)
+    return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})

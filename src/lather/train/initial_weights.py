@@ -1,0 +1,100 @@
+"""The weights that a fresh run starts from: those of another run, or of a Hugging Face folder.
+
+Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts from a model and has its own adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from lather.checkpoint.checkpoint import BIAS, list_checkpoints, load_parameters, open_checkpoint
+from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config
+from lather.config.toml_file import folder_of, load_run, model_of
+from lather.errors import CheckpointError, ConfigError, DataError
+from lather.models.adapted import MergedTensors, is_adapters
+from lather.models.families import ModelConfig
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
+from lather.models.hf.published_tensors import PublishedTensors
+from lather.models.hf.safetensors_folder import TensorSource
+from lather.parallel.shared_errors import together
+
+OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
+"""Fields of a model that do not change what its weights compute."""
+
+
+def find_start(config: Config) -> Path:
+    """A checkpoint of the run, or the Hugging Face folder, that `init_from` names.
+
+    Raises ConfigError if it is of another model than `[model]`, CheckpointError if there is nothing to read, DataError if its tokens cannot
+    be the data's.
+    """
+    source = folder_of(config.init_from)
+    is_published = (source / CONFIG_FILE).is_file()
+    checkpoints = [] if is_published else list_checkpoints(source / "checkpoints")
+    if not is_published and not checkpoints:
+        raise CheckpointError(
+            f"init_from = {config.init_from!r} has no checkpoint: give a run directory that has one, "
+            "or a folder with config.json and safetensors"
+        )
+    if source != Path(config.init_from):
+        checkpoints = [find_checkpoint(config.init_from)[1]]
+    if is_published or (source / "config.toml").is_file():
+        check_same_model(config.init_from, model_of(config.init_from), config.model)
+    if not config.data.tokenizer and not config.data.path and not (source / TOKENIZER_FILE).exists():
+        raise DataError(f"init_from = {config.init_from!r} has no tokenizer.json: give its model's tokenizer as data.tokenizer")
+    return source if is_published else checkpoints[-1]
+
+
+def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Raise ConfigError, naming the first field that differs, unless both compute the same from the same weights."""
+    names = ["model_type"] if type(theirs) is not type(ours) else [one.name for one in fields(ours) if one.name not in OF_TRAINING]
+    for name in names:
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            raise ConfigError(
+                f"init_from = {init_from!r} is another model: model.{name} is {there!r} there and {here!r} here: "
+                "leave out [model] to take that one's, or give weights of this one"
+            )
+
+
+def load_start(path: Path, state: TrainingState) -> None:
+    """Load what `find_start` found into the weights of all ranks, each its own; adapters stay as they are. Every rank calls it.
+
+    Raises CheckpointError or ExchangeError, on all ranks, if it is damaged or does not fit.
+    """
+    if (path / CONFIG_FILE).is_file():
+        with together(state.group):
+            load_source(PublishedTensors(open_hugging_face(path)[0]), state)
+        return
+    run = path.parent.parent
+    lora = load_run(run).lora if (run / "config.toml").is_file() else None
+    has_adapters = any(is_adapters(name) for name in state.names())
+    if lora is not None and (lora.rank or has_adapters):
+        with together(state.group):
+            load_source(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
+    else:
+        load_parameters(path, state)
+
+
+@torch.no_grad()
+def load_source(source: TensorSource, state: TrainingState) -> None:
+    """Copy this rank's part of every weight but adapters and balancing biases.
+
+    Raises CheckpointError, before anything is changed, if the source has not the weights of the model.
+    """
+    pieces = [piece for piece in state.weights() if not is_adapters(piece.name) and not piece.name.endswith(BIAS)]
+    found = source.tensors
+    for piece in pieces:
+        there = found[piece.name].shape if piece.name in found else "absent"
+        if there != piece.shape:
+            raise CheckpointError(f"{piece.name!r} is {there} in the weights to start from, but the model's {piece.shape}: give its own")
+    for piece in pieces:
+        rows = (slice(piece.offset[0], piece.offset[0] + len(piece.value)),) if piece.shape else ()
+        assert piece.value.shape[1:] == piece.shape[1:], piece.name
+        if piece.value.numel():
+            piece.value.copy_(source.read(piece.name, rows))

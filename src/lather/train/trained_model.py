@@ -1,0 +1,84 @@
+"""A run's product, to be read with: a checkpoint's model, the tokenizer, the chat template, and the tokens that end a text."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from lather.checkpoint.checkpoint import load_checkpoint, step_of
+from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.held import held_checkpoint
+from lather.checkpoint.state import TrainingState
+from lather.config.config import Config
+from lather.config.toml_file import load_config
+from lather.data.chat import ChatTemplate
+from lather.data.documents import load_tokenizer
+from lather.engine.step import pick_device
+from lather.errors import require
+from lather.models.decoder import Decoder
+from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
+from lather.train.loop import build_model
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint of a run. Its weights are read by `decoder`, into one process; all else is light."""
+
+    run: Path
+    checkpoint: Path
+    config: Config
+
+    @classmethod
+    def find(cls, run_at_step: str, step: int = -1) -> TrainedModel:
+        """The checkpoint that RUN, RUN@STEP or RUN@best means, or `step` if it is not negative. Raises UserError if there is none."""
+        run, checkpoint = find_checkpoint(run_at_step, step)
+        return cls(run, checkpoint, load_config(run / "config.toml"))
+
+    @property
+    def step(self) -> int:
+        return step_of(self.checkpoint)
+
+    def context(self, asked: int, option: str = "--context") -> int:
+        """Tokens that the model reads at most: what `option` asks for, or with 0 those of a training sequence.
+
+        Raises ConfigError if the model has fewer positions.
+        """
+        require(asked >= 0, option, asked, "at least 0 tokens")
+        longest = self.config.model.max_position_embeddings
+        require(asked <= longest, option, asked, f"at most model.max_position_embeddings ({longest})")
+        return asked or self.config.train.sequence_length
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's. Raises DataError if it has none."""
+        return load_tokenizer(self.run / "tokenizer.json", "`lather train` with the run's configuration puts it back")
+
+    def chat_template(self) -> ChatTemplate:
+        """The template that came with the tokenizer, or else the one with which the run's conversations were written, or else ChatML."""
+        folders = list(companion_folders(self.run, self.config))
+        for folder in (*filter(has_template, folders), *(folder for folder in folders if (folder / SETTINGS_FILE).is_file())):
+            return ChatTemplate.beside(folder / "tokenizer.json")
+        sources = [source for manifest in manifests(self.config) if (source := manifest.made_from.get("chat_template"))]
+        return ChatTemplate(sources[0], {}) if sources else ChatTemplate.beside(self.run / "tokenizer.json")
+
+    def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The tokens that end a text."""
+        names = {self.config.data.end_of_text, self.chat_template().special_tokens.get("eos_token", "")}
+        names |= {manifest.end_of_text for manifest in manifests(self.config)}
+        tokens = (tokenizer.token_to_id(name) for name in names if name)
+        return frozenset(token for token in tokens if token is not None)
+
+    def decoder(self, device: str = "auto") -> Decoder:
+        """The model with the checkpoint's weights. Raises CheckpointError if it is damaged."""
+        model = build_model(self.config, pick_device(device))
+        with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
+            load_checkpoint(checkpoint, TrainingState.of_model(model))
+        return model.requires_grad_(False)
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Products in bfloat16 inside the block, if the run was trained so."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
