@@ -15,7 +15,8 @@ Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition bei
     AdamW   no products, but bytes: w, m, v are read and written, g is read, 28 mn
 
 Other element-wise work is not counted. The rates are the best of `torch.bmm` over the set's own products and a few batch
-sizes, in the dtype that ours multiplies in; the best time per matrix of `torch.linalg.qr`; the best of adding one tensor to another, of all elements of the set.
+sizes, in the dtype that ours multiplies in; the best time per matrix of `torch.linalg.qr`; the best of adding one tensor to another, of all
+elements of the set.
 """
 
 from __future__ import annotations

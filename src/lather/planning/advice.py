@@ -1,9 +1,9 @@
 """Which settings let a run fit into its devices, and what each costs.
 
 Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; layers dealt by memory; with less kept of
-activations; with a lighter state of the optimizer; with rows of it on every rank; with a lighter rule. The search stops after the first step that leaves enough that fit.
-Replicas are not tried: they need more memory and, at these rates, save nothing.
-Sizes are estimated (`lather.planning.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
+activations; with a lighter state of the optimizer; with rows of it on every rank; with a lighter rule. The search stops after the first
+step that leaves enough that fit. Replicas are not tried: they need more memory and, at these rates, save nothing. Sizes are estimated
+(`lather.planning.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
 
 The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
 """
