@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 
 from lather import __version__
-from lather.checkpoint import storage as checkpoint_storage
+from lather.checkpoint import save as checkpoint_save
 from lather.cli import COMMANDS, USAGE, main
 from lather.config.toml_file import config_to_toml, field_names, load_config
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -322,7 +322,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_debris(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_storage, "write_safetensors", full)
+    monkeypatch.setattr(checkpoint_save, "write_safetensors", full)
     assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1

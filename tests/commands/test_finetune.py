@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.held import PREFIX
+from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.config.toml_file import load_config

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lather.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from lather.checkpoint.folder import list_checkpoints
+from lather.checkpoint.reader import open_checkpoint
 from lather.config.config import CheckpointConfig, Config
 from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh

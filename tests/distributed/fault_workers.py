@@ -14,7 +14,8 @@ from typing import Any
 import fault_workers
 import torch
 
-from lather.checkpoint.storage import FolderWriter
+from lather.checkpoint.folder import step_of
+from lather.checkpoint.save import CheckpointWriter
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.data.batches import Batch
@@ -34,9 +35,9 @@ PLACES: dict[str, tuple[type, str]] = {
     "backward": (Cut, "backward"),
     "raise": (Segments, "_attend"),
     "shape": (Engine, "launch_gradients"),
-    "save": (FolderWriter, "_write"),
-    "save beside": (FolderWriter, "_write"),
-    "kill in save": (FolderWriter, "_write"),
+    "save": (CheckpointWriter, "write_file"),
+    "save beside": (CheckpointWriter, "write_file"),
+    "kill in save": (CheckpointWriter, "write_file"),
 }
 """The function in which it happens."""
 SAVES = ("save", "save beside", "kill in save")
@@ -110,7 +111,7 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
         nonlocal calls
         calls += steps == number
         result = original(*args, **kwargs)
-        if (args[0].progress.step == number) if place in SAVES else calls == 2:
+        if (step_of(args[0].target) == number) if place in SAVES else calls == 2:
             fail()
         return result
 

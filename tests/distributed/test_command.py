@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.checkpoint.checkpoint import list_checkpoints
+from lather.checkpoint.folder import list_checkpoints
 from lather.files import read_rows
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a twentieth

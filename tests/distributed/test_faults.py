@@ -10,7 +10,8 @@ import pytest
 import torch
 from jobs import SECONDS, Job, is_alive
 
-from lather.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from lather.checkpoint.folder import list_checkpoints
+from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.models.families import build_model
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from engines import Case, Pair, make_pair, mesh_of
 from ranks import run_ranks
 from stored import bytes_by_file, same_bits, stored_tensors
 
-from lather.checkpoint import storage as checkpoint_storage
-from lather.checkpoint.checkpoint import Progress, Retention, load_checkpoint, load_parameters, save_checkpoint
+from lather.checkpoint import save as checkpoint_save
+from lather.checkpoint.folder import Retention
+from lather.checkpoint.load import load_checkpoint, load_parameters
+from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
+from lather.checkpoint.table import Progress
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep
@@ -117,15 +121,51 @@ def assert_close(found: list[tuple[float, float]], expected: list[tuple[float, f
 
 
 def largest_difference(path: Path, expected: Path) -> float:
-    """Relative to the largest value of each tensor; names, shapes and dtypes must be equal."""
+    """Relative to the largest value of each tensor; names, shapes and dtypes must be equal.
+
+    Eigenvectors have no sign, and those of nearly equal eigenvalues are any two of their plane. So momentum is compared in the parameter's
+    coordinates, and second moments where both runs have the same eigenvectors.
+    """
     found, wanted = stored_tensors(path), stored_tensors(expected)
     assert found.keys() == wanted.keys()
     worst = 0.0
-    for name, x in wanted.items():
-        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
-        if "basis" not in name:  # eigenvectors have no sign
-            worst = max(worst, ((found[name] - x).abs().max() / x.abs().max().clamp(min=1e-3)).item())
+    for name in wanted:
+        pair = found[name], wanted[name]
+        assert len({(each.shape, each.dtype) for each in pair}) == 1, name
+        owner, _, key = name.rpartition("/")
+        if "basis" in key:
+            continue
+        if key == "exp_avg":
+            pair = in_parameter_coordinates(found, owner), in_parameter_coordinates(wanted, owner)
+        elif key == "exp_avg_sq":
+            same = same_eigenvectors(found, wanted, owner, pair[0])
+            pair = pair[0] * same, pair[1] * same
+        y, x = pair
+        worst = max(worst, ((y - x).abs().max() / x.abs().max().clamp(min=1e-3)).item())
     return worst
+
+
+def in_parameter_coordinates(tensors: Mapping[str, torch.Tensor], owner: str) -> torch.Tensor:
+    x = tensors[f"{owner}/exp_avg"]
+    for dim in (0, 1):
+        basis = tensors.get(f"{owner}/basis_{dim}")
+        if basis is not None:
+            x = torch.tensordot(x, basis, dims=([0], [1]))  # to the last place; after two of them the order is the old one
+        elif x.dim() == 2:
+            x = x.T
+    return x
+
+
+def same_eigenvectors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], owner: str, x: torch.Tensor) -> torch.Tensor:
+    """1 for each coordinate of x in both of whose dims the two have the same eigenvector but for its sign, else 0; most are 1."""
+    same = torch.ones_like(x)
+    for dim in range(x.dim()):
+        bases = [tensors.get(f"{owner}/basis_{dim}") for tensors in (one, other)]
+        if bases[0] is not None and bases[1] is not None:
+            aligned = (bases[0] * bases[1]).sum(0).abs() > 1 - 1e-4
+            assert aligned.float().mean() > 0.75, owner
+            same = same * aligned.view(-1, *(1,) * (x.dim() - 1 - dim))
+    return same
 
 
 def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -308,7 +348,7 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     trainee.train(1)
     trainee.save(folder, 1)
     found: dict[str, Any] = {}
-    write = checkpoint_storage.write_safetensors
+    write = checkpoint_save.write_safetensors
 
     def fill_the_disk(file: Path, tensors: Any, pieces: Any, digest: Any) -> None:
         """On the second rank, after some pieces were taken."""
@@ -317,12 +357,12 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for name in ("disk", "disk again"):
-        checkpoint_storage.write_safetensors = fill_the_disk
+        checkpoint_save.write_safetensors = fill_the_disk
         with pytest.raises(OSError, match="No space") as full:
             trainee.save(folder, 2)
         found[name] = (full.value.errno, str(full.value), [path.name for path in folder.iterdir()])
         dist.barrier()
-    checkpoint_storage.write_safetensors = write
+    checkpoint_save.write_safetensors = write
     trainee.save(folder, 2)
     found["after"] = sorted(path.name for path in folder.iterdir())
 

@@ -14,8 +14,8 @@ from ranks import run_ranks
 
 from lather.config.config import ParallelConfig
 from lather.errors import CheckpointError
+from lather.parallel.agreement import together
 from lather.parallel.mesh import Mesh
-from lather.parallel.shared_errors import together
 
 
 class LocalError(Exception):

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from changing_runs import Shown
-from lather.checkpoint.checkpoint import list_checkpoints
+from lather.checkpoint.folder import list_checkpoints
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.files import read_rows

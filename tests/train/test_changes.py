@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from changing_runs import CHANGED_AT, MakeConfig, losses, run, uninterrupted
-from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History, Row, class_of, differences, values_of
 from lather.config.toml_file import field_names
 from lather.data.order import MixturePhase

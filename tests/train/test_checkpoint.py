@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from lather.checkpoint import storage as checkpoint_storage
-from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint, step_of
+from lather.checkpoint import save as checkpoint_save
+from lather.checkpoint.folder import Retention, list_checkpoints, step_of
+from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.storage import sha256
-from lather.checkpoint.table import digest_of
+from lather.checkpoint.table import Progress, digest_of, sha256
 from lather.config.config import LoopConfig, MoEConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
@@ -213,8 +215,8 @@ def test_a_step_that_is_there_is_not_saved_again(trainee: MakeTrainee, saved: Pa
 
 
 CALL_SITES: dict[str, tuple[Any, str]] = {
-    "write_safetensors": (checkpoint_storage, "write_safetensors"),
-    "sync": (checkpoint_storage, "sync"),
+    "write_safetensors": (checkpoint_save, "write_safetensors"),
+    "sync": (checkpoint_save, "sync"),
     "rename": (Path, "rename"),
     "write_text": (Path, "write_text"),
     "mkdir": (Path, "mkdir"),
@@ -275,7 +277,7 @@ def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path
         assert (tmp_path / "step-00000003").exists() == (path == tmp_path)
 
     written: list[int] = []
-    monkeypatch.setattr(checkpoint_storage, "sync", note)
+    monkeypatch.setattr(checkpoint_save, "sync", note)
     monkeypatch.setattr(os, "fsync", written.append)
     trained.save(tmp_path, 3)
     assert len(written) == 1  # the tensors', by who writes them

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lather.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from lather.checkpoint.folder import list_checkpoints
+from lather.checkpoint.reader import open_checkpoint
 from lather.cli import main
 from lather.commands.train import _read
 from lather.config.toml_file import load_config

@@ -11,7 +11,7 @@ import pytest
 from stored import stored_tensors
 
 from changing_runs import MakeConfig, Shown, losses, run, uninterrupted
-from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History
 from lather.config.config import Config
 from lather.config.optim import optim_config

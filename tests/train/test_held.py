@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.checkpoint.checkpoint import checkpoint_path, list_checkpoints
+from lather.checkpoint.folder import checkpoint_path, list_checkpoints
 from lather.checkpoint.held import PREFIX, held_checkpoint
 from lather.errors import CheckpointError
 

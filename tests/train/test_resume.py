@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.checkpoint.checkpoint import list_checkpoints
+from lather.checkpoint.folder import list_checkpoints
 from tiny_run import last_weights, run, start, timeless_rows, write_config
 
 STEPS = 60

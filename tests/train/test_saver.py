@@ -13,10 +13,12 @@ import torch
 from stored import bytes_by_file, same_bits, stored_tensors
 from torch import nn
 
-from lather.checkpoint import storage as checkpoint_storage
-from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, save_checkpoint
+from lather.checkpoint import save as checkpoint_save
+from lather.checkpoint.folder import Retention, list_checkpoints
+from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.saver import Saver
 from lather.checkpoint.state import TrainingState
+from lather.checkpoint.table import Progress
 from lather.config.config import Config
 from lather.train.display import PlainDisplay
 from lather.train.loop import DivergedError, train
@@ -45,14 +47,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        write = checkpoint_storage.write_safetensors
+        write = checkpoint_save.write_safetensors
 
         def write_later(*args: Any) -> None:
             self.reached.set()
             assert self.opened.wait(60)
             write(*args)
 
-        monkeypatch.setattr(checkpoint_storage, "write_safetensors", write_later)
+        monkeypatch.setattr(checkpoint_save, "write_safetensors", write_later)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_an_error_is_raised_by_what_comes_next(
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_storage, where, fail)
+        patch.setattr(checkpoint_save, where, fail)
         saver.save(Progress(2, 0.5))
         with pytest.raises(OSError, match=r"full|No space"):
             saver.wait() if after == "wait" else saver.save(Progress(3, 0.5))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.errors import UserError
 from lather.files import read_rows
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lather.checkpoint.checkpoint import Retention, checkpoint_path, save_checkpoint
+from lather.checkpoint.folder import Retention, checkpoint_path
+from lather.checkpoint.piece import Key
+from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.checkpoint.table import Progress
 from lather.device import gpu_module, is_gpu
@@ -28,10 +29,10 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """`device`: of the tensors."""
         self.device = device
-        self._kept: dict[MetadataIndex, Tensor] = {}
+        self._kept: dict[Key, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, own: Mapping[MetadataIndex, Tensor]) -> Mapping[MetadataIndex, Tensor]:
+    def copy(self, own: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
         """Copies, which are complete when this returns."""
         self._kept = {index: self._room(index, value) for index, value in own.items()}
         for index, value in own.items():
@@ -40,7 +41,7 @@ class Staging:
             gpu_module(self.device).current_stream(self.device).synchronize()
         return self._kept
 
-    def _room(self, index: MetadataIndex, value: Tensor) -> Tensor:
+    def _room(self, index: Key, value: Tensor) -> Tensor:
         kept = self._kept.get(index)
         if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
             return kept
@@ -82,7 +83,7 @@ class Saver:
     def _write(self, progress: Progress, retention: Retention, copied: Future[None]) -> None:
         assert self.staging is not None
 
-        def stage(own: Mapping[MetadataIndex, Tensor]) -> Mapping[MetadataIndex, Tensor]:
+        def stage(own: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
             assert self.staging is not None
             staged = self.staging.copy(own)
             copied.set_result(None)

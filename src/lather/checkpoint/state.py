@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lather.checkpoint.planner import Piece
+from lather.checkpoint.piece import Piece
 from lather.checkpoint.table import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.parallel.agreement import together
 from lather.parallel.local_parameters import ShardInfo
-from lather.parallel.shared_errors import together
 
 if TYPE_CHECKING:
     from lather.engine.engine import Engine

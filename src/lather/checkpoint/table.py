@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: `state.json`, the metadata of torch's distributed checkpoints without its pickle.
+"""The table of a checkpoint, `state.json`: what is saved, and where.
 
     progress, optimizer class
     files      name -> bytes and sha256
@@ -19,19 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-
 from lather.errors import CheckpointError
 from lather.models.hf.safetensors_folder import DTYPES
+from lather.optim.sharded.placement import Box
 
 FORMAT = 2
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,7 @@ class StoredPiece:
     """A box of a tensor, and the file that has it."""
 
     file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -84,10 +78,6 @@ class Table:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
 
-    def metadata(self) -> Metadata:
-        """As torch's planners have it."""
-        return Metadata({name: _metadata_of(entry) for name, entry in self.tensors.items()})
-
     def to_json(self) -> str:
         """A line per file and tensor."""
         state = {
@@ -101,7 +91,7 @@ class Table:
                 name: {
                     "dtype": entry.dtype,
                     "shape": entry.shape,
-                    "pieces": [[piece.file, piece.offsets, piece.sizes] for piece in entry.pieces],
+                    "pieces": [[piece.file, piece.box.offset, piece.box.size] for piece in entry.pieces],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -109,16 +99,17 @@ class Table:
         return _format({**state, "digest": digest_of(state)})
 
 
-def piece_name(name: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """In a rank's file: the tensor's own name if it is whole there, otherwise with the part as Python has it, such as `w[4:8, :]`."""
-    if tuple(sizes) == tuple(shape):
+def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
+    """The name of a piece in a rank's file: the tensor's own if it is whole there, else with the part as Python has it: `w[4:8, :]`."""
+    if box.size == tuple(shape):
         return name
-    parts = [":" if size == whole else f"{start}:{start + size}" for start, size, whole in zip(offsets, sizes, shape, strict=True)]
+    ranges = zip(box.offset, box.size, shape, strict=True)
+    parts = [":" if size == whole else f"{start}:{start + size}" for start, size, whole in ranges]
     return f"{name}[{', '.join(parts)}]"
 
 
 def read_table(folder: Path) -> Table:
-    """Of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or no table of a checkpoint."""
+    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or no table of a checkpoint."""
     file = folder / STATE_FILE
     pickled = folder / ".metadata"
     if pickled.exists():
@@ -140,30 +131,31 @@ def remedy(folder: Path) -> str:
     return f"delete {folder} to go on from the checkpoint before it"
 
 
+def sha256(path: Path) -> str:
+    """The checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raises ValueError unless the boxes are all of a tensor, each element once."""
-    for offsets, sizes in boxes:
-        inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True))
+    for box in boxes:
+        inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(box.offset, box.size, shape, strict=True))
         if not inside:
-            raise ValueError(f"a piece of {name!r} at {offsets} of {sizes} is not within {tuple(shape)}")
-    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+            raise ValueError(f"a piece of {name!r} at {box.offset} of {box.size} is not within {tuple(shape)}")
+    if sum(box.numel for box in boxes) != math.prod(shape):
         raise ValueError(f"the pieces of {name!r} are not all of it")
-    filled = sorted(box for box in boxes if math.prod(box[1]))
+    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
     for number, one in enumerate(filled):
         for other in filled[number + 1 :]:
-            if other[0] and other[0][0] >= one[0][0] + one[1][0]:
+            if other.offset and other.offset[0] >= one.offset[0] + one.size[0]:
                 break  # nor do those after it reach into this one
-            if _overlap(one, other):
+            if one.overlap(other):
                 raise ValueError(f"pieces of {name!r} overlap")
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
-    return all(start < other_start + other_size and other_start < start + size for (start, size), (other_start, other_size) in pairs)
 
 
 def _table(state: Mapping[str, Any]) -> Table:
@@ -189,11 +181,11 @@ def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -
     dtype, shape = raw["dtype"], _sizes(raw["shape"])
     if dtype not in DTYPES:
         raise ValueError(f"{name!r} is of dtype {dtype!r}")
-    pieces = tuple(StoredPiece(file, _sizes(offsets), _sizes(sizes)) for file, offsets, sizes in raw["pieces"])
+    pieces = tuple(StoredPiece(file, Box(_sizes(offsets), _sizes(sizes))) for file, offsets, sizes in raw["pieces"])
     for piece in pieces:
         if piece.file not in files:
             raise ValueError(f"{name!r} is in {piece.file!r}, of which nothing is known")
-    check_cover(name, shape, [(piece.offsets, piece.sizes) for piece in pieces])
+    check_cover(name, shape, [piece.box for piece in pieces])
     return StoredEntry(dtype, shape, pieces)
 
 
@@ -201,11 +193,6 @@ def _sizes(raw: Any) -> tuple[int, ...]:
     if not isinstance(raw, list) or not all(type(size) is int and 0 <= size < 2**63 for size in raw):
         raise ValueError(f"{raw!r} are no sizes")
     return tuple(raw)
-
-
-def _metadata_of(entry: StoredEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in entry.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
 
 
 def _format(state: Mapping[str, Any]) -> str:

@@ -12,9 +12,10 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from lather.checkpoint.checkpoint import open_checkpoint, write_first_checkpoint
 from lather.checkpoint.find import find_checkpoint
 from lather.checkpoint.held import held_checkpoint
+from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig
 from lather.config.optim import optim_config

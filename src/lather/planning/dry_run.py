@@ -338,7 +338,7 @@ class Checkpoints:
         """Collect what the rank has to write; returns the copies."""
         state = TrainingState.of_engine(self.engine, self.optimizer)
         pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
-        written = {piece.index: piece.value for piece in pieces if piece.counts}
+        written = {piece.key: piece.value for piece in pieces if piece.counts}
         self.num_bytes = sum(x.nbytes for x in written.values())
         if not self.copied:
             return ()

@@ -25,7 +25,7 @@ POINTS = 700
 
 def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path) -> None:
     """Write the page; `configuration`: as TOML. Raises UserError if `out` cannot be written."""
-    template = files("lather.memory").joinpath("plan_page.html").read_text("utf-8")
+    template = files("lather.planning").joinpath("plan_page.html").read_text("utf-8")
     data = json.dumps(page_data(plan, memory), separators=(",", ":")).replace("</", "<\\/")
     texts = {"title": html.escape(title), "configuration": html.escape(configuration), "version": __version__, "data": data}
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], template)

@@ -25,7 +25,7 @@ from lather.standin.functions import Functions, counted_compile, counted_triton,
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
-BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "standin"))
+BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "planning", "standin"))
 """Code that watches, and is not watched."""
 
 

@@ -13,8 +13,8 @@ import os
 import shutil
 from pathlib import Path
 
-from lather.checkpoint.checkpoint import checkpoint_path, step_of
 from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.folder import checkpoint_path, step_of
 from lather.config.changes import CHANGES, History, Row, values_of
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml

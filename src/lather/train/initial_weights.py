@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lather.checkpoint.checkpoint import BIAS, list_checkpoints, load_parameters, open_checkpoint
 from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.folder import list_checkpoints
+from lather.checkpoint.load import BIAS, load_parameters
+from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of, load_run, model_of
@@ -21,7 +23,7 @@ from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
 from lather.models.hf.published_tensors import PublishedTensors
 from lather.models.hf.safetensors_folder import TensorSource
-from lather.parallel.shared_errors import together
+from lather.parallel.agreement import together
 
 OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
 """Fields of a model that do not change what its weights compute."""

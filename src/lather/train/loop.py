@@ -19,10 +19,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lather.checkpoint.checkpoint import Progress, Retention, list_checkpoints, load_checkpoint, step_of
 from lather.checkpoint.find import best_checkpoint
+from lather.checkpoint.folder import Retention, list_checkpoints, step_of
+from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.saver import Saver
 from lather.checkpoint.state import TrainingState
+from lather.checkpoint.table import Progress
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
 from lather.device import deterministic
@@ -34,8 +36,8 @@ from lather.errors import DataError, UserError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
+from lather.parallel.agreement import of_first, together
 from lather.parallel.mesh import Mesh
-from lather.parallel.shared_errors import of_first, together
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.companions import same_tokenizer
 from lather.train.initial_weights import find_start, load_start

@@ -22,8 +22,8 @@ from lather.device import gpu_module, is_gpu
 from lather.engine.engine import Engine
 from lather.files import write_aside
 from lather.optim.sharded.placement import local
+from lather.parallel.agreement import on_first
 from lather.parallel.mesh import Mesh
-from lather.parallel.shared_errors import on_first
 from lather.pipeline.partition import Partition
 from lather.planning.dry_run import RankRun, kind_of_state
 from lather.planning.plan import MemoryPlan, plan

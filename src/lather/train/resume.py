@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lather.checkpoint.checkpoint import list_checkpoints, step_of
+from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.old_runs import OldOptimConfig, going_on

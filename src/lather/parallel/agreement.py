@@ -1,11 +1,11 @@
-"""Work that one rank does and whose failure is everybody's."""
+"""What ranks tell each other in Python objects: one rank's work for all, and errors that are everybody's."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -50,6 +50,25 @@ def of_first(value: T, group: dist.ProcessGroup | None) -> T:
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks of `group`, on rank 0; nothing on the others."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    dist.gather_object(value, values or None, group=group, group_dst=0)
+    return cast(list[T], values)
+
+
+def dealt(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
+    """One of rank 0's values for each rank of `group`: this rank's."""
+    if group is None:
+        (value,) = values
+        return value
+    found: list[T | None] = [None]
+    dist.scatter_object_list(found, list(values) or None, group=group, group_src=0)
+    return cast(T, found[0])
 
 
 def on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:

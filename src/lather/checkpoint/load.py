@@ -1,0 +1,102 @@
+"""Loading a checkpoint into a run, saved on whatever mesh: files are checked and compared with the run before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lather.checkpoint.piece import Piece
+from lather.checkpoint.reader import CheckpointTensors
+from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
+from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
+from lather.errors import CheckpointError
+from lather.parallel.agreement import together
+
+ANOTHER = "use the configuration it was made with"
+BIAS = ".e_score_correction_bias"
+
+
+def load_checkpoint(path: Path, state: TrainingState) -> Progress:
+    """Load weights, and optimizer and random state if there is an optimizer, saved on whatever mesh.
+
+    Every rank calls it; files are checked by all, one each in turn, and compared with the state before anything is changed. A rank's random
+    state is loaded if there was such a rank.
+
+    Raises CheckpointError, on all ranks, naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not
+    the model's, or if the optimizer is of another class or its moments of other shapes.
+    """
+    table = _open(path, state, state.names())
+    pieces = list(state.weights())
+    if state.optimizer is not None and table.optimizer is not None:
+        with together(state.group):
+            _check_optimizer(path, table, state.optimizer)
+        try:
+            state.create_optimizer_state(table.tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}") from None
+        pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
+    random = [piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))]
+    _load(path, table, state, [*pieces, *random])
+    state.set_random_state(random)
+    return table.progress
+
+
+def load_parameters(path: Path, state: TrainingState) -> None:
+    """Load another run's weights to start from. Balancing biases belong to the run that moved them and are not taken.
+
+    Raises CheckpointError as `load_checkpoint` does.
+    """
+    names = {name for name in state.names() if not name.endswith(BIAS)}
+    table = _open(path, state, names, passed_over=BIAS)
+    _load(path, table, state, [piece for piece in state.weights() if piece.name in names])
+
+
+def _load(path: Path, table: Table, state: TrainingState, pieces: Iterable[Piece]) -> None:
+    """Fill this rank's pieces, one stored piece at a time."""
+    tensors = CheckpointTensors(path, table)
+    with together(state.group):
+        for piece in pieces:
+            tensors.read_into(piece.value, piece.name, piece.offset)
+
+
+def _open(path: Path, state: TrainingState, names: set[str], passed_over: str | None = None) -> Table:
+    """The table, when all files have been found as they were written and the weights to be those of all ranks, `names`."""
+    with together(state.group):
+        table = read_table(path)
+    with together(state.group):
+        tensors = CheckpointTensors(path, table)
+        for file in list(table.files.values())[state.rank :: state.num_ranks]:
+            tensors.check_file(file)
+    with together(state.group):
+        place = path / STATE_FILE
+        found = {name for name in table.tensors if "/" not in name and not (passed_over and name.endswith(passed_over))}
+        for name in sorted(names - found):
+            raise CheckpointError(f"{place}: lacks {name!r}: {ANOTHER}")
+        for name in sorted(found - names):
+            raise CheckpointError(f"{place}: has a surplus {name!r}: {ANOTHER}")
+        for piece in state.weights():
+            if piece.name in names and not _fits(piece, table.tensors[piece.name]):
+                stored = table.tensors[piece.name]
+                there, here = f"{stored.shape} {stored.dtype}", f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}"
+                raise CheckpointError(f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}")
+    return table
+
+
+def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
+    return stored is not None and (stored.shape, stored.dtype) == (piece.shape, DTYPE_NAMES.get(piece.value.dtype))
+
+
+def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
+    """That its state is of such an optimizer and of this model."""
+    file, given = path / STATE_FILE, type(optimizer).__name__
+    if table.optimizer != given:
+        raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
+    parameters = {parameter_of(name) for name in table.tensors if "/" not in name}
+    for entry, keys in stored_shapes(table.tensors).items():
+        if parameter_of(entry) not in parameters:
+            raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")
+        for key, shape in keys.items():
+            if parameter_of(entry) == entry not in table.tensors and hasattr(optimizer, "init_state"):
+                continue  # whose matrix may be all experts side by side; its shapes are compared when the state is made
+            if key in ("exp_avg", "exp_avg_sq") and (entry not in table.tensors or table.tensors[entry].shape != shape):
+                raise CheckpointError(f"{file}: {entry}/{key} has shape {shape}, which is not the parameter's: {ANOTHER}")

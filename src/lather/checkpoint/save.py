@@ -1,0 +1,223 @@
+"""Saving a checkpoint: complete or absent, and of no particular mesh.
+
+Every rank has pieces of tensors of the whole model. Rank 0 deals out who writes which; each rank writes a safetensors file of its own;
+rank 0 writes the table `state.json` (`lather.checkpoint.table`). All that is written in a folder of another name, synced, and renamed by
+rank 0 once everybody's file is there, so a process killed at any moment leaves the checkpoints that were there.
+
+A piece that several ranks have (replicas, step counters) is written by one of them, the one with the least to write so far, so that equal
+copies are spread evenly. Who writes what is the same for the same mesh.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
+from lather.checkpoint.piece import Key, Piece, Stage
+from lather.checkpoint.state import TrainingState
+from lather.checkpoint.table import (
+    DTYPE_NAMES,
+    STATE_FILE,
+    Progress,
+    StoredEntry,
+    StoredFile,
+    StoredPiece,
+    Table,
+    check_cover,
+    piece_name,
+    sha256,
+)
+from lather.errors import CheckpointError
+from lather.files import sync
+from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
+from lather.optim.sharded.placement import Box
+from lather.parallel.agreement import dealt, gathered, of_first, together
+
+FIRST_FILE = "rank-00000.safetensors"
+
+
+def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Stage | None = None) -> Path:
+    """Write `folder/step-<step>`; older checkpoints that are not to be kept go once it is in place. Returns its path.
+
+    Every rank calls it and writes its own pieces, or what `stage` makes of them. On return the checkpoint is there for everybody. What one
+    rank raises, all raise.
+    """
+    target = checkpoint_path(folder, progress.step)
+    group = state.saving_group
+    exists = target.exists()  # complete, and the step fixes its contents
+    if of_first(exists, group):
+        return target
+    optimizer = None if state.optimizer is None else type(state.optimizer).__name__
+    writer = CheckpointWriter(target, group)
+    pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
+    try:
+        files, tensors = writer.write(pieces, stage)
+        with together(group):
+            if writer.rank == 0:
+                writer.publish(Table(progress, optimizer, files, tensors), retention)
+    except Exception:  # on all ranks, of which none writes any more
+        with together(group):
+            if writer.rank == 0 and writer.aside.exists():
+                shutil.rmtree(writer.aside, ignore_errors=True)  # a full disk is not to stay full
+        raise
+    return target
+
+
+@dataclass(frozen=True)
+class PieceToWrite:
+    """What rank 0 has to know of a piece."""
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.box.offset
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    @property
+    def name_in_file(self) -> str:
+        return piece_name(self.name, self.box, self.shape)
+
+
+class CheckpointWriter:
+    """Makes the checkpoint `target` with all ranks of a group; None: one process. For one save."""
+
+    def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
+        self.target, self.group = target, group
+        self.aside = aside_path(target)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def write(self, pieces: Iterable[Piece], stage: Stage | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
+        """Write the files of all ranks; returns, on rank 0, what they are and what is in them."""
+        mine = {piece.key: piece for piece in pieces if piece.counts}
+        own = [PieceToWrite(piece.name, piece.box, piece.shape, piece.value.dtype) for piece in mine.values()]
+        by_rank = gathered(own, self.group)
+        plan: list[list[PieceToWrite]] = []
+        with together(self.group):
+            if self.rank == 0:
+                plan = self._prepare(by_rank)
+        chosen = dealt(plan, self.group)
+        with together(self.group):
+            values: Mapping[Key, Tensor] = {one.key: mine[one.key].value for one in chosen}
+            stored = self.write_file(chosen, values if stage is None else stage(values))
+        files = {file.name: file for file in gathered(stored, self.group) if file is not None}
+        return files, stored_entries(plan)
+
+    def _prepare(self, by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
+        """Make the folder, and deal out who writes what. On rank 0."""
+        plan = each_once(by_rank)
+        stored_entries(plan)  # raises ValueError if a tensor is not all there
+        clear_leftovers(self.target.parent)
+        self.aside.mkdir(parents=True)
+        sync(self.target.parent.parent)
+        return plan
+
+    def write_file(self, chosen: Sequence[PieceToWrite], values: Mapping[Key, Tensor]) -> StoredFile | None:
+        """Write this rank's file, which is on disk on return; None if it has nothing to write."""
+        if not chosen:
+            return None
+        by_name = {one.name_in_file: one for one in chosen}
+        tensors = [TensorToWrite(name, one.dtype, one.box.size) for name, one in sorted(by_name.items())]
+        file, digest = self.aside / file_of(self.rank), hashlib.sha256()
+        try:
+            write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest)
+        except OSError as error:
+            raise _no_space(error, self.target.parent) from None
+        return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
+
+    def publish(self, table: Table, retention: Retention) -> None:
+        """Write the table, give the folder its name, and delete older checkpoints. On rank 0, when all have written."""
+        folder = self.target.parent
+        for stored in table.files.values():
+            path = self.aside / stored.name
+            if not path.is_file() or path.stat().st_size != stored.num_bytes:
+                raise CheckpointError(f"{path}: was written by another rank, but is not here: give a run_dir that all ranks share")
+        try:
+            (self.aside / STATE_FILE).write_text(table.to_json(), "utf-8")
+            sync(self.aside / STATE_FILE)
+        except OSError as error:
+            raise _no_space(error, folder) from None
+        sync(self.aside)
+        self.aside.rename(self.target)
+        sync(folder)
+        retention.delete_others(folder)
+
+
+def each_once(by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
+    """The pieces that each rank writes when of equal ones only one is written: by the rank that has the least to write until then, the
+    largest pieces first."""
+    havers: defaultdict[Key, list[int]] = defaultdict(list)
+    pieces: dict[Key, PieceToWrite] = {}
+    for rank, own in enumerate(by_rank):
+        for piece in own:
+            havers[piece.key].append(rank)
+            assert pieces.setdefault(piece.key, piece) == piece, f"ranks differ in what {piece.name} is"
+    load = [0] * len(by_rank)
+    chosen: list[list[PieceToWrite]] = [[] for _ in by_rank]
+    for piece in sorted(pieces.values(), key=lambda piece: (len(havers[piece.key]) > 1, -piece.num_bytes, piece.key)):
+        rank = min(havers[piece.key], key=lambda rank: (load[rank], rank))
+        load[rank] += piece.num_bytes
+        chosen[rank].append(piece)
+    return chosen
+
+
+def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEntry]:
+    """The tensors of a checkpoint that is written like this. Raises ValueError if one of them is not covered by its pieces."""
+    found: defaultdict[str, list[tuple[PieceToWrite, int]]] = defaultdict(list)
+    for rank, own in enumerate(plan):
+        for piece in own:
+            found[piece.name].append((piece, rank))
+    entries = {}
+    for name, pieces in found.items():
+        (first, _), *_ = pieces
+        assert all((one.shape, one.dtype) == (first.shape, first.dtype) for one, _ in pieces), name
+        check_cover(name, first.shape, [one.box for one, _ in pieces])
+        where = tuple(StoredPiece(file_of(rank), one.box) for one, rank in pieces)
+        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, where)
+    return entries
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _no_space(error: OSError, folder: Path) -> OSError:
+    """A full disk is told by the folder that the user knows."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) if error.errno == errno.ENOSPC else error
+
+
+def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
+    """Make `folder/step-00000000` of weights from elsewhere, which `write_weights` puts into the safetensors file that it is given, one
+    entry per expert; returns its path.
+
+    Any optimizer starts from it, with fresh state. It is not made in one go: the caller renames the folder around it.
+    """
+    target = checkpoint_path(folder, 0)
+    target.mkdir(parents=True)
+    file = target / FIRST_FILE
+    write_weights(file)
+    tensors = {
+        name: StoredEntry(stored.dtype, stored.shape, (StoredPiece(file.name, Box.whole(stored.shape)),))
+        for name, stored in open_safetensors(file).tensors.items()
+    }
+    files = {file.name: StoredFile(file.name, file.stat().st_size, sha256(file))}
+    (target / STATE_FILE).write_text(Table(Progress(0, 0.0), None, files, tensors).to_json(), "utf-8")
+    return target
