@@ -34,10 +34,11 @@ test: $(READY)  ## the test suite
 test-all: $(READY)  ## the suite and the whole grid of meshes against one process: hours on two cores
 	$(BIN)/python -m pytest -m "grid or not grid" $(ARGS)
 
-lint: $(READY)  ## ruff check, ruff format, mypy in strict mode
+lint: $(READY)  ## ruff check, ruff format, mypy in strict mode, the order of rooms, names and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/house.py
 
 bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
 	$(BIN)/lather bench memory

@@ -74,7 +74,7 @@ class Driver:
 
 
 def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
-    """What the wrappers launch, once for each launch, for no architecture yet."""
+    """The kernels that the wrappers launch, once for each launch, for no architecture yet."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -173,7 +173,7 @@ def name_of(kernel: Any) -> str:
 
 
 def counted(log: str, ptx: str) -> Row:
-    """What the assembler says of a kernel, and what its PTX does to global memory."""
+    """The assembler's numbers of a kernel, and its PTX's accesses to global memory."""
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if used is None or spilled is None:

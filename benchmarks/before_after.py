@@ -39,7 +39,7 @@ print(1e3 * sorted(times)[len(times) // 2])
 
 
 def step_ms(source: str, name: str, frequency: int, seconds: float) -> float:
-    """Of one round."""
+    """Milliseconds per step of one round."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(REPOSITORY)])}
     command = [sys.executable, "-c", ROUND, name, str(frequency), str(seconds)]
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)

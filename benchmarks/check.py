@@ -46,7 +46,7 @@ class CheckError(RuntimeError):
 
 
 def check_case(case: OptimizerCase, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """What was compared, for the rows of the case. Raises CheckError."""
+    """Compare, and return what was compared, for the rows of the case. Raises CheckError."""
     small = replace(case, matrices=shrunk(case.matrices))
     error = error_of_ours(small, device)
     if not error < TOLERANCE:

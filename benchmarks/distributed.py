@@ -56,7 +56,7 @@ class DistributedBenchmark:
     """Bytes, state and arithmetic of a sharded optimizer, and how even the plan of owners is. On CPU, with gloo."""
 
     parts: tuple[Literal["counts", "plan"], ...] = ("counts", "plan")
-    """What to find out."""
+    """Parts to run."""
     out: Path = Path("benchmarks/results")
     """Folder for distributed-optimizer.jsonl; a run replaces that of the last."""
 
@@ -223,7 +223,8 @@ class CountedBytes:
 
 
 def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
-    """What this rank sends if every rank gathers gradient, L and R of every matrix, in equal parts; experts that are whole stay."""
+    """The bytes that this rank sends if every rank gathers gradient, L and R of every matrix, in equal parts; experts that are whole
+    stay."""
     with CountedBytes() as counted:
         for p in params:
             assert isinstance(p, DTensor)

@@ -28,7 +28,7 @@ from lather.kernels.swiglu.reference import Gate
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a model's layers, in one dtype."""
+    """Sizes of a model's layers, in one dtype."""
 
     model: str
     dtype: torch.dtype

@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Of a layer and of the loss."""
+    """Sizes of a layer and of the loss."""
 
     t: int
     k: int
@@ -43,7 +43,7 @@ class KernelSizes:
     f: int
     v: int
     elements: int
-    """Of the optimizer's batch of matrices."""
+    """Elements of the optimizer's batch of matrices."""
 
 
 REAL = KernelSizes(t=8192, k=6, e=64, d=2048, f=1408, v=102400, elements=2**27)

@@ -55,7 +55,7 @@ CONTESTANTS = ("reference", "early_free", "saved", "recompute")
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of a layer."""
+    """Sizes of a layer."""
 
     hidden: int
     experts: int
@@ -73,7 +73,7 @@ class MemoryBenchmark:
     """Bytes and time of the MoE layer and of the loss, against plain autograd."""
 
     parts: tuple[Literal["kept", "loss", "time"], ...] = ("kept", "loss", "time")
-    """What to measure."""
+    """Parts to measure."""
     rounds: int = 7
     """Timed rounds, each of one forward and backward per contestant."""
     device: Literal["cpu", "cuda"] = "cpu"

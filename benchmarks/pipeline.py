@@ -59,7 +59,7 @@ TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What is measured on how many ranks."""
+    """The measurements on so many ranks."""
 
     bytes: tuple[BytesJob, ...] = (
         BytesJob(2, 2, CASE, ("torch", "held", "experts", "attention", "ours")),
@@ -78,7 +78,7 @@ class PipelineBenchmark:
     """Bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with gloo."""
 
     parts: tuple[Literal["bytes", "time", "bubble"], ...] = ("bytes", "time", "bubble")
-    """What to measure; bubble needs the durations that time measures."""
+    """Parts to measure; bubble needs the durations that time measures."""
     rounds: int = 9
     """Timed rounds, each of one step per contestant."""
     out: Path = Path("benchmarks/results")

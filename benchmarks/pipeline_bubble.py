@@ -50,7 +50,7 @@ def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[R
 
 
 def inner_durations(steps: Sequence[Sequence[Event]]) -> Durations:
-    """Of each kind, in milliseconds, over the steps and the inner stages; where these have none of the kind, over all stages."""
+    """Durations of each kind, in milliseconds, over the steps and the inner stages; where these have none of the kind, over all stages."""
     num_stages = 2 * (1 + max(event.rank for event in steps[0]))
     inner, everywhere = [], []
     for events in steps:

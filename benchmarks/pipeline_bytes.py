@@ -35,7 +35,7 @@ from lather.torch_private import memory_tracker
 
 @dataclass
 class Counts:
-    """Of one rank's step, in bytes."""
+    """Bytes of one rank's step."""
 
     saved: int = 0
     """At the peak."""
@@ -46,7 +46,7 @@ class Counts:
     after: int = 0
     """Still alive when the step is over."""
     worst_difference: float = 0.0
-    """Of tracker and tape from the count at any moment, relative to the peak."""
+    """Difference of tracker and tape from the count at any moment, relative to the peak."""
     origins: dict[str, int] = field(default_factory=dict)
     """At the peak, by what holds it; ours alone."""
 

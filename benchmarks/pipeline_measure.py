@@ -1,4 +1,4 @@
-"""What the ranks of `lather bench pipeline` do: run every contestant, compare it with the first, count bytes or take times."""
+"""The work of the ranks of `lather bench pipeline`: run every contestant, compare it with the first, count bytes or take times."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _time_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> float:
 
 
 def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[list[tuple[int, str, float, float]]]:
-    """Of some steps, as (rank, action, start, end)."""
+    """Events of some steps, as (rank, action, start, end)."""
     assert isinstance(ours, OurRuntime)
     recorder = TimelineRecorder(mesh.device, mesh.pp_rank, mesh.size)
     ours.executor.record = recorder
@@ -107,7 +107,7 @@ def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[
 
 @dataclass(frozen=True)
 class Results:
-    """Of a step on this rank."""
+    """Results of a step on this rank."""
 
     loss: float
     gradients: Mapping[str, Tensor]

@@ -43,7 +43,7 @@ from lather.pipeline.tape import Frees
 
 @dataclass(frozen=True)
 class EngineLevers:
-    """What our engine does for memory."""
+    """Settings of our engine that save memory."""
 
     memory: str = "saved"
     early_frees: bool = True
@@ -63,7 +63,7 @@ Watch = Callable[[], None]
 
 @dataclass(frozen=True)
 class PipelineCase:
-    """What is run."""
+    """A run of the pipeline."""
 
     model: DeepseekV2Config
     batch: int

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def row_of(run_dir: Path) -> dict[str, Any]:
-    """What a run's metrics say."""
+    """The row that a run's metrics give."""
     rows = read_rows(run_dir / "metrics.jsonl")
     steps = list(training_rows(rows))
     timed = steps[WARM_UP:]

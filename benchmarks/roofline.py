@@ -38,7 +38,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class ShapeRates:
-    """What the machine does at one matrix shape."""
+    """The rates of the machine at one matrix shape."""
 
     matmul: float
     """Flops per second."""

@@ -18,7 +18,7 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What the device reaches in this process: the measure of everything else."""
+    """The rates that the device reaches in this process: the measure of everything else."""
 
     bytes: float
     """Bytes per second of a device copy, those read and those written."""

@@ -1,4 +1,4 @@
-"""What has to be installed beside torch, by part; nothing is imported to find out, torch aside."""
+"""The packages that each part needs beside torch; nothing is imported to find out, torch aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_OTHERS = {
     "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "pytest": ("pluggy", "iniconfig"),
 }
-"""What wheels need that may be missing, too, where they are carried there one by one."""
+"""Packages that wheels need and that may be missing, too, where they are carried there one by one."""
 
 
 @dataclass(frozen=True)

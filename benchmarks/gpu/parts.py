@@ -35,7 +35,7 @@ class MeasuredPart:
     name: str
     title: str
     arguments: tuple[str, ...]
-    """What Python is called with."""
+    """Arguments of Python."""
     seconds: float
     """After which the process is ended."""
     needs: Mapping[str, str] = field(default_factory=dict)

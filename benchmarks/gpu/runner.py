@@ -28,14 +28,14 @@ CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/gpu/*")
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     status: Status
     seconds: float
     exit_status: int | None
     """None: it was ended, or never started."""
     fingerprint: str
-    """Of the code and the way it was called."""
+    """Fingerprint of the code and of the way it was called."""
 
 
 def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
@@ -83,7 +83,7 @@ class Runner:
         return None if state is None else PartOutcome(**state)
 
     def log(self, name: str) -> Path:
-        """What the part printed."""
+        """The file of what the part printed."""
         return self.folder / f"{name}.log"
 
     def _state(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What came out: a line for each part, a picture, and the rows of all parts in one file."""
+"""The summary of all parts: a line for each part, a picture, and the rows of all parts in one file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
 
 
 def result(name: str, outcome: PartOutcome, runner: Runner) -> str:
-    """What is most worth knowing of a part: its numbers, and what went wrong, if anything did."""
+    """The line on a part: its numbers, and what went wrong, if anything did."""
     describe = DESCRIBE.get(name.partition("-")[0])
     rows = rows_of(name, runner)
     found = describe(rows) if describe and rows else ""

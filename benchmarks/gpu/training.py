@@ -82,7 +82,7 @@ def _loop(config: Config) -> dict[str, Any]:
 
 
 def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
-    """What each step did and its seconds, the most bytes of the device's memory, and what the parameters are.
+    """Train; the result of each step and its seconds, the most bytes of the device's memory, and what the parameters are.
 
     Fewer steps than `STEPS` where time runs out, but more than `WARM_UP`.
     """

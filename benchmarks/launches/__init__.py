@@ -1,1 +1,1 @@
-"""What the code would ask of a GPU, counted on tensors without storage: `lather bench launches`."""
+"""Counts of what the code would ask of a GPU, taken on tensors without storage: `lather bench launches`."""

@@ -1,4 +1,4 @@
-"""What is counted: optimizer steps on a rank's share of published models, a block, the loss, a training step.
+"""The cases that are counted: optimizer steps on a rank's share of published models, a block, the loss, a training step.
 
 A rank's share of the matrices is the one that the owners of `lather.optim.sharded` would have, of a model whose every parameter is cut
 along dim 0 (FSDP2); what travels between ranks is not counted here.
@@ -77,7 +77,7 @@ FREQUENCY = 3
 """Steps between refreshes here: the first step has first bases, the second none, the third a refresh."""
 STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
-"""Of KL-SOAP."""
+"""Steps of KL-SOAP that are counted, and their names."""
 TOKENS = 8192
 STEP_LAYERS = 3
 

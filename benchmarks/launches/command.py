@@ -24,13 +24,13 @@ class LaunchesBenchmark:
     """Kernel launches, bytes, flops and host waits on a GPU, counted without one. It is a count: no time follows from it."""
 
     parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = ("optimizer", "block", "loss", "step")
-    """What to count."""
+    """Parts to count."""
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Whose sizes; of DeepSeek-V2-Lite and Qwen3-30B-A3B."""
     rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
     """Rules of the optimizer; all but the first for the first model on the most ranks alone."""
     ranks: tuple[int, ...] = (8, 16)
-    """Of how many ranks the optimizer's step is one's."""
+    """Numbers of ranks, of one of which the optimizer's step is."""
     layers: int = 0
     """Layers of the optimizer's models, for a quick look; 0: all."""
     out: Path = Path("benchmarks/results")

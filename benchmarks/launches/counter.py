@@ -37,11 +37,11 @@ RANGES = "lather.optim."
 
 @dataclass
 class CountedPhase:
-    """What one phase asked for."""
+    """Counts of one phase."""
 
     launches: int = 0
     triton: int = 0
-    """Of these, kernels of Lather's own."""
+    """Launches of Lather's own kernels among these."""
     views: int = 0
     """Operations without a kernel."""
     bytes_read: int = 0

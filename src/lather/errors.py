@@ -1,4 +1,4 @@
-"""What the user can put right: one line that names the file or field, the value and the remedy. The command exits with status 2."""
+"""Errors that the user can put right: one line that names the file or field, the value and the remedy. The command exits with status 2."""
 
 
 class UserError(ValueError):

@@ -119,7 +119,7 @@ def memory_tracker() -> Any:
 
 
 class _NoModules(nullcontext[None]):
-    """What `MemTracker` asks of its tracker of modules."""
+    """The part of a tracker of modules that `MemTracker` asks for."""
 
     is_bw = False
     parents: frozenset[str] = frozenset()
@@ -139,7 +139,7 @@ def register_python_device(name: str, module: object) -> None:
 
 
 _LIBRARIES: list[torch.library.Library] = []
-"""What they register is gone when they are."""
+"""Libraries; what they register is gone when they are."""
 
 
 def fake_tensors() -> tuple[type[Tensor], type[TorchDispatchMode]]:
@@ -191,7 +191,7 @@ def check_torch_version() -> None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Of every later operation of the group."""
+    """Set the time limit of every later operation of the group."""
     import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
 
 
@@ -234,7 +234,8 @@ def _dualpipev_actions(schedules: Any, num_ranks: int, num_micro_batches: int) -
 
 
 def prepare_sharding(root: nn.Module) -> None:
-    """What FSDP2 does before the first forward pass through `root`: its sharded modules get common streams and one buffer to reduce from.
+    """Do what FSDP2 does before the first forward pass through `root`: its sharded modules get common streams and one buffer to reduce
+    from.
 
     `root` and modules in it have been given to `fully_shard`, each at most once. Raises UserError if this torch is not supported.
     """
@@ -260,7 +261,7 @@ def finish_gradient_reduction(root: nn.Module) -> None:
 
 
 def _state(module: nn.Module) -> Any:
-    """What FSDP2 knows of a module that was given to `fully_shard`."""
+    """FSDP2's record of a module that was given to `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
 
     check_torch_version()

@@ -76,7 +76,7 @@ def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, r
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """What rank 0 has to know of a piece."""
+    """A piece as rank 0 knows it, without its values."""
 
     name: str
     box: Box

@@ -31,7 +31,7 @@ RANDOM = "random/"
 """Before the names of random states. Parameters and their optimizer state have other names."""
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""Of optimizer state, by entry and key."""
+"""Shapes of optimizer state, by entry and key."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class TrainingState:
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-        """Of a whole model in one process."""
+        """Describe a whole model in one process."""
         infos = {name: ShardInfo(name, is_stack(name), tuple(p.shape), 0, len(p)) for name, p in model.named_parameters()}
         owned = [_Owned(infos[name], p, p) for name, p in model.named_parameters()]
         return cls(owned, _buffers(model), optimizer)
 
     @classmethod
     def of_engine(cls, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-        """Of this rank of a mesh; every rank makes one."""
+        """Describe this rank of a mesh; every rank makes one."""
         mesh = engine.mesh
         owned = [
             _Owned(entry.info, entry.parameter, entry.source, mesh.ep_rank * len(entry.source) if entry.info.is_expert else 0)
@@ -88,7 +88,7 @@ class TrainingState:
         return cls(owned, _buffers(engine.part), optimizer, (mesh.control_group, mesh.saving_group), mesh.device)
 
     def names(self) -> set[str]:
-        """Of parameters, one per expert, and buffers of all ranks; every rank calls it."""
+        """Names of parameters, one per expert, and of buffers of all ranks; every rank calls it."""
         own = {piece.name for piece in self.weights()}
         everybody = [own]
         if self.group is not None:
@@ -119,7 +119,7 @@ class TrainingState:
         return [Piece(f"{RANDOM}{name}.{self.rank}", state, (0,), (len(state),)) for name, state in states.items()]
 
     def set_random_state(self, pieces: Iterable[Piece]) -> None:
-        """Of `random_state`, after loading into them."""
+        """Set the random states from the pieces of `random_state`, after loading into them."""
         for piece in pieces:
             if piece.name.startswith(f"{RANDOM}cuda"):
                 gpu_module(self.device).set_rng_state(piece.value, self.device)
@@ -214,7 +214,8 @@ def _optimizer_pieces(
 def _pieces(
     info: ShardInfo, rows: tuple[int, int], suffix: str, value: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """What belongs to a parameter of which there are `rows`, first and number: of each expert, or rows, or something not divided."""
+    """Pieces of something that belongs to a parameter of which there are `rows`, first and number: of each expert, or rows, or something
+    not divided."""
     first, length = rows
     if shape and shape[0] == length and info.is_expert:
         for number, one in enumerate(value.unbind()):

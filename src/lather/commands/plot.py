@@ -67,7 +67,7 @@ def _draw_runs(parsed: PlotArguments) -> Path:
 
 
 def _draw_schedule(parsed: PlotArguments) -> Path:
-    """Of a run if one is given, of the plain table otherwise."""
+    """Draw the schedule of a run if one is given, else that of the plain table."""
     sizes = (parsed.pp, parsed.micro_batches)
     if len(parsed.runs) == 1 and sizes == (None, None):
         return _draw_run_timeline(parsed.runs[0], parsed.out)

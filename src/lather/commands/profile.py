@@ -104,7 +104,7 @@ def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[D
 
 
 def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
-    """What the forward pass of a training step keeps for one micro-batch of random tokens.
+    """The tensors that the forward pass of a training step keeps for one micro-batch of random tokens.
 
     With `data.packed_attention` attention stays within documents, of which a sequence has `DOCUMENTS` of about the same length.
     """
@@ -129,7 +129,7 @@ def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor 
 
 
 def data_ranks(config: Config) -> int:
-    """Of the smallest mesh: dp is what `parallel.replicas` needs."""
+    """Data ranks of the smallest mesh: dp is what `parallel.replicas` needs."""
     return config.parallel.ep * config.parallel.replicas
 
 
@@ -142,7 +142,7 @@ def is_mesh(config: Config) -> bool:
 
 
 def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
-    """What every pipeline rank keeps, by name of the levers."""
+    """The bytes that every pipeline rank keeps, by name of the levers."""
     number = config.num_micro_batches(data_ranks(config))
     schedule = dualpipev(config.parallel.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
     partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())

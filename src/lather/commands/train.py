@@ -88,7 +88,7 @@ def run_worker(config: Config, world: World) -> int:
 
 
 class _NoDisplay:
-    """Of the ranks that show nothing."""
+    """The display of ranks that show nothing."""
 
     def __enter__(self) -> _NoDisplay:
         return self
@@ -111,7 +111,7 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay | _NoDi
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:
-    """What a run that has ended leaves its user with."""
+    """Print what a run that has ended has made, and where."""
     if not outcome.finished:
         print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command goes on from there")
         return

@@ -27,7 +27,7 @@ class MoEConfig:
     balance_coefficient: float | None = None
     """Weight of each block's load-balancing loss; left out: the model's own."""
     balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
-    """What the load is evened over; global_batch: all micro-batches of the step so far. Left out: the model's own."""
+    """The tokens over which the load is evened; global_batch: all micro-batches of the step so far. Left out: the model's own."""
     z_loss_coefficient: float = 0.0
     """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
     bias_update_rate: float = 0.0
@@ -118,7 +118,7 @@ class ParallelConfig:
 
     @property
     def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:
-        """What "auto" stands for."""
+        """The schedule that "auto" stands for."""
         if self.schedule == "auto":
             return "dualpipev" if self.pp > 1 else "sequential"
         return self.schedule
@@ -164,7 +164,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is shown and recorded besides metrics.jsonl."""
+    """Settings of what is shown, and recorded besides metrics.jsonl."""
 
     every: int = 10
     """Steps between lines of progress where there is no terminal."""

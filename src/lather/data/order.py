@@ -84,7 +84,7 @@ class Order:
         return found
 
     def _counts(self, phase: MixturePhase, samples: int) -> list[int]:
-        """Of each source, among a phase's first samples; without weights about."""
+        """The number of samples of each source among a phase's first ones; an estimate where there are no weights."""
         present = self._num_sources(phase)
         if phase.weights:
             counts = Mixture(phase.weights, self.seed).counts(samples)

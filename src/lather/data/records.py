@@ -41,7 +41,7 @@ class FilePart:
     """Between documents of a text file; empty: a file is one document."""
     encoding: str = "auto"
     columns: tuple[str, ...] = ()
-    """Of Parquet and Hugging Face: those to read."""
+    """Columns of Parquet and Hugging Face data to read."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Record:
     line: int
     content: str | dict[str, Any]
     encoding: str = ""
-    """Of a text file."""
+    """Encoding of a text file."""
 
 
 @dataclass
@@ -288,7 +288,7 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator[bytes]:
-    """What begins from `start` until `stop` (-1: the end) and is ended by the separator or by the end of the file."""
+    """Pieces that begin from `start` until `stop` (-1: the end) and are ended by the separator or by the end of the file."""
     offset = start - len(separator) if start else 0  # of the buffer; what begins at `start` has a separator before it
     if offset:
         file.seek(offset)

@@ -56,7 +56,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ReadUnit:
-    """What one process reads at a time; its documents go to shards of its own."""
+    """The part of a source that one process reads at a time; its documents go to shards of its own."""
 
     number: int
     split: SplitName
@@ -198,7 +198,7 @@ def start_of(path: str) -> bytes:
 
 
 def kind_instead(file: SourceFile) -> str | None:
-    """What a file that would be read as text or JSONL is instead, by its first bytes."""
+    """The kind that a file which would be read as text or JSONL is instead, by its first bytes."""
     if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
     return kind_of_bytes(start_of(file.path))

@@ -19,7 +19,7 @@ MARKS = {
 }
 """The encodings by their marks; a mark comes before those that it begins with."""
 OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"%PDF": "PDF"}
-"""What is no text, by its first bytes."""
+"""Kinds of files that are no text, by their first bytes."""
 
 
 DAMAGED = "utf-8 (damaged)"

@@ -37,14 +37,14 @@ class Making:
     """How documents are made of records, and shards of documents. Every process has it."""
 
     folder: str
-    """Of shards and tokenizer.json."""
+    """Folder of the shards and tokenizer.json."""
     units: str
     """Folder of the units' reports."""
     vocab_size: int
     end: int | None
     """Token after each document."""
     text_field: str = "text"
-    """Of rows and lines, with the text."""
+    """Field of rows and lines that has the text."""
     chat_template: str = ""
     """Source of a chat template; empty: records are texts."""
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Making:
     """One document in so many is for validation; 0: none."""
     shard_tokens: int = 1 << 26
     bare_dtype: str = ""
-    """Of token files without a header."""
+    """dtype of token files without a header."""
 
     def document_maker(self) -> DocumentMaker:
         return DocumentMaker(self.text_field, ChatTemplate(self.chat_template, self.special_tokens) if self.chat_template else None)
@@ -61,7 +61,7 @@ class Making:
 
 @dataclass
 class SplitReport:
-    """What a unit wrote to a split."""
+    """Counts of what a unit wrote to a split."""
 
     documents: int = 0
     tokens: int = 0
@@ -87,7 +87,7 @@ class SplitReport:
 
 @dataclass
 class UnitReport:
-    """What a unit left."""
+    """The result of a unit."""
 
     number: int
     splits: dict[str, SplitReport] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class _TokenRun:
     learned: npt.NDArray[Any] | None
     is_last: bool
     text_bytes: int
-    """Of the whole document; 0 if it is not known."""
+    """Bytes of the whole document's text; 0 if they are not known."""
 
 
 def _place_of_held_out(unit: int, every: int) -> int:

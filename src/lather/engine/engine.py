@@ -39,7 +39,7 @@ from lather.shapes import Bool, Int
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What forward and backward over a global batch gave; the same on all ranks."""
+    """The result of forward and backward over a global batch; the same on all ranks."""
 
     loss: float
     """Cross entropy in nats, mean over labels."""
@@ -52,7 +52,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class UnreadResult:
-    """What forward and backward over a rank's share gave, on the device."""
+    """The result of forward and backward over a rank's share, still on the device."""
 
     found: Tensor
     """Loss, balance loss, and rows by block and expert, one after the other, fp64, to be added up over all ranks."""
@@ -211,7 +211,7 @@ class Engine:
         return found
 
     def read(self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None) -> tuple[BatchResult, Tensor, Tensor]:
-        """What all ranks found together, and on the CPU `sums`, added up over all ranks, and `own`, both 1-D and fp64: by one all-reduce
+        """The result of all ranks together, and on the CPU `sums`, added up over all ranks, and `own`, both 1-D and fp64: by one all-reduce
         and one wait for the device."""
         nothing = result.found.new_zeros(0)
         sums, own = (nothing if more is None or not len(more) else more.to(nothing.device) for more in (sums, own))
@@ -252,12 +252,12 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, 
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """Of parameters and gradients; products may be narrower."""
+    """dtype of parameters and gradients; products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
 def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:
-    """What the experts' layers keep for backward, and how their load is evened, over the ranks of `data_group`."""
+    """Set what the experts' layers keep for backward, and how their load is evened, over the ranks of `data_group`."""
     model.set_memory(config.memory)
     if config.balance_level is not None:
         model.balance_load(config.balance_level, data_group)

@@ -45,7 +45,7 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     loss: float
     balance_loss: float

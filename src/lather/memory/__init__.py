@@ -1,1 +1,1 @@
-"""What a model keeps in memory: saved tensors counted, peaks measured."""
+"""The memory of a model: saved tensors counted, peaks measured."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from lather.memory.profile import SavedTensors, expand
 
 NOT_SETTINGS = {*vars(nn.Module()), "training"}
-"""What every module has."""
+"""Attributes that every module has."""
 
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """What was left of a decoder, by index of the block in the whole one."""
+    """The blocks that were left of a decoder, by their index in the whole one."""
 
     kept: tuple[int, ...]
     """The blocks that are left, in order."""
@@ -37,7 +37,7 @@ class SampledBlocks:
         return len(self.kept) + sum(map(len, self.stands_for.values()))
 
     def restore(self, profile: SavedTensors) -> SavedTensors:
-        """What the whole decoder keeps, from a profile of what was left."""
+        """The tensors that the whole decoder keeps, from a profile of what was left."""
         name = "layers.{}".format
         renamed = profile.renamed({name(index): name(block) for index, block in enumerate(self.kept)})
         kinds = {name(first): (name(second), [name(b) for b in self.stands_for[second]]) for second, first in self.first_of.items()}

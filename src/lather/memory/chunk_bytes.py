@@ -1,4 +1,5 @@
-"""What a pipeline keeps of one chunk, a micro-batch in a stage, layer by layer: counted in one process, with the engine's own segments.
+"""The bytes that a pipeline keeps of one chunk, a micro-batch in a stage, layer by layer: counted in one process, with the engine's own
+segments.
 
     kept      from the chunk's forward to its backward: the layer's input among it, and whatever autograd and the engine hold
     waiting   from its I action to its W action: what weight gradients that are put off will need
@@ -34,10 +35,10 @@ from lather.pipeline.tape import Frees
 
 @dataclass(frozen=True)
 class MemoryLevers:
-    """What is done for memory."""
+    """Settings that save memory."""
 
     memory: str = "saved"
-    """What layers keep, see `MoEConfig`."""
+    """Memory mode of the layers, see `MoEConfig`."""
     recompute: tuple[str, ...] = ()
     """Segments that are run again in backward."""
     early_frees: bool = True
@@ -45,7 +46,7 @@ class MemoryLevers:
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Of a layer, or of several."""
+    """Bytes that a layer, or several, keep of a chunk."""
 
     kept: int = 0
     waiting: int = 0
@@ -56,20 +57,20 @@ class ChunkBytes:
 
 @dataclass(frozen=True)
 class ModelChunks:
-    """Of one micro-batch in all layers of a model."""
+    """Bytes that all layers of a model keep of one micro-batch."""
 
     layers: tuple[ChunkBytes, ...]
     head: ChunkBytes
     """Final norm, head and loss. The embedding keeps its tokens alone, which are the batch's."""
     boundary: int
-    """Of what a stage gives to the next, an activation or its gradient."""
+    """Bytes of what a stage gives to the next, an activation or its gradient."""
     travels: int | None = None
-    """Of the same on its way to another rank; None: as many."""
+    """Bytes of the same on its way to another rank; None: as many."""
     tables: int = 0
     """Masks and rotary tables of a chunk; 0 where all micro-batches share them."""
 
     def of_stages(self, stages: Sequence[range]) -> list[ChunkBytes]:
-        """Of a chunk in each stage, given the layers of all stages in order."""
+        """Bytes of a chunk in each stage, given the layers of all stages in order."""
         sums = [sum((self.layers[layer] for layer in layers), ChunkBytes(self.tables)) for layers in stages]
         sums[-1] += self.head
         return sums

@@ -85,7 +85,7 @@ class SavedStorage:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    """Of the whole storage."""
+    """Bytes of the whole storage."""
     kind: Kind
     weight: str
     """The parameter or buffer that it is, or is a copy of."""
@@ -97,7 +97,7 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What one forward pass keeps."""
+    """The tensors that one forward pass keeps for backward."""
 
     storages: tuple[SavedStorage, ...]
     """In the order in which they were first saved."""
@@ -105,7 +105,7 @@ class SavedTensors:
     """Tokens of the pass, for bytes per token."""
 
     def bytes(self, kind: Kind | None = None, *, layer: str | None = None, segment: str | None = None) -> int:
-        """Of the storages of this kind, layer and segment; None: of all."""
+        """Bytes of the storages of this kind, layer and segment; None: of all."""
         return sum(
             one.bytes for one in self.storages if kind in (None, one.kind) and layer in (None, one.layer) and segment in (None, one.segment)
         )
@@ -182,7 +182,7 @@ def expand(profile: SavedTensors, kinds: Mapping[str, tuple[str, Sequence[str]]]
 
 
 class _Saved:
-    """What stands for a tensor in the graph. The graph alone keeps it, and through it the storage, alive."""
+    """The stand-in of a tensor in the graph. The graph alone keeps it, and through it the storage, alive."""
 
     def __init__(self, tensor: Tensor, place: Place, copy_of: str) -> None:
         self.tensor = tensor.detach()  # an output with its graph would be a cycle
@@ -287,7 +287,7 @@ class _SavingHooks:
     # --- results ---
 
     def storages(self, output: Any) -> list[SavedStorage]:
-        """What is alive, by storage. `output` is what keeps it alive."""
+        """The storages that are alive, as long as `output` is."""
         names, attributes = self._name(output)
         alive = [one for reference in self.saved if (one := reference()) is not None]
         groups: dict[int, list[_Saved]] = {}
@@ -370,7 +370,7 @@ def _graph(output: Any) -> list[Node]:
 
 
 def _packed(raw: Any) -> Iterator[_Saved]:
-    """What our hook gave for a raw saved tensor, or for each of several."""
+    """Our hook's results for a raw saved tensor, or for each of several."""
     for one in raw if isinstance(raw, (tuple, list)) else (raw,):
         if isinstance(packed := getattr(one, "data", None), _Saved):
             yield packed

@@ -1,4 +1,4 @@
-"""What a profile of saved tensors shows: a list, tables of totals, JSON, and stacked-bar pictures.
+"""Views of a profile of saved tensors: a list, tables of totals, JSON, and stacked-bar pictures.
 
 Layers that keep the same are shown once. Sizes per token are of activations: weights and their copies do not grow with the tokens.
 """
@@ -29,7 +29,7 @@ COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44",
 """A color per segment, told apart with any color vision."""
 
 BACKWARD = re.compile(r"Backward\d*(?=\.|$)")
-"""What autograd adds to an operation's name."""
+"""The end that autograd adds to an operation's name."""
 
 KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
@@ -59,7 +59,7 @@ def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> SavedTensors:
-    """What `to_json` was given."""
+    """The profile that `to_json` was given."""
     storages = (
         SavedStorage(**{**one, "shape": tuple(one["shape"]), "also_saved_in": tuple(one["also_saved_in"])}) for one in document["storages"]
     )
@@ -108,7 +108,7 @@ class SavedLine:
 
 
 def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedLine, int]]:
-    """What a layer keeps, and of how many storages each line is; storages of the same segment, saver, kind and row shape make one."""
+    """Lines of what a layer keeps, and of how many storages each is; storages of the same segment, saver, kind and row shape make one."""
     groups: dict[Any, list[SavedStorage]] = {}
     for one in profile.storages:
         if one.layer == layer:

@@ -1,4 +1,4 @@
-"""What each pipeline rank keeps at most, from what a chunk keeps in each stage and the schedule's table; no rank is started.
+"""The bytes that each pipeline rank keeps at most, from those of a chunk in each stage and the schedule's table; no rank is started.
 
 The table is walked as the executor walks it (`lather.pipeline.executor`). Alive between two actions are: chunks from their forward to their
 backward, weight gradients from I to W, and what travels between stages: from the receive, or from where it is made on the same rank, to
@@ -51,7 +51,7 @@ class RankBytes:
 
 
 def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range]) -> list[RankBytes]:
-    """Of all pipeline ranks; `layers` are those of every stage."""
+    """Bytes of all pipeline ranks; `layers` are those of every stage."""
     of_stage = chunks.of_stages(layers)
     found = []
     for rank in range(schedule.num_ranks):
@@ -119,7 +119,7 @@ class _BytesWalk:
                 self.alive["travels", -1] -= 1
 
     def _taken_from(self, stage: int) -> None:
-        """What this stage gave has found its reader."""
+        """Note that this stage's output has found its reader."""
         if 0 <= stage < self.schedule.num_stages:
             self.alive["boundary" if stage in self.own else "travels", -1] -= 1
 

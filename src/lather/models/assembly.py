@@ -13,7 +13,7 @@ from lather.models.decoder import Block, Decoder
 
 @runtime_checkable
 class Outline(Protocol):
-    """What every family's configuration says of the model around its blocks."""
+    """Fields of every family's configuration on the model around its blocks."""
 
     @property
     def vocab_size(self) -> int: ...

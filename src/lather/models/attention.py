@@ -263,7 +263,7 @@ class MultiHeadLatentAttention(nn.Module):
         cos_BSP: Float[Tensor, "#b s p"],
         sin_BSP: Float[Tensor, "#b s p"],
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
-        """Of each head."""
+        """Queries and keys of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
         k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP).expand(-1, -1, self.num_heads, -1)

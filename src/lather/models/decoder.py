@@ -38,7 +38,7 @@ from lather.shapes import Float, Int
 
 @dataclass
 class Attended:
-    """What segment 1 hands on."""
+    """The results of segment 1, for the segments after it."""
 
     residual_BSD: Float[Tensor, "b s d"]
     normed_TD: Float[Tensor, "t d"]
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 @dataclass
 class DecoderOutput:
-    """What a forward pass gives: logits, or, if labels were given, the loss instead."""
+    """The result of a forward pass: logits, or, if labels were given, the loss instead."""
 
     logits_BSV: Float[Tensor, "b s v"] | None
     loss: Float[Tensor, ""] | None
@@ -139,11 +139,11 @@ class RoutedModel(nn.Module):
     """Blocks, of which some may have experts: what is set for all of them alike."""
 
     def routers(self) -> list[Router]:
-        """Of the MoE blocks, in order."""
+        """Routers of the MoE blocks, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory(self, memory: str) -> None:
-        """What the feed-forward layers keep for backward (see `lather.models.experts`), and with "reference" the linear ones, too.
+        """Set what the feed-forward layers keep for backward (see `lather.models.experts`), and with "reference" the linear ones, too.
 
         Raises ValueError for an unknown mode.
         """

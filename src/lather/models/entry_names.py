@@ -12,7 +12,7 @@ def is_stack(name: str) -> bool:
 
 
 def entry_name(stack: str, expert: int) -> str:
-    """Of one expert of a stack."""
+    """The stored name of one expert of a stack."""
     return f"{stack}.{expert}"
 
 

@@ -31,7 +31,7 @@ ModelConfig = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig
 
 @dataclass(frozen=True)
 class Family:
-    """What there is of a model family."""
+    """A model family: its configuration, its model, and its names in Hugging Face folders."""
 
     model_type: str
     """Hugging Face's name."""
@@ -212,7 +212,7 @@ def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Fami
 
 
 def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[float, YarnConfig | None]:
-    """Of both styles at once, what they say must agree."""
+    """Read both styles of rotary settings; where both are given they must agree."""
     given = [(name, mapping[name]) for name in ("rope_scaling", "rope_parameters") if mapping.get(name) is not None]
     thetas = {} if mapping.get("rope_theta") is None else {"rope_theta": _typed(mapping["rope_theta"], float, "rope_theta")}
     scalings: dict[str, YarnConfig | None] = {}

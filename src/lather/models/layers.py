@@ -33,7 +33,7 @@ from lather.models.saving.weight_gradients import Deferrable, WeightGradients, w
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
-"""What a feed-forward layer keeps for backward: gate/up; nothing but its input; whatever plain autograd keeps."""
+"""Ways of a feed-forward layer to keep for backward: gate/up; nothing but its input; whatever plain autograd keeps."""
 
 
 def check_memory(memory: str) -> None:
@@ -43,7 +43,7 @@ def check_memory(memory: str) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What products of x are computed in: autocast's dtype inside autocast, else x's own."""
+    """The dtype in which products of x are computed: autocast's dtype inside autocast, else x's own."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -59,7 +59,8 @@ B = TypeVar("B", bound=Callable[..., Any])
 
 
 def without_autocast(backward: B) -> B:
-    """Of a Function's backward: its products are in the dtypes that it chose, also where the caller runs backward inside autocast."""
+    """Decorate a Function's backward so that its products are in the dtypes that it chose, also where the caller runs backward inside
+    autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:

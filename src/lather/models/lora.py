@@ -76,7 +76,7 @@ class AdaptedStack:
     end_E: Int[Tensor, " e"]
     """Where each expert's rows end."""
     kept: RoundedWeights | None = None
-    """What keeps the rounded weights."""
+    """The keeper of the rounded weights."""
 
     def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
         """x (W_e + s B_e A_e)^T, in the dtype of x."""

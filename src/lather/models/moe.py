@@ -32,7 +32,7 @@ class Dispatched:
     """Numbers among this rank's experts; -1 for experts elsewhere."""
     weights_RK: Float[Tensor, "r k"]
     way_back: Any = None
-    """What the exchange needs to know for `combine`."""
+    """Whatever the exchange needs to know for `combine`."""
     num_pairs: int | None = None
     """Entries of `experts_RK` that are not -1, if the host knows."""
 
@@ -45,12 +45,12 @@ class Pending(Protocol[Result_co]):
     """A communication that is on its way."""
 
     def wait(self) -> Result_co:
-        """What it brings. On CUDA the current stream waits for it, not the host."""
+        """Return what has arrived. On CUDA the current stream waits for it, not the host."""
 
 
 @dataclass(frozen=True)
 class Arrived(Generic[Result_co]):
-    """What needed no way."""
+    """A value that is there already."""
 
     result: Result_co
 
@@ -76,7 +76,7 @@ class Exchange(Protocol):
         """This rank's experts' weighted sums (R, D) to the whole sums of its own tokens (T, D)."""
 
     def start_plan(self, routing: Routing) -> Pending[Any]:
-        """What the ranks have to tell each other before rows can travel: how many there are."""
+        """Begin what ranks have to tell each other before rows can travel: how many there are."""
 
     def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
         """`plan`: what `start_plan` gave for this routing; None: it is asked for here, and waited for."""
@@ -131,7 +131,7 @@ class MoE(nn.Module):
         self.keep_little()
 
     def keep_little(self) -> None:
-        """Of the shared experts nothing but their input is kept, and a block makes that again from its residual: so is gate/up in backward,
+        """Keep nothing of the shared experts but their input, which a block makes again from its residual: so is gate/up in backward,
         two more products to their nine."""
         if self.shared_experts is not None and self.shared_experts.memory == "saved":
             self.shared_experts.memory = "recompute"

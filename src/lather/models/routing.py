@@ -267,7 +267,8 @@ class LoadBalance:
         self._count_E, self._in_step = None, False
 
     def counted(self, count_E: Int[Tensor, " e"], num_sequences: int) -> Int[Tensor, " e"] | None:
-        """What a micro-batch with these rows takes the shares from; adds them to the step's. None: from each sequence."""
+        """The counts that a micro-batch with these rows takes the shares from, after adding them to the step's. None: from each
+        sequence."""
         if self.level == "sequence" and num_sequences > 1:
             return None
         if self.level == "global_batch" and self._in_step:

@@ -1,4 +1,4 @@
-"""What ranks tell each other in Python objects: one rank's work for all, and errors that are everybody's."""
+"""Agreement of ranks by Python objects: one rank's work for all, and errors that are everybody's."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Way:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What a rank knows of its own `Way`, before the ranks have told each other how many rows they send."""
+    """A rank's part of a `Way`, before the ranks have told each other how many rows they send."""
 
     sizes_P2: Int[Tensor, "p 2"]
     """For each rank what it has to be told: the rows that go to it, and the pairs of these and its experts."""

@@ -25,9 +25,9 @@ class ShardInfo:
     name: str
     """In the whole model."""
     is_expert: bool
-    """Of routed experts: dim 0 is over experts, and spread over ep ranks as well."""
+    """Whether it is of routed experts: dim 0 is over experts, and spread over ep ranks as well."""
     shape: tuple[int, ...]
-    """Of the whole parameter, with all experts."""
+    """Shape of the whole parameter, with all experts."""
     offset: int
     """The first row of dim 0 that is here."""
     length: int
@@ -48,7 +48,7 @@ class LocalParameter:
     parameter: nn.Parameter
     """The rows, in the sharded parameter's memory; the parameter itself if it is not sharded."""
     source: nn.Parameter
-    """What the model has while it is resharded."""
+    """The parameter that the model has while it is resharded."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from lather.config.config import ParallelConfig
 
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Of a wait for work such as preparing a data set or writing a checkpoint. It does not find dead ranks: the launcher does, at once."""
+"""Time limit of a wait for work such as preparing a data set or writing a checkpoint. It does not find dead ranks: the launcher does, at
+once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,7 @@ def _meet(groups: list[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def _second_group(size: int, world_size: int) -> dist.ProcessGroup:
-    """Of this rank's `size` neighbours. Collective over all ranks."""
+    """The second process group of this rank's `size` neighbours. Collective over all ranks."""
     own: dist.ProcessGroup | None
     own, _ = dist.new_subgroups_by_enumeration(torch.arange(world_size).view(-1, size).tolist())
     assert own is not None

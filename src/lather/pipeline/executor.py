@@ -31,7 +31,8 @@ from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 
 MOST_SENDS_UNDER_WAY = 2
-"""Of a rank. With one more the oldest is waited for: gloo does not say when a send is done, and what was sent must not pile up."""
+"""Sends of a rank that may be under way. With one more the oldest is waited for: gloo does not say when a send is done, and what was sent
+must not pile up."""
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
@@ -70,7 +71,7 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Activation:
-    """What stages give each other."""
+    """A tensor that a stage gives to the next."""
 
     shape: tuple[int, int, int]
     """(B, S, D) of every micro-batch."""
@@ -82,12 +83,12 @@ class Activation:
 
 @dataclass
 class StepOutput:
-    """What a walk over the schedule found on this rank."""
+    """The results of a walk over the schedule on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """Of the micro-batches, where the last stage is."""
+    """Losses of the micro-batches, where the last stage is."""
     routings: dict[Key, list[RoutingSummary]] = field(default_factory=dict)
-    """Of each stage and micro-batch, one per MoE block."""
+    """Summaries of each stage and micro-batch, one per MoE block."""
 
 
 class Executor:
@@ -201,7 +202,7 @@ class _Walk:
         self.output = StepOutput()
         self.inputs: dict[Key, Tensor | _Arriving] = {}
         self.gradients: dict[Key, Tensor | _Arriving] = {}
-        """Of the outputs."""
+        """Gradients of the outputs."""
         self.tapes: dict[Key, ChunkTape] = {}
         self.waiting: dict[Key, list[DeferredGradient]] = {}
         """Weight gradients."""
@@ -296,7 +297,7 @@ class _Walk:
         return work
 
     def _narrowed(self, x: Tensor, key: Key) -> Tensor:
-        """What travels of a chunk's output or gradient, which is given back if that is a copy."""
+        """The tensor that travels of a chunk's output or gradient, which is given back if that is a copy."""
         narrow = x.to(self.executor.activation.travels_as or x.dtype)
         if narrow is not x:
             self._give_back(x, self.tapes.get(key))
@@ -330,7 +331,8 @@ class _Walk:
             return self._received(x, (arrivals is self.gradients, key))
 
     def _received(self, arriving: _Arriving, arrival: Arrival) -> Tensor:
-        """What arrives. On a CPU pieces of the filler's work are done as long as the last step's wait says that there is time for them;
+        """The tensor that arrives. On a CPU pieces of the filler's work are done as long as the last step's wait says that there is time
+        for them;
         on a GPU it is the stream that waits, not the host."""
         executor = self.executor
         if executor.filler and not executor.is_on_gpu:

@@ -38,10 +38,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class PartLayers:
-    """What of a model a rank has."""
+    """The layers and experts of a model that a rank has."""
 
     layers_of_stage: tuple[Sequence[int], ...]
-    """Of all stages, in order."""
+    """Layers of all stages, in order."""
     own_stages: tuple[int, ...] = (0,)
     expert_rank: int = 0
     expert_ranks: int = 1
@@ -76,9 +76,9 @@ class ModelPart(RoutedModel):
         self.share = share
         self.hidden_size = whole.embed_tokens.embedding_dim
         self.moe_layers = tuple(layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE))
-        """Of the whole model."""
+        """MoE layers of the whole model."""
         self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
-        """Of each of them, on all ranks."""
+        """Experts of each of them, on all ranks."""
         has_first, has_last = 0 in share.own_stages, len(share.layers_of_stage) - 1 in share.own_stages
         self.embed_tokens = whole.embed_tokens if has_first else None
         own_layers = [layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]]

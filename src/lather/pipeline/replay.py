@@ -1,4 +1,4 @@
-"""What a table of actions costs in time: replayed with given durations, or read from a run; idle time and bubble.
+"""The time that a table of actions takes: replayed with given durations, or read from a run; idle time and bubble.
 
 Every rank works through its row in order. A chunk starts once the rank is free and what it needs is there, a transfer later if it comes
 from another rank; transfers take no time of the ranks. *Idle* is the time in which a rank does not compute, between the first start and the
@@ -68,7 +68,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when. Time that is not computing is idle."""
+    """Actions of every rank with their times. Time that is not computing is idle."""
 
     events: tuple[Event, ...]
 
@@ -109,7 +109,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks' time."""
+        """The idle share of all ranks' time."""
         fractions = self.bubble_fractions().values()
         return sum(fractions) / len(fractions) if fractions else 0.0
 

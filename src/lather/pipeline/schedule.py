@@ -1,4 +1,4 @@
-"""What every pipeline rank does, in which order: a table of actions, as data.
+"""The schedule: a table of what every pipeline rank does in which order, as data.
 
 DualPipeV (DeepSeek-V3, arXiv:2412.19437, and github.com/deepseek-ai/DualPipe) on P ranks has 2P stages in the shape of a V: rank r holds
 stages r and 2P - 1 - r, so that loss and embedding meet on rank 0. The table is torch's (`ScheduleDualPipeV`): its order of chunks, its
@@ -25,7 +25,7 @@ TEXT_WIDTH = 120
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its name in the text of a table, torch's own."""
+    """The kind of an action; the value is its name in the text of a table, torch's own."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -70,7 +70,7 @@ class Action:
     micro_batch: int | None = None
     """None where all are meant (UNSHARD, RESHARD, REDUCE_GRAD) and for OVERLAP."""
     parts: tuple[Action, ...] = ()
-    """Of OVERLAP: the forward and the backward chunk."""
+    """The forward and the backward chunk of an OVERLAP."""
 
     def __str__(self) -> str:
         if self.parts:
@@ -212,7 +212,8 @@ def _from_torch(action: Any) -> Action:
 
 
 def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:
-    """What must be there of the same micro-batch before `kind` can be done on `stage`, as (kind, stage): computed here, or received."""
+    """The results of the same micro-batch that must be there before `kind` can be done on `stage`, as (kind, stage): computed here, or
+    received."""
     here = schedule.rank_of(stage)
     match kind:
         case Kind.FORWARD if stage > 0:
@@ -230,7 +231,7 @@ def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int],
 
 
 def gives(kind: Kind) -> tuple[Kind, ...]:
-    """What is there once `kind` is done: B is I and W in one."""
+    """The results that are there once `kind` is done: B is I and W in one."""
     return (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
 
 

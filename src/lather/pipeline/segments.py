@@ -55,16 +55,16 @@ class MicroBatch:
     labels_BS: Int[Tensor, "b s"]
     layout: SequenceLayout
     normalizer: float = 1.0
-    """What the sum of the labels' losses is divided by: the labels of the whole step, on all ranks."""
+    """Divisor of the sum of the labels' losses: the labels of the whole step, on all ranks."""
     balance_weight: float = 0.0
-    """Of each block's balance loss in what is differentiated: its coefficient times this micro-batch's share of the labels."""
+    """Weight of each block's balance loss in what is differentiated: its coefficient times this micro-batch's share of the labels."""
     z_weight: float = 0.0
-    """Of each block's router z-loss, likewise."""
+    """Weight of each block's router z-loss, likewise."""
 
 
 @dataclass(frozen=True)
 class RoutingSummary:
-    """What of a block's routing is asked for when the step is over: nothing per token."""
+    """The part of a block's routing that is asked for when the step is over: nothing per token."""
 
     count_E: Int[Tensor, " e"]
     """Rows of this rank's tokens that each expert of the model received."""
@@ -125,7 +125,7 @@ class Segments:
         self.rounded_weights = RoundedWeights() if rounded_weights is None else rounded_weights
 
     def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
-        """What the stage makes of its input (None for the first stage, which reads tokens); of the last stage, the loss.
+        """Compute the stage's output from its input (None for the first stage, which reads tokens); of the last stage, the loss.
 
         Of each MoE block a summary is appended to `routings`. Without grad mode nothing is kept.
         """
@@ -319,7 +319,7 @@ def _losses(routing: Routing) -> Outputs:
 
 
 def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
-    """Of `_losses`; None where a loss does not count."""
+    """Gradients of `_losses`; None where a loss does not count."""
     weights = (batch.balance_weight, batch.z_weight)
     return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(losses, weights, strict=False)]
 

@@ -1,4 +1,4 @@
-"""What is kept between forward and backward, as pieces of autograd graph with cuts between them, and when tensors are given back.
+"""The tape: what is kept between forward and backward, as pieces of autograd graph with cuts between them, and when tensors are given back.
 
 A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the graph's edges, not the outputs: these
 live only as long as somebody reads them. `Frees.release` says that nobody will, and gives the storage back at once, whoever still has a
@@ -32,7 +32,7 @@ class Cut:
         self._edges: list[GradientEdge | None] = []
         """Where the graph of each output ends; None for an output without a gradient."""
         self._again: Callable[..., Outputs] | None = None
-        """What has to run once more before backward."""
+        """The work that has to run once more before backward."""
 
     @classmethod
     def run(

@@ -50,7 +50,7 @@ class TimelineRecorder:
         self._origin, self._recording = self._now(), True
 
     def end(self) -> list[Event]:
-        """What was done since `begin`, in order; times in seconds. Waits for the device."""
+        """The events since `begin`, in order; times in seconds. Waits for the device."""
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
         pieces, self._pieces, self._recording = self._pieces, [], False

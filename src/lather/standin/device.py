@@ -70,7 +70,7 @@ class StandInEvent:
 
 
 class StandIn:
-    """What `torch.get_device_module("standin")` gives: the part of `torch.cuda` that a training step asks for."""
+    """The module that `torch.get_device_module("standin")` gives: the part of `torch.cuda` that a training step asks for."""
 
     Stream, Event = StandInStream, StandInEvent
     nvtx = SimpleNamespace(range=lambda *_: nullcontext(), range_push=lambda *_: 0, range_pop=lambda: 0, mark=lambda *_: None)

@@ -141,7 +141,7 @@ class StandInMode(TorchDispatchMode):
         return self._run(func, name, args, kwargs)
 
     def _values(self, x: Tensor) -> Tensor:
-        """What the host is told of a tensor."""
+        """The values that the host is told of a tensor."""
         if x.dtype == torch.bool:
             return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
         return torch.ones(x.shape, dtype=x.dtype) if x.is_floating_point() else self.integers(x).to(x.dtype)

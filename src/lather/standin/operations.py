@@ -113,7 +113,8 @@ def nbytes(x: Tensor) -> int:
 
 
 def truth(name: str, args: Sequence[Any]) -> bool | None:
-    """What a tensor of flags says: all is finite. Of other comparisons nothing is known (None), and a reader finds that none holds."""
+    """The value that a tensor of flags is said to have: all is finite. Of other comparisons nothing is known (None), and a reader finds
+    that none holds."""
     known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
     if name == "isfinite":
         return True

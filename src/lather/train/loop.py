@@ -76,7 +76,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run leaves."""
+    """The result of a run."""
 
     finished: bool
     """False if a signal ended it early; the same command goes on."""
@@ -294,7 +294,7 @@ class _TrainingRun:
         return self._most(float(flag)) > 0
 
     def _most(self, value: float) -> float:
-        """Of all ranks'."""
+        """The largest value of all ranks'."""
         if self.mesh.size == 1:
             return value
         most = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)

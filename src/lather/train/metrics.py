@@ -1,4 +1,4 @@
-"""What a run measures: a row per step in `metrics.jsonl`, and in TensorBoard and Weights & Biases when asked.
+"""The measurements of a run: a row per step in `metrics.jsonl`, and in TensorBoard and Weights & Biases when asked.
 
 Rows of training steps have all fields of `StepRow` (a number that is not finite becomes null); rows of validations have `step`, `seconds`
 and `validation_loss`; rows of `log.expert_load_every` have `expert_load`, a list per MoE block. Rows up to the last checkpoint are on disk
@@ -45,13 +45,13 @@ class StepRow:
     tokens: int
     """Tokens trained on in this step."""
     tokens_per_second: float
-    """Of this step."""
+    """Tokens per second of this step."""
     seconds: float
     """Since the start of training, over all processes that worked on the run."""
     step_seconds: float
-    """Of this step."""
+    """Seconds of this step."""
     optimizer_seconds: float
-    """Of that, in the optimizer."""
+    """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
     """On a GPU the most allocated there since the row before, else the most the process ever had resident."""
     expert_load_min: float

@@ -35,7 +35,7 @@ class Curves:
     changes: tuple[tuple[int, str], ...]
     """Steps after which the run was changed or forked, and how, by a few words."""
     optimizer_share: float
-    """Of the time of all steps."""
+    """Share of the time of all steps."""
     median_step_seconds: float
 
 

@@ -128,7 +128,8 @@ _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", 
 
 
 class SpentLogits(Tensor):
-    """What logits become: shape, dtype and device can be asked for, `repr` tells why, everything else raises RuntimeError."""
+    """The logits after the loss has overwritten them: shape, dtype and device can be asked for, `repr` tells why, everything else raises
+    RuntimeError."""
 
     explanation = (
         "these logits went into cross_entropy_, which has overwritten them with their gradient: read what you need of them before "

@@ -1,4 +1,4 @@
-"""What both cross entropies ask of labels and of the number that the sum is divided by."""
+"""Checks, common to both cross entropies, of the labels and of the number that the sum is divided by."""
 
 from __future__ import annotations
 

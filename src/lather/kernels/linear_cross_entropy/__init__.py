@@ -113,7 +113,7 @@ class _ProductPlan:
     """How the products are done."""
 
     dtype: torch.dtype
-    """What `x` and `weight` are rounded to."""
+    """dtype to which `x` and `weight` are rounded."""
     mixed: bool
     tile: tuple[int, int]
     z_loss: float
@@ -121,12 +121,12 @@ class _ProductPlan:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of logits, sums and loss."""
+        """dtype of logits, sums and loss."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def operands(self) -> torch.dtype:
-        """Of what the products are given."""
+        """dtype of the factors of products."""
         return self.dtype if self.mixed else self.wide
 
     def rounded(self, x: Tensor, labels_T: Tensor) -> Tensor:

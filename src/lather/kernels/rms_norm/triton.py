@@ -20,7 +20,7 @@ from lather.device import launching_on
 TILE = 2048
 """Elements of x in one tile, or a row."""
 ELEMENTS = 256
-"""Of a tile for each warp: with twice as many the backward kernel spills."""
+"""Elements of a tile for each warp: with twice as many the backward kernel spills."""
 PROGRAMS = 512
 """Parts of the weight's gradient: a few for each multiprocessor, and fixed, so that all GPUs add up alike."""
 

@@ -1,4 +1,4 @@
-"""What the families' configurations have in common: checks of their fields, and what a published `config.json` may say beside them."""
+"""The common part of the families' configurations: checks of their fields, and what a published `config.json` may say beside them."""
 
 from __future__ import annotations
 

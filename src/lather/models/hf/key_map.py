@@ -92,5 +92,5 @@ def _stacked_experts(experts: str, name: str, part: str) -> list[list[MappedTens
 
 
 def written_entries(model_type: str, shapes: Mapping[str, Shape]) -> list[MappedTensor]:
-    """What to write for a model with these parameters, in their order."""
+    """The tensors to write for a model with these parameters, in their order."""
     return [entry for name, shape in shapes.items() for entry in published_ways(model_type, name, shape)[0]]

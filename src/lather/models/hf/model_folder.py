@@ -62,7 +62,7 @@ BALANCING_BIAS = ".e_score_correction_bias"
 HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
 COMPARED_ELEMENTS = 2**20
-"""Of two tensors at a time."""
+"""Elements of two tensors that are compared at a time."""
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------

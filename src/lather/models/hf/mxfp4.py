@@ -16,7 +16,7 @@ from lather.shapes import Float
 BLOCK = 32
 """Elements that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Of the sixteen elements: sign, two bits of exponent, one of mantissa."""
+"""Values of the sixteen elements: sign, two bits of exponent, one of mantissa."""
 SCALE_BIAS = 127
 
 

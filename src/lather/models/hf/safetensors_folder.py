@@ -34,20 +34,20 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 ANOTHER_COPY = "fetch or save it again"
 
 Index = tuple[int | slice, ...]
-"""Of a part of a tensor."""
+"""Index of a part of a tensor."""
 StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file's header says of a tensor."""
+    """A tensor by its file's header."""
 
     file: Path
     dtype: str
     """As in the header: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """Of its bytes in the file."""
+    """Start of its bytes in the file."""
 
 
 class SafetensorsFolder:
@@ -80,7 +80,7 @@ class SafetensorsFolder:
 
 @runtime_checkable
 class DescribedTensor(Protocol):
-    """What is known of a tensor that was not read."""
+    """A tensor that was not read: its dtype and shape."""
 
     @property
     def dtype(self) -> str: ...
@@ -177,7 +177,7 @@ class TensorToWrite:
 
 @runtime_checkable
 class Digest(Protocol):
-    """Of `hashlib`."""
+    """A checksum of `hashlib`."""
 
     def update(self, data: Any, /) -> None: ...
 

@@ -62,7 +62,7 @@ class RoundedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of the copies."""
+        """Bytes of the copies."""
         return sum(copy.nbytes for copy in self.copies())
 
 

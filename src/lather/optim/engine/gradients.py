@@ -71,7 +71,8 @@ class _Measured:
 
 @dataclass(eq=False)
 class GradientNorms:
-    """What a step has to know of its gradients, measured and not yet read: for a caller that reads other values of the device anyway. It
+    """The norms and flags that a step has to know of its gradients, measured and not yet read: for a caller that reads other values of the
+    device anyway. It
     reads `values` with them, puts them back, on the host, and gives this to the step, which then does not wait for the device."""
 
     params: Sequence[ParamInfo]
@@ -187,7 +188,7 @@ def _check(one: ParamInfo, grad: Tensor) -> None:
 
 
 def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
-    """Of parameters of one mesh, where ranks tell each other whether one `raises`, or of this process alone."""
+    """Measure the gradients of parameters of one mesh, whose ranks tell each other whether one `raises`, or of this process alone."""
     spread = some[0].spread
     if spread is None:
         some = [one for one in some if one.param.grad is not None]

@@ -40,7 +40,7 @@ class PendingRefreshes:
         self.waiting: deque[tuple[str, DimRefresh]] = deque()
         """Pieces that nobody has begun, and the precision of each."""
         self.launched: list[tuple[str, Launched]] = []
-        """What is done but for what may have failed, or under way on a GPU."""
+        """Refreshes that are launched: on a GPU under way, on a CPU done but for a look at what failed."""
         self._last: Any = None
         """The event at the end of the last piece, on a GPU."""
         self._rate = FIRST_RATE

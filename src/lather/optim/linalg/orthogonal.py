@@ -50,7 +50,7 @@ GPU_PRODUCTS = range(1, 4097)
 
 
 def pick_refresh_method(n: int, device: torch.device) -> str:
-    """What `refresh_method="auto"` means for n x n matrices on this kind of device: on a GPU "root_qr", on a CPU "cholesky_qr",
+    """The method that `refresh_method="auto"` means for n x n matrices on this kind of device: on a GPU "root_qr", on a CPU "cholesky_qr",
     for those that it does not fail on, where products are faster; else "qr".
 
     It depends on nothing else, so that a matrix is refreshed alike alone and in company, on one rank and on many.

@@ -52,12 +52,12 @@ class Failure:
     when: float
     """Seconds since the epoch."""
     number: int = 0
-    """Of the operating system's error, for "space"."""
+    """Number of the operating system's error, for "space"."""
     file: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """What `error`, which ended `rank`, is to be reported as."""
+        """The failure as which `error`, which ended `rank`, is to be reported."""
         now = time.time()
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)

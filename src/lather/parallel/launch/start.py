@@ -49,9 +49,9 @@ class GroupOptions:
     """How the ranks' process group is made."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """What kind of device; each rank takes its own."""
+    """Kind of device; each rank takes its own."""
     timeout: float = 600.0
-    """Of a collective, seconds."""
+    """Time limit of a collective, seconds."""
 
 
 def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
@@ -229,7 +229,7 @@ def _leave(world: World, failure: Failure | None) -> None:
 
 
 def _show(failure: Failure) -> int:
-    """What the user sees of the rank that ended the job, as if it had happened in this process."""
+    """Show the user the error of the rank that ended the job, as if it had happened in this process."""
     if failure.kind == "user":
         raise UserError(failure.text) from None
     if failure.kind == "space":

@@ -36,7 +36,7 @@ class World:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> World | None:
-        """What torchrun or srun says; None if neither has started this process, or it is the only one.
+        """The world that torchrun or srun describes; None if neither has started this process, or it is the only one.
 
         Raises ConfigError if they leave out what is needed.
         """
