@@ -46,6 +46,7 @@ class Case:
     defer: bool = True
     recompute: tuple[str, ...] = ()
     memory: str = "saved"
+    early_weight_gradients: bool = False
     balance_level: str | None = None
     z_loss: float = 0.0
     lopsided: bool = False
@@ -163,4 +164,5 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
 def _schedule(case: Case) -> Schedule:
     if case.schedule == "sequential":
         return sequential(case.num_micro_batches or 2)
-    return dualpipev(case.pp, case.num_micro_batches or 2 * case.pp + 1)
+    number = case.num_micro_batches or 2 * case.pp + 1
+    return dualpipev(case.pp, number, early_weight_gradients=case.early_weight_gradients)

@@ -38,7 +38,8 @@ SIZES: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 70, 24
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
-"""Every pair of experts (28, 2): a micro-batch of 2 * LENGTH tokens has each of them equally often, which is an even load to the row."""
+"""Every pair of experts (28, 2): a micro-batch, two sequences of LENGTH or of a multiple of it, has each of them equally often, which is
+an even load to the row."""
 
 
 def run_config(
@@ -47,6 +48,7 @@ def run_config(
     memory: str = "saved",
     precision: str = "fp32",
     layers: int = 4,
+    length: int = LENGTH,
     recompute: tuple[str, ...] = (),
     parallel: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
@@ -58,7 +60,7 @@ def run_config(
         train=LoopConfig(
             batch_size=SEQUENCES,
             micro_batch_size=2,
-            sequence_length=LENGTH,
+            sequence_length=length,
             precision=precision,  # type: ignore[arg-type]
             recompute=recompute,
         ),

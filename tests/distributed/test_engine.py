@@ -30,7 +30,7 @@ ALL = ("attention", "experts", "shared_experts")
 TWO_RANKS = [
     Case(pp=2, poison=True),
     Case(pp=2, family="qwen3_moe", layers=4, defer=False),
-    Case(pp=2, family="gpt_oss", recompute=ALL, poison=True),
+    Case(pp=2, family="gpt_oss", recompute=ALL, poison=True, early_weight_gradients=True),
     Case(pp=2, frees=False, num_micro_batches=9),
     Case(ep=2, poison=True, lopsided=True),
     Case(ep=2, schedule="sequential", family="gpt_oss", memory="recompute"),

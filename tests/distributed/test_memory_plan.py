@@ -48,6 +48,16 @@ def test_planned_peaks_with_layers_dealt_by_memory() -> None:
     assert largest_error(config, 2) < TOLERANCE
 
 
+def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
+    """Where everything is recomputed, chunks that wait for weight gradients hold most: without them real ranks and plans need less."""
+    recompute = ("attention", "experts", "shared_experts")
+    normal, early = (
+        run_config(recompute=recompute, length=560, parallel={"pp": 2, "schedule_memory": memory}) for memory in ("normal", "least")
+    )
+    assert largest_error(early, 2) < TOLERANCE
+    assert plan(early, 2, "cpu").largest.peak < 0.9 * plan(normal, 2, "cpu").largest.peak
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("rule", ["adamw", "muon", "soap", "soap_muon", "klsoap"])
 @pytest.mark.parametrize("memory", ["saved", "recompute", "reference"])

@@ -152,12 +152,15 @@ def work_of(config: Config) -> Work:
     return Work(flops=1e15 * (1 + len(config.train.recompute)))
 
 
-def advised(memory: int, off: int = 0, saved: int = 0) -> Advice:
-    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory."""
+def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
+    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory; if
+    `only_early`, they are too large for all but pipelines whose weight gradients come early."""
 
     def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
         assert (partition is not None) == (config.parallel.partition == "memory")
-        return SimpleNamespace(needed=size_of(config, world_size) + off - (0 if partition is None else saved))
+        needed = size_of(config, world_size) + off - (0 if partition is None else saved)
+        too_large = only_early and not config.parallel.early_weight_gradients
+        return SimpleNamespace(needed=needed + 1000 * too_large, peaks_where_weight_gradients_wait=too_large)
 
     def dealt(config: Config, world_size: int, assumed: Assumed) -> Partition:
         if saved < 0:
@@ -198,6 +201,15 @@ def test_layers_are_dealt_by_memory_where_a_pipeline_nearly_fits() -> None:
     assert dealt.bubble == bubble_of_layers((1, 2, 2, 3), 16)
     assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
     assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # 20 % less is too much to hope for
+
+
+def test_weight_gradients_come_early_where_a_whole_plan_needs_it() -> None:
+    """An estimate does not see what waits for weight gradients: a pipeline that its plan finds too large by that is planned once more."""
+    early = [setting for setting, _ in advised(90, only_early=True).settings]
+    assert early
+    assert all(setting.changes["parallel.schedule_memory"] == "least" for setting in early)
+    assert all(setting.bubble > bubble_of_layers((LAYERS // 4,) * 4, 16) for setting in early)
+    assert not any(setting.config.parallel.early_weight_gradients for setting, _ in advised(90).settings)
 
 
 def test_a_search_goes_on_where_layers_cannot_be_dealt() -> None:

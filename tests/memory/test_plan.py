@@ -47,6 +47,50 @@ def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
     assert most["rounded weights"] == 2 * sum(p.numel() for p in of_blocks)
 
 
+def test_activations_of_a_forward_from_first_principles() -> None:
+    """All that four layers keep of T tokens in fp32, by segment; numbers per token are in elements of four bytes.
+
+    attention        queries and output (H d each), keys and values (G d each), the residual behind (D), flash attention's logsumexp (H),
+                     the inverse root of each norm (2 of rows, H + G of heads); the router's scores (E), its K weights before and after they
+                     are normalised, their sum, K experts in int64; and the rows of each expert in int64
+    experts          gate and up of K experts (2 K F), token and place of each of the K pairs in int64; ends of the experts' rows
+    between segments the layer's input (D)
+    head             the input of its product (D), inverse root of the norm, logsumexp, the label in int64; the loss
+    """
+    tokens, heads, groups, width, size, experts, chosen = 32, 2, 2, 32, 64, 4, 2
+    timeline = plan(config_of("adamw"), 1).ranks[0].steps["a step"]
+    times = {mark.name: mark.time for mark in timeline.marks}
+    before, after = (timeline.segments_at(times[name]) for name in ("0F0", "0B0"))
+    attention = 2 * (heads + groups) * width + size + heads + 2 + heads + groups + experts + 2 * chosen + 1 + 2 * chosen
+    tables = 2 * 4 * tokens * width // 2  # cosines and sines of half a head, which all layers share
+    assert 0 <= after["attention"] - 4 * (4 * tokens * attention + 8 * experts) - tables < 200
+    assert 0 <= after["experts"] - 4 * 4 * tokens * (2 * chosen * SIZES["moe_intermediate_size"] + 4 * chosen) < 4 * 16 * experts
+    assert after["between segments"] - before["between segments"] == 4 * 4 * tokens * size + 4
+    assert after["head"] == 4 * tokens * (size + 1 + 1 + 2) + 4
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_what_travels_are_micro_batches_of_activations(precision: str, width: int) -> None:
+    """32 tokens of 64 elements each: at most two sends that are under way, a receive for each of the rank's stages, and in bf16 the copy
+    that is sent next. Besides, numbers of rows per expert, of 8 bytes, may be on their way."""
+    for run in plan(config_of("adamw", parallel={"pp": 2}, precision=precision), 2).ranks:
+        timeline = run.steps["a step"]
+        tensors, rest = np.divmod(timeline.curves[KINDS.index("communication")], 32 * 64 * width)
+        assert 3 <= tensors.max() <= 4 + (precision == "bf16")
+        assert rest.max() < 200
+
+
+def test_gathered_parameters_are_whole() -> None:
+    """From the forward on; while they are gathered, what arrived of a unit is there beside them: last that of embedding, norm and head."""
+    elements = sum(p.numel() for p in parameters().values())
+    outside = sum(p.numel() for name, p in parameters().items() if not name.startswith("layers"))
+    timeline = plan(config_of("adamw"), 2).ranks[0].steps["a step"]
+    gathered = timeline.curves[KINDS.index("gathered parameters")]
+    forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
+    assert gathered[forward] == 4 * elements
+    assert gathered.max() == 4 * (elements + outside)
+
+
 def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
     run = planned.largest
     assert set(run.steps) == {BUILDING, FIRST, "a checkpoint", "a step"}

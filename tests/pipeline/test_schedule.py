@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,28 @@ def run_blocking(table: Schedule) -> bool:
 def test_blocking_transfers_do_not_deadlock(tables: dict[tuple[int, int], Schedule]) -> None:
     assert all(run_blocking(table) for table in tables.values())
     assert all(run_blocking(forwards(2 * p, n)) for p in range(1, 6) for n in (1, 3, 2 * p, 9))
+
+
+def test_early_weight_gradients_follow_their_input_gradients_and_nothing_else_changes() -> None:
+    """Without W the two tables are the same, so transfers and live chunks are, too. At most one chunk waits: until its gradient is sent."""
+    for p, n in SIZES:
+        table, early = dualpipev(p, n), dualpipev(p, n, early_weight_gradients=True)
+        assert run_blocking(early)
+        for row, early_row in zip(table.ranks, early.ranks, strict=True):
+            assert Counter(row) == Counter(early_row)
+            assert without_weight_gradients(row) == without_weight_gradients(early_row)
+            assert most_waiting(early_row) == 1
+        assert max(map(most_waiting, table.ranks)) > 1 or p == 1
+
+
+def without_weight_gradients(row: tuple[Action, ...]) -> list[Action]:
+    return [action for action in row if action.kind is not Kind.BACKWARD_WEIGHT]
+
+
+def most_waiting(row: tuple[Action, ...]) -> int:
+    """The most chunks of a rank whose input gradient is done and whose weight gradients are not."""
+    waiting = [{Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0) for action in row]
+    return max(accumulate(waiting))
 
 
 def test_the_simulator_sees_a_deadlock(tables: dict[tuple[int, int], Schedule]) -> None:

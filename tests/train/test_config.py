@@ -119,6 +119,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "parallel.replicas": AT_LEAST_1,
     "parallel.partition": ["greedy"],
     "parallel.schedule": ["gpipe"],
+    "parallel.schedule_memory": ["most", "least"],
     "parallel.poison": [],
     "parallel.timeout": [0.0, -1.0],
     "checkpoint.every": AT_LEAST_1,

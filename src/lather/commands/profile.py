@@ -21,7 +21,7 @@ import lather
 from lather.commands.overrides import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import wide_console
-from lather.engine.engine import document_boundaries
+from lather.engine.engine import document_boundaries, schedule_for
 from lather.engine.step import pick_device
 from lather.errors import UserError
 from lather.memory import profile_report as report
@@ -34,7 +34,6 @@ from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.partition import stages_of, uniform
-from lather.pipeline.schedule import dualpipev, sequential
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.planning.dry_run import DOCUMENTS
 from lather.planning.stage_bytes import memory_partition
@@ -143,8 +142,7 @@ def is_mesh(config: Config) -> bool:
 
 def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
     """The bytes that every pipeline rank keeps, by name of the levers."""
-    number = config.num_micro_batches(data_ranks(config))
-    schedule = dualpipev(config.parallel.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
+    schedule = schedule_for(config.parallel, config.num_micro_batches(data_ranks(config)))
     partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
     layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages)) if partition is None else partition.stages
     tokens, boundaries = _random_batch(config, next(model.parameters()).device)

@@ -104,6 +104,9 @@ class ParallelConfig:
     that is more even; dry runs at the start find how, which takes a minute or more."""
     schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
     """Order of forwards and backwards; auto: dualpipev from two pipeline ranks on. sequential: one micro-batch after the other."""
+    schedule_memory: Literal["normal", "least"] = "normal"
+    """When a pipeline computes weight gradients; normal: where they fill bubbles. least: as early as they can be, so that nothing is kept
+    for them. That lowers the peak where activations are recomputed, and takes longer; `lather plan` says how much of both."""
     poison: bool = False
     """For finding bugs: what is given back early becomes NaN, so that whatever still reads it shows."""
     timeout: float = 600.0
@@ -115,6 +118,13 @@ class ParallelConfig:
         require(0 < self.timeout < math.inf, "parallel.timeout", self.timeout, "above 0 seconds and finite")
         fits = self.schedule != "sequential" or self.pp == 1
         require(fits, "parallel.schedule", self.schedule, f"'dualpipev' or 'auto' with parallel.pp = {self.pp}")
+        fits = self.schedule_memory == "normal" or self.resolved_schedule == "dualpipev"
+        constraint = "'normal' without a pipeline: set parallel.pp to 2 or more, or parallel.schedule = 'dualpipev'"
+        require(fits, "parallel.schedule_memory", self.schedule_memory, constraint)
+
+    @property
+    def early_weight_gradients(self) -> bool:
+        return self.schedule_memory == "least"
 
     @property
     def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
@@ -237,8 +237,7 @@ class Engine:
 def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:
     """This rank's engine with the fresh weights that the seed gives, the same on every mesh. `layers`: of every stage; None: equally
     many."""
-    number = config.num_micro_batches(mesh.data_size)
-    schedule = dualpipev(mesh.pp, number) if config.parallel.resolved_schedule == "dualpipev" else sequential(number)
+    schedule = schedule_for(config.parallel, config.num_micro_batches(mesh.data_size))
     if layers is None:
         layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages))
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
@@ -249,6 +248,13 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, 
         compile_parts(part)
     frees = Frees(poison=config.parallel.poison)
     return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees=frees, record=record)
+
+
+def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
+    """The table of a training step with so many micro-batches per data rank."""
+    if parallel.resolved_schedule == "sequential":
+        return sequential(num_micro_batches)
+    return dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=parallel.early_weight_gradients)
 
 
 def weights_dtype(config: Config) -> torch.dtype:

@@ -150,12 +150,13 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 @cache
-def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int) -> float:
+def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int, *, early_weight_gradients: bool = False) -> float:
     """The bubble of DualPipeV with so many layers on its stages, if each layer's forward, and each half of its backward, takes equally
     long."""
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     durations = Durations({}, {(kind, stage): float(size) for stage, size in enumerate(layers) for kind in kinds})
-    return replay(dualpipev(len(layers) // 2, num_micro_batches), durations).bubble_fraction
+    schedule = dualpipev(len(layers) // 2, num_micro_batches, early_weight_gradients=early_weight_gradients)
+    return replay(schedule, durations).bubble_fraction
 
 
 def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:

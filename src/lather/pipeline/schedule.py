@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -163,8 +163,11 @@ class Schedule:
         return cls(int(sizes[2]), int(sizes[3]), tuple(tuple(map(Action.from_text, line.split())) for line in rest))
 
 
-def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
+def dualpipev(num_ranks: int, num_micro_batches: int, *, early_weight_gradients: bool = False) -> Schedule:
     """The DualPipeV table for `num_ranks` pipeline ranks, transfers and FSDP actions included.
+
+    `early_weight_gradients`: each W follows its I at once instead of waiting for a bubble that it can fill. Chunks whose weight gradients
+    wait then hold no memory, and the step takes longer.
 
     Raises ConfigError for fewer micro-batches than stages (2 * num_ranks), which the schedule cannot fill.
     """
@@ -172,8 +175,22 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
     stages = 2 * num_ranks
     constraint = f"at least 2 * parallel.pp = {stages} for DualPipeV on {num_ranks} pipeline ranks: give more micro-batches or fewer ranks"
     require(num_micro_batches >= stages, "number of micro-batches", num_micro_batches, constraint)
-    table = dualpipev_actions(num_ranks, num_micro_batches)
-    return Schedule(stages, num_micro_batches, tuple(tuple(map(_from_torch, actions)) for actions in table))
+    rows = [tuple(map(_from_torch, actions)) for actions in dualpipev_actions(num_ranks, num_micro_batches)]
+    if early_weight_gradients:
+        rows = [tuple(_with_early_weight_gradients(row)) for row in rows]
+    return Schedule(stages, num_micro_batches, tuple(rows))
+
+
+def _with_early_weight_gradients(row: Sequence[Action]) -> Iterator[Action]:
+    """A rank's actions with each W right after its I, but behind the SEND_B of the gradient for which the rank before waits."""
+    sent = {(action.stage, action.micro_batch) for action in row if action.kind is Kind.SEND_B}
+    deferred = {(action.stage, action.micro_batch) for action in row if action.kind is Kind.BACKWARD_WEIGHT}
+    for action in row:
+        key = action.stage, action.micro_batch
+        if action.kind is not Kind.BACKWARD_WEIGHT:
+            yield action
+        if key in deferred and action.kind is (Kind.SEND_B if key in sent else Kind.BACKWARD_INPUT):
+            yield Action(action.stage, Kind.BACKWARD_WEIGHT, action.micro_batch)
 
 
 def sequential(num_micro_batches: int) -> Schedule:

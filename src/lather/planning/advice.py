@@ -132,10 +132,13 @@ def advise(
             best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # which fits if any does
         chosen: list[tuple[Setting, MemoryPlan]] = []
         for setting in best:
-            say(f"planning {as_options(setting.changes) or 'as it is'}")
-            found = plan(setting.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=setting.partition)
-            if found.needed <= memory:
-                chosen.append((setting, found))
+            for one in (setting, search.with_early_weight_gradients(setting)):
+                say(f"planning {as_options(one.changes) or 'as it is'}")
+                found = plan(one.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=one.partition)
+                if found.needed <= memory:
+                    chosen.append((one, found))
+                if found.needed <= memory or not found.peaks_where_weight_gradients_wait:
+                    break
             if len(chosen) == ENOUGH:
                 break
         world = None if chosen else search.world_that_fits(lightest)
@@ -274,6 +277,13 @@ class _Search:
     def _differences(self, changes: Changes) -> Changes:
         return {name: value for name, value in changes.items() if value != _value(self.config, name)}
 
+    def with_early_weight_gradients(self, setting: Setting) -> Setting:
+        """The same setting of a pipeline with weight gradients as early as they can be. Estimates, which are of the first rank, do not show
+        what this saves: it is tried where a plan does."""
+        changes = {**setting.changes, "parallel.schedule_memory": "least"}
+        config = changed(self.config, changes)
+        return setting if config is None else replace(setting, changes=changes, config=config, bubble=bubble_of(config, self.world_size))
+
     def world_that_fits(self, lightest: Setting) -> int | None:
         kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
         world_size = 2 * self.world_size
@@ -291,7 +301,8 @@ def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partit
     factor = partition.largest / partition.uniform_largest
     peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
     estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
-    bubble = bubble_of_layers(partition.layers, config.num_micro_batches(data_ranks(config, world_size)))
+    number = config.num_micro_batches(data_ranks(config, world_size))
+    bubble = bubble_of_layers(partition.layers, number, early_weight_gradients=config.parallel.early_weight_gradients)
     return Setting(changes, config, estimate, bubble, partition)
 
 
@@ -323,7 +334,8 @@ def bubble_of(config: Config, world_size: int) -> float:
     if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
         return 0.0
     layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
-    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)))
+    number = config.num_micro_batches(data_ranks(config, world_size))
+    return bubble_of_layers(layers, number, early_weight_gradients=config.parallel.early_weight_gradients)
 
 
 def _divides(config: Config, world_size: int) -> bool:

@@ -9,6 +9,7 @@ communication buffers, and fragmentation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,8 @@ class MemoryPlan:
     """Those of a data rank in a step."""
     asynchronous: bool = False
     """Whether checkpoints are written while training goes on, from copies."""
+    early_weight_gradients: bool = False
+    """Whether weight gradients are computed as soon as they can be (`parallel.schedule_memory`)."""
 
     @property
     def largest(self) -> RankRun:
@@ -56,11 +59,26 @@ class MemoryPlan:
         """Bytes of the device that the largest rank needs."""
         return self.largest.peak + self.allowance
 
+    @property
+    def peaks_where_weight_gradients_wait(self) -> bool:
+        """Whether the largest rank needs most while it leaves weight gradients for later, which `parallel.schedule_memory` can change."""
+        timeline = self.largest.steps[self.largest.peak_step]
+        doing = timeline.doing_at(timeline.peak_time)
+        return not self.early_weight_gradients and re.search(r"\d[IW]\d", doing) is not None
+
     def bubbles(self, partition: Partition) -> tuple[float, float]:
         """The share of a step in which a pipeline rank waits, if all layers take equally long: with these layers on the stages, and with
         equally many."""
-        bubble, uniform_bubble = (bubble_of_layers(one, self.num_micro_batches) for one in (partition.layers, partition.uniform_layers))
-        return bubble, uniform_bubble
+        return self._bubble(partition.layers, self.early_weight_gradients), self._bubble(partition.uniform_layers, False)
+
+    def bubbles_of_weight_gradients(self) -> tuple[float, float]:
+        """The same with the layers of this plan: with weight gradients as early as they can be, and where they fill bubbles."""
+        own = [run.layers for run in self.ranks]
+        layers = (*(len(first) for first, _ in own), *(len(second) for _, second in reversed(own)))
+        return self._bubble(layers, True), self._bubble(layers, False)
+
+    def _bubble(self, layers: tuple[int, ...], early: bool) -> float:
+        return bubble_of_layers(layers, self.num_micro_batches, early_weight_gradients=early)
 
 
 def plan(
@@ -95,7 +113,16 @@ def plan(
         runs += pool.map(run, list(_others(runs)))
     by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
     number = config.num_micro_batches(data_ranks(config, world_size))
-    return MemoryPlan(world_size, device, imbalance, tuple(by_position), partition, number, config.checkpoint.asynchronous)
+    return MemoryPlan(
+        world_size,
+        device,
+        imbalance,
+        tuple(by_position),
+        partition,
+        number,
+        asynchronous=config.checkpoint.asynchronous,
+        early_weight_gradients=config.parallel.early_weight_gradients,
+    )
 
 
 def _others(runs: list[RankRun]) -> Iterator[int]:
