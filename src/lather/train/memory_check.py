@@ -48,7 +48,7 @@ class MemoryCheck:
         wanted = config.log.memory_plan
         self.is_on = wanted == "always" or (wanted == "auto" and is_gpu(mesh.device))
         self.peak = 0
-        """Bytes, the most that this rank's allocator ever had in a step."""
+        """Peak bytes of this rank's allocator over all steps."""
         self._plan: Future[MemoryPlan] | None = None
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
