@@ -102,7 +102,7 @@ def import_command(arguments: list[str]) -> int:
     if config.data.tokenizer:
         print(f"to train further  {command}")
     else:
-        print(f"to train further, give the model's own tokenizer: {command} --data.tokenizer FILE")
+        print(f"training further needs the model's own tokenizer: {command} --data.tokenizer FILE")
     return 0
 
 
