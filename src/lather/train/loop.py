@@ -112,9 +112,9 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
 
     On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on any rank. Without a mesh: one process.
 
-        Raises:
-            UserError: an error that the user can correct; nothing was overwritten.
-            DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
+    Raises:
+        UserError: an error that the user can correct; nothing was overwritten.
+        DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
     is_first, rate_is_given = mesh.rank == 0, config.optim.lr is not None

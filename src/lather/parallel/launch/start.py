@@ -81,9 +81,9 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
 
     Returns 1, after showing the traceback or the signal, if a rank raised or died; 128 + its number if a signal ended the launcher.
 
-        Raises:
-            UserError: a rank raised it, there are too few devices, or `check_connections` raised; the last two before anything is started.
-            OSError: a rank found the disk full.
+    Raises:
+        UserError: a rank raised it, there are too few devices, or `check_connections` raised; the last two before anything is started.
+        OSError: a rank found the disk full.
     """
     if nproc == 1:
         return worker(*args, World())
