@@ -55,7 +55,7 @@ def test_a_plan_that_takes_long_is_not_waited_for(make_config: Callable[..., Con
         check = MemoryCheck(make_config(log={"memory_plan": "always"}), Mesh.single(torch.device("cpu")), notes.append)
         check.before_first_step()
         go_on.set()
-    assert "not done" in notes[0]
+    assert "not finished" in notes[0]
 
 
 def test_a_plan_that_cannot_be_made_stops_no_run(make_config: Callable[..., Config]) -> None:
