@@ -1,7 +1,7 @@
-"""The `lather` command: which commands there are, and how each one's errors reach the shell.
+"""The `lather` command: lists and runs its subcommands, and turns their errors into exit statuses.
 
-Every error that the user can put right is one line on standard error and exit status 2. A run that SIGTERM ends early has saved and exits
-with 0; SIGINT saves too and exits with 130.
+An error that the user can correct is one line on standard error and exit status 2. A run that SIGTERM ends early saves a checkpoint and
+exits with 0; after SIGINT it also saves and exits with 130.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ usage: lather COMMAND ...
   export RUN FOLDER                  write a run's model as a Hugging Face folder, or its adapters for PEFT
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
   plan CONFIG --world N              the memory that each rank will need
-  profile CONFIG                     what each layer keeps between forward and backward
+  profile CONFIG                     the activations that each layer keeps between forward and backward
   bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
 
   -h, --help    --version            each command has a --help of its own
@@ -47,21 +47,21 @@ COMMANDS = {
     "profile": "profile",
     "bench": "bench",
 }
-"""The module of `lather.commands` that has each one; it is imported when it is called, so that help and errors come at once."""
+"""Module in `lather.commands` of each command; it is imported only when the command is called, so that help and errors appear at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal's encoding does not
+            stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a sample
     try:
         return _dispatch(arguments)
     except UserError as error:
         print(f"lather: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `lather ... | head`: the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as in `lather ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

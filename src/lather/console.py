@@ -1,4 +1,4 @@
-"""The console that commands print their tables to."""
+"""The console on which commands print their tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ __all__ = ["wide_console"]
 
 
 class _PipedConsole(Console):
-    """A reader that leaves early (`lather profile ... | head`) is told as by `print`; rich would end the process with status 1."""
+    """A console that raises BrokenPipeError, as `print` does, if its reader leaves early (`lather profile ... | head`); rich would exit
+    with 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def wide_console(columns: int) -> Console:
-    """As wide as the terminal, but at least `columns` for what the tables need."""
+    """Return a console as wide as the terminal, but at least `columns`, which the tables need."""
     return _PipedConsole(width=max(Console().width, columns))

@@ -1,8 +1,8 @@
-"""Which kind of device something is on, and the module of torch that drives it.
+"""Distinguishes CPU and GPU, and returns the module of torch that drives a GPU.
 
-Lather tells two kinds apart. On the CPU work is done when a call returns, and to look at a value costs nothing. On a GPU work is queued on
-streams, and a look at a value waits for all of it. Every device but the CPU and `meta`, which has no memory, counts as a GPU: CUDA's, and
-devices that are registered with torch (`torch.utils.rename_privateuse1_backend`), such as the stand-in that counts launches.
+On the CPU an operation is complete when its call returns, and reading a value costs nothing. On a GPU operations are queued on streams, and
+reading a value waits for all of them. Every device except the CPU and `meta`, which has no memory, counts as a GPU: CUDA devices, and
+devices registered with torch (`torch.utils.rename_privateuse1_backend`), such as the stand-in that counts launches.
 """
 
 from __future__ import annotations
@@ -17,43 +17,45 @@ import torch.utils.deterministic
 from torch import Tensor
 
 CPU_STANDIN = "cpu_standin"
-"""Name under which the stand-in device (`lather.standin`) is registered where it stands for a CPU."""
+"""Name of the stand-in device (`lather.standin`) where it replaces a CPU."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Environment variable without which cuBLAS may take another kernel in the next run."""
+"""Environment variable that makes cuBLAS choose the same kernels in every run."""
 
 
 def is_gpu(on: Tensor | torch.device) -> bool:
-    """Whether a tensor is on a GPU, or a device is one."""
+    """Return whether a tensor is on a GPU, or a device is one."""
     device = on.device if isinstance(on, Tensor) else on
     return device.type not in ("cpu", "meta", CPU_STANDIN)
 
 
 def is_cpu(on: Tensor | torch.device) -> bool:
-    """Whether a tensor is on the CPU, or a device is the CPU."""
+    """Return whether a tensor is on the CPU, or a device is the CPU."""
     device = on.device if isinstance(on, Tensor) else on
     return device.type in ("cpu", CPU_STANDIN)
 
 
 def gpu_module(on: Tensor | torch.device) -> Any:
-    """`torch.cuda`, or what another kind of GPU has in its place: streams, events, memory counts, `synchronize`."""
+    """Return `torch.cuda`, or its counterpart for another kind of GPU: streams, events, memory counts, `synchronize`."""
     return torch.get_device_module(on.device if isinstance(on, Tensor) else on)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, if x is not there. To a GPU it goes from pinned memory, and the host does not wait."""
+    """Copy `x` to the device unless it is there. A copy to a GPU starts from pinned memory, and the host does not wait for it."""
     return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
 
 
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
-    """The GPU of `x`, if it is on one, as the current one: Triton launches on that, whatever its arguments say."""
+    """Make the GPU of `x` the current device inside the block, if `x` is on one: Triton launches on the current device, not on that of its
+    arguments."""
     return cast(AbstractContextManager[object], gpu_module(x).device_of(x)) if is_gpu(x) else nullcontext()
 
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Inside the block, if `enabled`, operations give the same bits each time; torch warns of those for which it has no such kernel.
+    """Make operations give the same bits in every run inside the block; torch warns of operations without a deterministic kernel.
 
-    To be entered before the first product on a GPU: cuBLAS reads its workspaces' sizes once. Nothing is changed without `enabled`.
+    Enter the block before the first matrix product on a GPU: cuBLAS reads the size of its workspaces once. Without `enabled` nothing
+    changes.
     """
     if not enabled:
         yield
@@ -63,7 +65,7 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
     fill, workspace = options.fill_uninitialized_memory, os.environ.get(CUBLAS_WORKSPACE)
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        options.fill_uninitialized_memory = False  # what is not written is not read here
+        options.fill_uninitialized_memory = False  # Lather never reads uninitialized memory
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         yield
     finally:

@@ -1,28 +1,28 @@
-"""Errors that the user can put right: one line that names the file or field, the value and the remedy. The command exits with status 2."""
+"""Errors that the user can correct: one line with the file or field, the value and the remedy. The command exits with status 2."""
 
 
 class UserError(ValueError):
-    """Base of all errors that a user can put right."""
+    """Base class of all errors that the user can correct."""
 
 
 class ConfigError(UserError):
-    """A configuration value, key or combination that cannot be used."""
+    """A configuration value, key or combination is not valid."""
 
 
 class DataError(UserError):
-    """Text, tokenizer or token shards that are missing, damaged or unfit."""
+    """Text, a tokenizer or token shards are missing, damaged or unsuitable."""
 
 
 class RunError(UserError):
-    """A run directory that cannot be used: not writable, in use, or another configuration's."""
+    """A run directory cannot be used: it is not writable, in use, or belongs to another configuration."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or does not fit the model."""
+    """A checkpoint is missing, damaged or does not fit the model."""
 
 
 class ExchangeError(UserError):
-    """A Hugging Face folder that cannot be read or written: a file, field or tensor that is missing, damaged or does not fit."""
+    """A Hugging Face folder cannot be read or written: a file, field or tensor is missing, damaged or does not fit."""
 
 
 def require(holds: bool, field: str, value: object, constraint: str) -> None:

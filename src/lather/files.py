@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever ends the process, and files of rows, one JSON object in a line."""
+"""Files that are replaced atomically, and files of rows with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lather.errors import RunError
 
 
 def sync(path: Path) -> None:
-    """Have the file's contents, or the folder's entries, on disk before going on."""
+    """Flush a file's contents, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -20,7 +20,7 @@ def sync(path: Path) -> None:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Replace the file in one go."""
+    """Replace the file atomically."""
     aside = path.with_name(f".tmp-{path.name}")
     aside.write_text(text, "utf-8")
     sync(aside)
@@ -29,9 +29,9 @@ def write_aside(path: Path, text: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file such as `metrics.jsonl`; a last line that a killed process left unfinished is passed over.
+    """Read the rows of a file such as `metrics.jsonl`; an incomplete last line, left by a killed process, is skipped.
 
-    Raises RunError naming file and line for any other line that is not a row.
+    Raises RunError, with file and line number, for any other line that is not a row.
     """
     if not path.exists():
         return []

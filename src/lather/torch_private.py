@@ -1,44 +1,45 @@
-"""The names of torch that Lather uses and that are not public API, all in this file; there is no public name for any of them.
+"""All names of torch that Lather uses and that are not public API; torch has no public name for any of them.
 
-`TorchDispatchMode` sees every operation, those of backward and on the meta device, too: `PeakBytes` counts bytes with it. Torch documents
-how to extend it, but in a module with an underscore. Without it that count would be left to each device's allocator; meta has none.
+`TorchDispatchMode` intercepts every operation, including those of the backward pass and on the meta device; `PeakBytes` counts bytes with
+it. Torch documents how to subclass it, but its module has an underscore. The alternative is each device's allocator; meta has none.
 
-`base_of` is the tensor that a view was made of: `cross_entropy_` marks it, too, as overwritten. Without it a base could go on to be read
-as if it still held logits.
+`base_of` returns the tensor of which another is a view. `cross_entropy_` marks it as overwritten too; otherwise autograd could read the
+base as if it still held logits.
 
-`disable_dynamo` marks what `torch.compile` is to run as it is; the public `torch.compiler.disable` imports the compiler at once. Without it
+`disable_dynamo` excludes a function from `torch.compile`; the public `torch.compiler.disable` imports the compiler at once. Without it,
 compiling an optimizer's step would trace every branch of its engine.
 
-`foreach_*` do one operation on a list of tensors, in few kernels on CUDA; torch's own optimizers are built on them. Without them they
-become loops of the operation of that name: the same numbers, a kernel launch for each tensor.
+`foreach_*` apply one operation to a list of tensors in few CUDA kernels, as torch's own optimizers do. The alternative is a loop with the
+same results and one kernel launch per tensor.
 
-`fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`; the public function wants a step count for every tensor and adds one to
-each, which for a hundred small tensors takes as long as the kernel. Without it that function would do.
+`fused_adamw_` is the kernel of `torch.optim.AdamW(fused=True)`. The public function would work too, but it increments a step count for each
+tensor, which takes as long as the kernel for a hundred small tensors.
 
-`prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` are FSDP2 outside its hooks: a pipeline calls parts of a
-module, micro-batch by micro-batch, so that no hook is at the right place, and gradients cannot be reduced by public names but in a backward
-pass through a sharded module. They are known for the torch versions that `check_torch_version` lets pass, and for no others.
+`prepare_sharding`, `start_gradient_reduction` and `finish_gradient_reduction` drive FSDP2 without its hooks: a pipeline calls parts of a
+module for one micro-batch after the other, so no hook runs at the right time, and the public API reduces gradients only in the backward
+pass of a sharded module. They work with the torch versions that `check_torch_version` accepts, and with no others.
 
-`dualpipev_actions` is the DualPipeV table of `torch.distributed.pipelining`. torch makes it while it constructs a schedule, which wants
-live stages and process groups; the functions that do the work need two numbers of these. Without them Lather would carry a copy of the
-table.
+`dualpipev_actions` returns the DualPipeV table of `torch.distributed.pipelining`. torch creates it in the constructor of a schedule, which
+requires real stages and process groups; the functions that do the work need only two numbers. The alternative is a copy of the table.
 
-`saved_tensors_hooks_in_force` are the hooks that see what autograd keeps. Hooks inside others hide these, and what makes some tensors again
-in backward must not hide the rest from a profile; without the name `lather profile` and torch's checkpointing would miss attention.
+`saved_tensors_hooks_in_force` returns the hooks that receive the tensors that autograd saves. Nested hooks hide the outer ones. Code that
+recomputes some tensors in backward must pass the others on to them; otherwise `lather profile` and torch's checkpointing would miss
+attention.
 
-`new_group_of` makes a group that only its own ranks know of. Where the default group is bound to a device torch would split that group's
-communicator instead, for which it waits for ranks that do not call; the binding has no public name.
+`new_group_of` creates a process group that only its own ranks know of. If the default group is bound to a device, torch would instead split
+that group's communicator, which waits for ranks that do not call; the binding has no public name.
 
-`set_timeout` bounds how long the ranks of a group wait: a DeviceMesh makes groups with torch's defaults, whatever the user asked for.
+`set_timeout` limits how long the ranks of a group wait: a DeviceMesh creates groups with torch's default, whatever the user asked for.
 
-`linalg_eigh` is what `torch.linalg.eigh` is to a counter of operations, which has no formula for it; its flops would be left out.
+`linalg_eigh` is the operation behind `torch.linalg.eigh`, as an operation counter sees it. The counter has no formula for it and would
+leave its flops out.
 
-`register_python_device` gives torch a device whose operations are Python's: `lather bench launches` runs the branches for GPUs on it. The
-public way to add a device wants a library in C++. `fake_tensors` are tensors of any device without storage: without them shapes could be
-run on the meta device alone, for which nothing branches as for a GPU. While they are in use `fake_tensors_behave` mends two things: their
-`tolist()` reads element by element, and `torch.tensor` would want memory on the device.
+`register_python_device` adds a device to torch whose operations are implemented in Python; `lather bench launches` runs the branches for
+GPUs on it. The public way to add a device requires a C++ library. `fake_tensors` are tensors without storage on any device: without them
+shapes could only be run on the meta device, for which no branch for GPUs is taken. `fake_tensors_behave` corrects two things while they are
+in use: their `tolist()` reads element by element, and `torch.tensor` would need memory on the device.
 
-`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`), a second opinion in benchmarks; else ours would be alone.
+`memory_tracker` is torch's own count of the bytes of tensors (`MemTracker`); benchmarks compare Lather's count with it.
 """
 
 from __future__ import annotations
@@ -83,11 +84,12 @@ __all__ = [
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 VERSIONS = "torch >= 2.11 and < 2.14"
-"""Those whose private names were read and tested."""
+"""Versions of torch whose private names have been checked and tested."""
 
 STAGES_OF_A_RANK = 2
-"""How many stages torch looks ahead for parameters to gather: all that a rank of DualPipeV has. Its default, 3, gives the same table, but
-looks for a third stage through the rest of the table at every action: 10 s instead of 0.3 s for 64 ranks and 512 micro-batches."""
+"""Number of stages for which torch looks ahead for parameters to gather: all that a rank of DualPipeV has. torch's default, 3, gives the
+same table, but searches the rest of the table for a third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512
+micro-batches."""
 
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 foreach_add_ = torch._foreach_add_
@@ -99,18 +101,18 @@ linalg_eigh = torch.ops.aten._linalg_eigh
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """The tensor that `view` is a view of, as autograd keeps it; None for a tensor that is none."""
+    """Return the tensor of which `view` is a view, as autograd records it; None if it is not a view."""
     return view._base
 
 
 def saved_tensors_hooks_in_force() -> Hooks | None:
-    """Those of the innermost `torch.autograd.graph.saved_tensors_hooks` around this call; None if there are none."""
+    """Return the hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` block around this call; None outside of any."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def memory_tracker() -> Any:
-    """torch's `MemTracker`, that counts tensors and not by modules: its hooks allow each module one call, and micro-batches are many."""
+    """Return torch's `MemTracker` without its module hooks, which allow one call per module, while each micro-batch calls every module."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -119,7 +121,7 @@ def memory_tracker() -> Any:
 
 
 class _NoModules(nullcontext[None]):
-    """The part of a tracker of modules that `MemTracker` asks for."""
+    """The part of a module tracker that `MemTracker` uses."""
 
     is_bw = False
     parents: frozenset[str] = frozenset()
@@ -130,8 +132,8 @@ class _NoModules(nullcontext[None]):
 
 
 def register_python_device(name: str, module: object) -> None:
-    """torch knows a device `name` afterwards, driven by `module` as CUDA is by `torch.cuda`; there can be one in a process. Autocast leaves
-    its operations as they are."""
+    """Register a device `name` with torch that `module` drives, as `torch.cuda` drives CUDA devices. A process can have only one. Autocast
+    does not change its operations."""
     import_module("torch.utils.backend_registration")._setup_privateuseone_for_python_backend(name, module)
     library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     library.fallback(torch.library.fallthrough_kernel)
@@ -139,18 +141,19 @@ def register_python_device(name: str, module: object) -> None:
 
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Libraries; what they register is gone when they are."""
+"""Registered libraries; torch removes what they registered when they are deleted."""
 
 
 def fake_tensors() -> tuple[type[Tensor], type[TorchDispatchMode]]:
-    """Their class, and the mode in which operations on them run. Imported only here: it takes a while."""
+    """Return the class of fake tensors, and the mode in which operations on them run. Imported here because the import is slow."""
     module = import_module("torch._subclasses.fake_tensor")
     return module.FakeTensor, module.FakeTensorMode
 
 
 @contextmanager
 def fake_tensors_behave() -> Iterator[None]:
-    """Inside, `tolist()` of fake tensors copies to the CPU and reads that, and `torch.tensor` makes its elements there, on any device."""
+    """Inside the block, `tolist()` of a fake tensor copies it to the CPU first, and `torch.tensor` creates its elements on the CPU, for any
+    device."""
     fake: Any = fake_tensors()[0]
     own, lifts = fake.tolist, torch._C._only_lift_cpu_tensors()
     fake.tolist = lambda x: x.cpu().tolist()
@@ -163,17 +166,17 @@ def fake_tensors_behave() -> Iterator[None]:
 
 
 FAKE = "fake_on_"
-"""How the names of such backends begin."""
+"""Prefix of the names of backends whose other ranks do not exist."""
 
 
 def host_backend() -> str:
-    """The backend of groups that work on the CPU: gloo, or that of a default group whose other ranks do not exist."""
+    """Return the backend for groups on the CPU: gloo, or the default group's if its other ranks do not exist."""
     own = dist.get_backend()
     return str(own) if own.startswith(FAKE) else "gloo"
 
 
 def start_fake_process_group(rank: int, world_size: int, device: torch.device) -> None:
-    """Make the default process group one whose other ranks do not exist: every operation is over at once, and moves nothing."""
+    """Create a default process group whose other ranks do not exist: every operation returns at once and transfers nothing."""
     module = import_module("torch.testing._internal.distributed.fake_pg")
     name = FAKE + device.type
     if not hasattr(dist.Backend, name.upper()):
@@ -182,7 +185,7 @@ def start_fake_process_group(rank: int, world_size: int, device: torch.device) -
 
 
 def check_torch_version() -> None:
-    """Raises UserError unless this torch is one whose names of the pipeline and of FSDP2 are known."""
+    """Raise UserError unless the private names of this torch version are known."""
     from lather.errors import UserError
 
     major, minor = torch.__version__.split(".")[:2]
@@ -191,12 +194,13 @@ def check_torch_version() -> None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the time limit of every later operation of the group."""
+    """Set the timeout of all later operations of the group."""
     import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
 
 
 def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group; its ranks alone call, all of them. Its communicator is made by its first operation, which they all take part in."""
+    """Create a process group; all of its ranks call this, and no others. Its communicator is created by the first operation of all its
+    ranks."""
     default: Any = dist.group.WORLD
     bound = default.bound_device_id
     default.bound_device_id = None
@@ -208,7 +212,7 @@ def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
-    """torch's actions by rank, each with `stage_index`, `computation_type.value`, `microbatch_index` and `sub_actions`.
+    """Return torch's actions by rank, each with `stage_index`, `computation_type.value`, `microbatch_index` and `sub_actions`.
 
     `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such table.
     """
@@ -223,7 +227,7 @@ def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]
 
 
 def _dualpipev_actions(schedules: Any, num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
-    """The chunks of each rank in order, then FSDP's actions, then the transfers."""
+    """Compute the chunks of each rank in order, add FSDP's actions, then the transfers."""
     num_stages = STAGES_OF_A_RANK * num_ranks
     sizes = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
     chunks = {rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank) for rank in range(num_ranks)}
@@ -234,10 +238,10 @@ def _dualpipev_actions(schedules: Any, num_ranks: int, num_micro_batches: int) -
 
 
 def prepare_sharding(root: nn.Module) -> None:
-    """Do what FSDP2 does before the first forward pass through `root`: its sharded modules get common streams and one buffer to reduce
-    from.
+    """Do what FSDP2 does before the first forward pass through `root`: give its sharded modules shared streams and one buffer for
+    reductions.
 
-    `root` and modules in it have been given to `fully_shard`, each at most once. Raises UserError if this torch is not supported.
+    `fully_shard` has been applied to `root` and to modules in it, to each at most once. Raises UserError if this torch is not supported.
     """
     state = _state(root)
     _name(state, "_root_post_backward_final_callback")
@@ -247,21 +251,21 @@ def prepare_sharding(root: nn.Module) -> None:
 
 
 def start_gradient_reduction(root: nn.Module) -> None:
-    """Launches the reduction of all gradients of the unsharded parameters in `root`, which are gone after that.
+    """Start the reduction of all gradients of the unsharded parameters in `root`, and remove these gradients.
 
-    A group of parameters none of which has a gradient takes no part, nor does a parameter without one: see that all have one.
+    FSDP2 skips a parameter without a gradient, and a group of parameters without any: make sure that all parameters have one.
     """
     for group in _groups(_state(root)):
         group.post_backward()
 
 
 def finish_gradient_reduction(root: nn.Module) -> None:
-    """The current stream waits for what `start_gradient_reduction` launched; then sharded parameters may be read for their gradients."""
+    """Make the current stream wait for `start_gradient_reduction`; after that the sharded parameters have their gradients."""
     _state(root)._root_post_backward_final_callback()
 
 
 def _state(module: nn.Module) -> Any:
-    """FSDP2's record of a module that was given to `fully_shard`."""
+    """Return FSDP2's state of a module to which `fully_shard` was applied."""
     from torch.distributed.fsdp import fully_shard
 
     check_torch_version()
@@ -271,7 +275,8 @@ def _state(module: nn.Module) -> Any:
 
 
 def _groups(root_state: Any) -> list[Any]:
-    """The parameter groups in a root; a sharded module has one, or none if all of its parameters are in modules sharded on their own."""
+    """Return the parameter groups in a root. A sharded module has one, or none if all its parameters are in modules sharded on their
+    own."""
     groups = [_name(state, "_fsdp_param_group") for state in _name(_name(root_state, "_state_ctx"), "all_states")]
     return [group for group in groups if group is not None]
 
@@ -281,5 +286,5 @@ def _name(owner: Any, name: str) -> Any:
 
     if not hasattr(owner, name):
         what = getattr(owner, "__name__", type(owner).__name__)
-        raise UserError(f"torch {torch.__version__} has no {what}.{name}, which sharded gradients are reduced with: install {VERSIONS}")
+        raise UserError(f"torch {torch.__version__} has no {what}.{name}, which reduces sharded gradients: install {VERSIONS}")
     return getattr(owner, name)

@@ -210,7 +210,7 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
     assert "no tokenizer.json" in out
     assert "to train further" not in out
     (line,) = [line for line in out.splitlines() if "lather train" in line]
-    assert line.startswith("training further needs a tokenizer")
+    assert line.startswith("training further needs the model's own tokenizer")
     assert line.endswith(" --data.tokenizer FILE")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert sorted(contents(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -170,7 +170,7 @@ def test_exports_that_cannot_be_are_one_line(tuned: Path, folder: Path, tmp_path
     assert main(plain[: plain.index("--lora.rank")]) == 0
     for arguments, expected in (
         ([str(tmp_path / "plain"), "new", "--adapter"], "lora.rank = 0: export the model, without --adapter"),
-        ([str(tuned), "new", "--base", "x"], "--base x is of adapters: give --adapter"),
+        ([str(tuned), "new", "--base", "x"], "--base x applies to adapters only: give --adapter"),
         ([str(tuned), "new", "--adapter", "--step", "7"], "--step 7: no such checkpoint"),
     ):
         capsys.readouterr()

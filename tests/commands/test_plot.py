@@ -43,10 +43,10 @@ def test_the_plain_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schedule"], "one run, or the sizes"),
-        (["--schedule", "--pp", "2"], "one run, or the sizes"),
-        (["--schedule", "{run}", "--pp", "2", "--micro-batches", "4"], "one run, or the sizes"),
-        (["--schedule", "{run}", "{run}"], "one run, or the sizes"),
+        (["--schedule"], "one run, or the size"),
+        (["--schedule", "--pp", "2"], "one run, or the size"),
+        (["--schedule", "{run}", "--pp", "2", "--micro-batches", "4"], "one run, or the size"),
+        (["--schedule", "{run}", "{run}"], "one run, or the size"),
         (["--schedule", "nowhere"], "nowhere: no timeline"),
         (["--schedule", "--pp", "2", "--micro-batches", "3"], "micro-batches = 3"),
         (["--schedule", "--pp", "2", "--micro-batches", "4", "--forward", "0"], "--forward = 0.0"),

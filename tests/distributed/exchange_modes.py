@@ -89,7 +89,7 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
 class Wide(Segments):
     """Rows travel as the residual stream has them."""
 
-    def _for_the_way(self, x: Tensor) -> Tensor:
+    def _cast_for_exchange(self, x: Tensor) -> Tensor:
         return x
 
 

@@ -193,7 +193,7 @@ def test_one_process_goes_on_from_what_two_ranks_left(ended: dict[str, Ended], f
     (checkpoint,) = list_checkpoints(stopped.run_dir / "checkpoints")
     step = int(checkpoint.name[5:])
     assert step < 40
-    assert last == f"stopped at step {step}; saved stopped/checkpoints/{checkpoint.name}; the same command goes on from there"
+    assert last == f"stopped at step {step}; saved stopped/checkpoints/{checkpoint.name}; the same command resumes from there"
     more = Command(folder, "stopped", *LATHER, "--train.steps", "40").end()
     assert (more.status, more.err) == (0, ""), more.err
     assert f"resuming stopped/checkpoints/{checkpoint.name}" in more.out

@@ -421,7 +421,7 @@ def test_a_group_of_one_is_the_local_exchange(two: list[dict[str, Any]]) -> None
 def test_mistakes_are_refused_before_anything_is_sent(two: list[dict[str, Any]]) -> None:
     for result in two:
         messages = result["refusals"]
-        assert messages["experts"].startswith("5 experts cannot be spread evenly over 2 ranks: take an expert-parallel size")
+        assert messages["experts"].startswith("5 experts cannot be divided evenly among 2 ranks: use an expert-parallel size")
         assert messages["no experts"].startswith("0 experts")
         assert "give the routing of these tokens" in messages["tokens"]
         assert messages["tokens"] == messages["differentiable tokens"]

@@ -67,7 +67,7 @@ def test_nothing_is_searched_where_there_is_nothing_to_deal() -> None:
 
 
 def test_too_few_layers_of_a_kind_are_refused_before_anything_is_run() -> None:
-    with pytest.raises(ConfigError, match=r"needs three layers of a kind .* 5 layers of 3 kinds have at most 2: set .*'uniform'"):
+    with pytest.raises(ConfigError, match=r"needs three layers of one kind .* 5 layers of 3 kinds have at most 2: set .*'uniform'"):
         _samples((0, 0, 1, 1, 2), position=0, pp=2)
 
 

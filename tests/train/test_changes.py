@@ -99,9 +99,9 @@ def test_data_sets_that_are_gone_or_without_weights_are_refused(make_config: Mak
     run(before)
     files = {path: path.read_bytes() for path in Path(before.run_dir).rglob("*") if path.is_file()}
     for path, weights, message in [
-        (sets, [], "there are 3 now: give data.weights"),
+        (sets, [], "data.path names 3: give data.weights"),
         ([sets[2], *sets[:2]], [1.0] * 3, "was trained on other tokens"),
-        (sets[:1], [], "has learned from 2 data sets, and data.path names 1: leave those of before in it"),
+        (sets[:1], [], "was trained on 2 data sets, and data.path names 1: name the earlier ones first"),
     ]:
         with pytest.raises(RunError, match=message):
             run(make_config(data={"path": path, "weights": weights}, train={"steps": 8}))

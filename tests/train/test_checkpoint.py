@@ -385,7 +385,8 @@ def test_a_checkpoint_with_other_factors_is_refused(trainee: MakeTrainee, saved:
     other.train(*[1] * had_state)
     before = other.snapshot()
     with pytest.raises(
-        CheckpointError, match=r"state\.json: holds another optimizer's state \(.*/basis_0 is \(\d+, \d+\) there and absent here"
+        CheckpointError,
+        match=r"state\.json: holds another optimizer's state \(.*/basis_0 is \(\d+, \d+\) in the checkpoint and absent in this run",
     ):
         other.load(saved)
     assert other.snapshot() == before

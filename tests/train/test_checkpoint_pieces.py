@@ -118,7 +118,7 @@ def test_ranks_must_agree_on_what_a_tensor_is() -> None:
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the pieces of 'w' are not all of it"):
+    with pytest.raises(ValueError, match="the pieces of 'w' do not cover it"):
         written(tmp_path, [Piece("w", torch.zeros(2), (0,), (3,))])
     assert not list(tmp_path.iterdir())
 

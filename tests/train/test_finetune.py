@@ -147,7 +147,7 @@ def test_adapters_are_exported_alone_if_nothing_else_was_trained(make_config: Co
     check_adapters_are_all(make_config(lora={"rank": 2}))
     with pytest.raises(ConfigError, match=r"lora\.rank = 0: export the model"):
         check_adapters_are_all(make_config())
-    with pytest.raises(ConfigError, match=r"'norm\.weight' for one: export the merged model"):
+    with pytest.raises(ConfigError, match=r"'norm\.weight': export the merged model"):
         check_adapters_are_all(make_config(lora={"rank": 2}, train={"trainable": ["norm.*"]}))
 
 

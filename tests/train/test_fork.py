@@ -120,11 +120,11 @@ def test_refused_forks_leave_nothing(first: Config, fork_config: MakeConfig, mak
         (fork_config(4, fork_from=f"{first.run_dir}@"), "no such checkpoint"),
         (
             fork_config(4, seed=3),
-            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; a fork has it as it is there",
+            r"fork_from = .*: seed is 0 there and 3 here, which cannot change during a run; give the fork the same value",
         ),
         (fork_config(4, train={"steps": 3}), r"train\.steps = 3 is not valid: fork_from = .* has done 4 steps"),
-        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give a --run-dir for the fork that is empty, or not there"),
-        (fork_config(4, run_dir=first.run_dir), "holds a run that is no fork"),
+        (fork_config(4, run_dir=str(tmp_path / "taken")), "holds files: give the fork a --run-dir that is empty or does not exist"),
+        (fork_config(4, run_dir=first.run_dir), "holds a run that is not a fork"),
     ]:
         with pytest.raises(RunError, match=message):
             run(config)
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_leaves_nothing(fork_config: MakeConfig, tmp_path: P
     forked = fork_config(4)
     monkeypatch.setattr(os, "link", link)
     monkeypatch.setattr("shutil.copyfile", link)
-    with pytest.raises(RunError, match=r"cannot be made a copy of .*No space left"):
+    with pytest.raises(RunError, match=r"cannot be copied to it .*No space left"):
         run(forked)
     assert not [path for path in tmp_path.iterdir() if "fork" in path.name]
 

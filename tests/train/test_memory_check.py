@@ -55,13 +55,13 @@ def test_a_plan_that_takes_long_is_not_waited_for(make_config: Callable[..., Con
         check = MemoryCheck(make_config(log={"memory_plan": "always"}), Mesh.single(torch.device("cpu")), notes.append)
         check.before_first_step()
         go_on.set()
-    assert "not done" in notes[0]
+    assert "not finished" in notes[0]
 
 
 def test_a_plan_that_cannot_be_made_stops_no_run(make_config: Callable[..., Config]) -> None:
     with patch.object(memory_check, "plan", side_effect=RuntimeError("no processes")):
         notes = notes_of_memory(make_config(log={"memory_plan": "always"}))
-    assert notes == ["memory plan: none could be made: RuntimeError: no processes"]
+    assert notes == ["memory plan: failed: RuntimeError: no processes"]
 
 
 @pytest.mark.parametrize(("seen", "count"), [(None, 0), (104, 0), (96, 0), (106, 1), (94, 1)])

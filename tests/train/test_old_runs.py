@@ -88,8 +88,8 @@ def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: 
         ("soap", ["--optim.name", "muon"], "optim.name is 'soap' there and 'muon' here"),
         ("soap", ["--optim.rest.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
         ("adamw", ["--optim.betas", "0.8", "0.9"], "optim.adam_betas is [0.9, 0.95] there and [0.8, 0.9] here"),
-        ("soap", ["--optim.sides", "smaller"], "was begun before there was optim.sides (= 'smaller')"),
-        ("adamw", ["--optim.rest.lr-factor", "4"], "was begun before there was optim.rest.lr_factor (= 4.0)"),
+        ("soap", ["--optim.sides", "smaller"], "was started before optim.sides (= 'smaller') existed"),
+        ("adamw", ["--optim.rest.lr-factor", "4"], "was started before optim.rest.lr_factor (= 4.0) existed"),
     ],
 )
 def test_what_an_old_run_was_not_begun_with_is_refused(

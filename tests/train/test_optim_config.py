@@ -214,7 +214,7 @@ def test_resolved_says_what_follows_from_defaults() -> None:
         ({"rset": {"lr": 0.9}}, "unknown key 'optim.rset'; did you mean 'optim.rest'?"),
         (
             {"nonfinite": "skip"},
-            "unknown key 'optim.nonfinite'; nonfinite is the trainer's to decide: a step that is not finite is skipped as a whole",
+            "unknown key 'optim.nonfinite'; nonfinite is set by the trainer: a step whose loss or gradient is not finite is skipped",
         ),
     ],
 )
@@ -231,7 +231,7 @@ def test_an_unknown_option_names_its_rule_or_the_nearest(mapping: dict[str, Any]
         (["--optim.name", "muon", "--optim.momentun", "0.9"], "--optim.momentun, 0.9; did you mean --optim.momentum?"),
         (["--optim.experts.rule", "muno"], "--optim.experts.rule = 'muno' is not valid: it must be one of 'adamw', "),
         (["--optim.name", "nowhere:Rule"], "--optim.name = 'nowhere:Rule' is not valid"),
-        (["--optim.name", "stacked_soap", "--parallel.ep", "2"], "parallel.ep = 2 is not valid: it must be 1 under 'stacked_soap'"),
+        (["--optim.name", "stacked_soap", "--parallel.ep", "2"], "parallel.ep = 2 is not valid: it must be 1 with 'stacked_soap'"),
     ],
 )
 def test_an_unknown_option_of_the_command_line(words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +254,7 @@ def test_another_rule_leaves_out_what_the_files_rule_has_alone(tmp_path: Path) -
 
 
 def test_an_option_that_optim_has_for_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has an option 'schedule', which \\[optim\\] has for itself"):
+    with pytest.raises(ConfigError, match="has an option 'schedule', which \\[optim\\] has already"):
         optim_config("lion_rule:Scheduled")
 
 

@@ -291,7 +291,7 @@ def test_another_data_set_is_refused_by_both_names(opened: RunDirectory, make_da
     with nothing_changes(opened.path), pytest.raises(RunError) as caught:
         opened.record(make_data("books-2"))
     assert re.search(
-        r"was trained on other tokens \(.*books-1\) than there are now \(.*books-2\): .*give another --run-dir", str(caught.value)
+        r"was trained on other tokens \(.*books-1\) than it has now \(.*books-2\): .*give another --run-dir", str(caught.value)
     )
 
 

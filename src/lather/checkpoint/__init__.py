@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what is saved, in which format, and how it is found again."""
+"""Checkpoints of a run: their contents, their format, and how they are found, saved and loaded."""

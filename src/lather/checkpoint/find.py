@@ -1,4 +1,4 @@
-"""A checkpoint by name: RUN, its newest one; RUN@STEP; RUN@best, the kept one with the lowest validation loss."""
+"""Finds a checkpoint by name: RUN, its newest one; RUN@STEP; RUN@best, the kept one with the lowest validation loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BEST = "best"
 
 
 def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
-    """The run and the checkpoint that RUN, RUN@STEP or RUN@best means. A run whose own name has an @ in it may be given, too.
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names. The run's own name may contain an @.
 
-    `step`: what an option `--step` says, negative if nothing. Raises UserError if there is no such run or checkpoint, saying which there
-    are, or if both say a step.
+    `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there is no such run or checkpoint, listing
+    the existing ones, or if both name a step.
     """
     run, wanted, place = _split(run_at_step)
     if step >= 0:
@@ -25,7 +25,7 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
             raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
         wanted, place = str(step), f"--step {step}"
     folder = run / "checkpoints"
-    found = list_checkpoints(folder) or list_checkpoints(folder)  # a run that trains may have replaced its only one during the first look
+    found = list_checkpoints(folder) or list_checkpoints(folder)  # a training run may have replaced its only one during the first call
     checkpoints = {step_of(path): path for path in found}
     if not checkpoints:
         raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
@@ -35,7 +35,7 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
     if wanted == BEST:
         best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
         if best is None:
-            raise UserError(f"{run}@{BEST}: no validation loss is known of the checkpoints that are kept: use one of {there}")
+            raise UserError(f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of {there}")
         return run, checkpoints[best[1]]
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) in checkpoints):
         raise UserError(f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}")
@@ -43,7 +43,7 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
 
 
 def _split(run_at_step: str) -> tuple[Path, str | None, str]:
-    """The run, what stands after the @ if there is one, and both as they were given."""
+    """Return the run, the part after the @ if there is one, and the name as it was given."""
     whole = Path(run_at_step)
     if (whole / "config.toml").exists():
         return whole, None, run_at_step
@@ -55,6 +55,6 @@ def _split(run_at_step: str) -> tuple[Path, str | None, str]:
 
 
 def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
-    """Return the lowest validation loss of a step that has a checkpoint, and that step; None: of none it is known."""
+    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no such loss is known."""
     losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
     return min(losses, default=None)

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: `step-00000100` and so on, which of them stay, and what is left of unfinished ones."""
+"""The folder of a run's checkpoints: their names (`step-00000100`), which are kept, and removal of incomplete ones."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from pathlib import Path
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """The path of the checkpoint of a step."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint by its folder's name."""
+    """Return the step of a checkpoint, from its folder's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def aside_path(checkpoint: Path) -> Path:
-    """The folder in which a checkpoint is written before it gets its name."""
+    """Return the folder in which a checkpoint is written before it is renamed."""
     return checkpoint.with_name(f".tmp-{checkpoint.name}")
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what killed processes have left half written or half deleted."""
+    """Delete folders that killed processes have left partly written or partly deleted."""
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints that are kept when a new one is in place."""
+    """The checkpoints that are kept when a new one is complete."""
 
     last: int
-    """So many of the newest, at least 1."""
+    """Number of newest checkpoints to keep, at least 1."""
     every: int = 0
-    """Those of a multiple of so many steps; 0: none."""
+    """Keep checkpoints whose step is a multiple of this; 0: none."""
     best: int | None = None
-    """That of this step."""
+    """Keep the checkpoint of this step."""
 
     def delete_others(self, folder: Path) -> None:
-        """Delete the folder's checkpoints that are not kept; a process killed meanwhile leaves none of them half there under its name."""
+        """Delete the checkpoints that are not kept. Each is renamed first, so that a kill leaves no incomplete checkpoint under its
+        name."""
         for path in list_checkpoints(folder)[: -self.last]:
             step = step_of(path)
             if step != self.best and (not self.every or step % self.every):

@@ -1,8 +1,8 @@
-"""A checkpoint that stays while it is read, of a run that may be training and deleting older ones meanwhile.
+"""Keeps a checkpoint readable while its run may be training and deleting older checkpoints.
 
-Its files get a second name (a hard link) in a folder `.held-*` of the run directory, which goes when the reading is done: what the run
-deletes is then gone for the run alone. A folder that a killed reader has left is known by its lock, which nobody holds any more; the next
-reader clears it. Where nothing can be linked (a read-only disk, a file system without links) the checkpoint is read where it is.
+Its files are hard-linked into a folder `.held-*` of the run directory, which is removed after reading: if the run deletes the checkpoint,
+the links remain. A folder left by a killed reader is recognized by its lock, which no process holds any more; the next reader removes it.
+Where files cannot be linked (a read-only disk, a file system without links) the checkpoint is read in place.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lather.errors import CheckpointError
 
 PREFIX = ".held-"
 YOUNG = 60.0
-"""A folder that is no older, seconds, is left alone: whoever has made it may be about to lock it."""
+"""Seconds for which a new folder is not removed: its creator may be about to lock it."""
 ATTEMPTS = 100
-"""A run deletes a checkpoint when it has made another: what was chosen may be gone, but not many times in a row."""
+"""Maximal number of attempts: a run may delete the chosen checkpoint because it has saved another, but not many times in a row."""
 
 
 @contextlib.contextmanager
 def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
-    """The checkpoint of the run that `choose` names, in a place where it stays until the block ends. `choose` may be asked again.
+    """Yield the checkpoint that `choose` returns, in a place where it stays until the block ends. `choose` may be called again.
 
-    Raises what `choose` raises; errors of the block that name the place name the checkpoint instead.
+    Raises what `choose` raises. Errors of the block that name the temporary place name the checkpoint instead.
     """
     _clear_abandoned(run)
     try:
@@ -49,7 +49,7 @@ def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
 
 
 def _hold(run: Path) -> tuple[Path, int]:
-    """A new folder in the run directory, and the descriptor that holds its lock."""
+    """Create a folder in the run directory; return it and the descriptor that holds its lock."""
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run))
     lock = -1
     try:
@@ -64,7 +64,7 @@ def _hold(run: Path) -> tuple[Path, int]:
 
 
 def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:
-    """The checkpoint, and its second place; twice its own where there are no links."""
+    """Return the checkpoint and the folder with its links; the checkpoint twice if files cannot be linked."""
     for _ in range(ATTEMPTS):
         chosen = choose()
         held = holder / chosen.name

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a run, saved on whatever mesh: files are checked and compared with the run before anything is changed."""
+"""Loads a checkpoint, saved on any mesh: files are checked and compared with the run before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BIAS = ".e_score_correction_bias"
 
 
 def load_checkpoint(path: Path, state: TrainingState) -> Progress:
-    """Load weights, and optimizer and random state if there is an optimizer, saved on whatever mesh.
+    """Load weights and, if there is an optimizer, optimizer and random state, saved on any mesh.
 
-    Every rank calls it; files are checked by all, one each in turn, and compared with the state before anything is changed. A rank's random
-    state is loaded if there was such a rank.
+    Every rank calls this. The ranks share the check of the files, and everything is compared with the state before anything is changed. A
+    rank's random state is loaded if the checkpoint has one for this rank.
 
-    Raises CheckpointError, on all ranks, naming the file if one is missing or damaged, if names, shapes or dtypes of the weights are not
-    the model's, or if the optimizer is of another class or its moments of other shapes.
+    Raises CheckpointError on all ranks, naming the file, if a file is missing or damaged, if names, shapes or dtypes of weights differ from
+    the model's, or if the optimizer is of another class or its moments have other shapes.
     """
     table = _open(path, state, state.names())
     pieces = list(state.weights())
@@ -42,7 +42,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
 
 
 def load_parameters(path: Path, state: TrainingState) -> None:
-    """Load another run's weights to start from. Balancing biases belong to the run that moved them and are not taken.
+    """Load another run's weights as initial weights. Balancing biases are skipped, since they belong to the other run.
 
     Raises CheckpointError as `load_checkpoint` does.
     """
@@ -60,7 +60,7 @@ def _load(path: Path, table: Table, state: TrainingState, pieces: Iterable[Piece
 
 
 def _open(path: Path, state: TrainingState, names: set[str], passed_over: str | None = None) -> Table:
-    """The table, when all files have been found as they were written and the weights to be those of all ranks, `names`."""
+    """Check all files, and that the weights are those of all ranks, `names`; return the table."""
     with together(state.group):
         table = read_table(path)
     with together(state.group):
@@ -87,7 +87,7 @@ def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
 
 
 def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
-    """That its state is of such an optimizer and of this model."""
+    """Raise CheckpointError unless the stored state belongs to this class of optimizer and to this model."""
     file, given = path / STATE_FILE, type(optimizer).__name__
     if table.optimizer != given:
         raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
@@ -97,6 +97,6 @@ def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
             raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")
         for key, shape in keys.items():
             if parameter_of(entry) == entry not in table.tensors and hasattr(optimizer, "init_state"):
-                continue  # whose matrix may be all experts side by side; its shapes are compared when the state is made
+                continue  # its matrix may be a stack of all experts; shapes are compared when the state is created
             if key in ("exp_avg", "exp_avg_sq") and (entry not in table.tensors or table.tensors[entry].shape != shape):
                 raise CheckpointError(f"{file}: {entry}/{key} has shape {shape}, which is not the parameter's: {ANOTHER}")

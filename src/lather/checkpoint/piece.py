@@ -1,4 +1,4 @@
-"""A piece of a tensor of the whole model, as a rank has it: saved from and loaded into."""
+"""A piece of a tensor of the whole model on one rank, for saving and loading."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from lather.optim.sharded.placement import Box
 
 Key = tuple[str, tuple[int, ...]]
-"""Name of the tensor and offset of the piece, which tell a piece from all others."""
+"""Name of the tensor and offset of the piece, which together identify the piece."""
 
 Stage = Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
-"""Is given what this rank is to write, and returns what is written in its place."""
+"""Replaces the tensors that this rank is to write by those that are written."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Piece:
     name: str
     """Name of the tensor."""
     value: Tensor
-    """A view of what the run works with: copying into it loads it."""
+    """A view of the run's own tensor: copying into it loads the piece."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -38,5 +38,5 @@ class Piece:
 
     @property
     def counts(self) -> bool:
-        """Whether it has elements, or its tensor has none."""
+        """Whether the piece has elements, or its tensor has none."""
         return self.value.numel() > 0 or tuple(self.value.shape) == self.shape

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read on demand from whichever ranks' files have them. Nothing is pickled."""
+"""Reads the tensors of a checkpoint on demand, from the files of all ranks. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lather.optim.sharded.placement import Box
 
 
 def open_checkpoint(path: Path) -> CheckpointTensors:
-    """All tensors of a checkpoint, in one process. Raises CheckpointError if a file is missing or damaged."""
+    """Open all tensors of a checkpoint, in one process. Raises CheckpointError if a file is missing or damaged."""
     table = read_table(path)
     tensors = CheckpointTensors(path, table)
     for file in table.files.values():
@@ -25,18 +25,18 @@ def open_checkpoint(path: Path) -> CheckpointTensors:
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint, read on demand, in one process."""
+    """The tensors of a checkpoint, read on demand in one process."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         self.folder, self.table, self.tensors = folder, table, table.tensors
         self._files: dict[str, SafetensorsFolder] = {}
 
     def weights(self) -> CheckpointTensors:
-        """Parameters and buffers alone."""
+        """Return only the parameters and buffers."""
         return CheckpointTensors(self.folder, replace(self.table, tensors={n: e for n, e in self.tensors.items() if "/" not in n}))
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """`tensor[index]` on CPU; no more than that and a piece are in memory."""
+        """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
         entry = self.tensors[name]
         box = _box_of(entry.shape, index)
         found = torch.empty(box.size, dtype=DTYPES[entry.dtype])
@@ -47,7 +47,7 @@ class CheckpointTensors:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
-        """Copy the box of a tensor that begins at `offset` and is as large as `target` into it, one stored piece at a time."""
+        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored piece at a time."""
         entry, box = self.tensors[name], Box(tuple(offset), tuple(target.shape))
         for piece in entry.pieces:
             common = piece.box.overlap(box)
@@ -55,7 +55,8 @@ class CheckpointTensors:
                 target[common.within(box)].copy_(self._read_piece(name, entry, piece, common))
 
     def _read_piece(self, name: str, entry: StoredEntry, piece: StoredPiece, box: Box) -> Tensor:
-        """A box of a tensor within a piece; of the piece's first dim as much is read as is asked for, of the others all."""
+        """Read a box of a tensor from one piece. Only the requested rows of the piece's first dim are read, and its other dims
+        completely."""
         index = box.within(piece.box)
         try:
             stored, key = self._find(name, entry, piece)
@@ -65,7 +66,7 @@ class CheckpointTensors:
         return value[(slice(None), *index[1:])] if index else value
 
     def check_file(self, file: StoredFile) -> None:
-        """Raises CheckpointError unless it is as it was written, and holds the pieces that it should."""
+        """Raise CheckpointError unless the file is unchanged since it was written and holds its pieces."""
         path = self.folder / file.name
         try:
             if path.stat().st_size != file.num_bytes or sha256(path) != file.sha256:
@@ -78,7 +79,7 @@ class CheckpointTensors:
             raise self._damaged(file.name, error) from None
 
     def _find(self, name: str, entry: StoredEntry, piece: StoredPiece) -> tuple[SafetensorsFolder, str]:
-        """The file of a piece and the piece's name in it."""
+        """Return the file of a piece, and the piece's name in it."""
         if piece.file not in self._files:
             self._files[piece.file] = open_safetensors(self.folder / piece.file)
         stored, key = self._files[piece.file], piece_name(name, piece.box, entry.shape)
@@ -92,7 +93,7 @@ class CheckpointTensors:
 
 
 def _box_of(shape: tuple[int, ...], index: Index) -> Box:
-    """The box of `tensor[index]`, before dims that an int selects are dropped."""
+    """Return the box of `tensor[index]`, before dims selected by an int are dropped."""
     ranges = [range(size)[at] if isinstance(at, slice) else range(at, at + 1) for size, at in zip(shape, index, strict=False)]
     assert all(each.step == 1 for each in ranges), index
     ranges += [range(size) for size in shape[len(index) :]]

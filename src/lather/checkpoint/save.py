@@ -1,11 +1,11 @@
-"""Saving a checkpoint: complete or absent, and of no particular mesh.
+"""Saves a checkpoint, which is complete or absent and does not depend on the mesh.
 
-Every rank has pieces of tensors of the whole model. Rank 0 deals out who writes which; each rank writes a safetensors file of its own;
-rank 0 writes the table `state.json` (`lather.checkpoint.table`). All that is written in a folder of another name, synced, and renamed by
-rank 0 once everybody's file is there, so a process killed at any moment leaves the checkpoints that were there.
+Every rank has pieces of tensors of the whole model. Rank 0 assigns each piece to a rank that writes it; each rank writes one safetensors
+file; rank 0 writes the table `state.json` (`lather.checkpoint.table`). Everything is written into a folder with a temporary name, synced,
+and renamed by rank 0 when the files of all ranks are complete, so a process killed at any time leaves the earlier checkpoints intact.
 
-A piece that several ranks have (replicas, step counters) is written by one of them, the one with the least to write so far, so that equal
-copies are spread evenly. Who writes what is the same for the same mesh.
+A piece that several ranks have (replicas, step counters) is written by the one with the fewest bytes to write so far, so that the work is
+spread evenly. The assignment is always the same for the same mesh.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FIRST_FILE = "rank-00000.safetensors"
 
 
 def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Stage | None = None) -> Path:
-    """Write `folder/step-<step>`; older checkpoints that are not to be kept go once it is in place. Returns its path.
+    """Write `folder/step-<step>`, then delete older checkpoints that are not kept. Returns the path of the checkpoint.
 
-    Every rank calls it and writes its own pieces, or what `stage` makes of them. On return the checkpoint is there for everybody. What one
-    rank raises, all raise.
+    Every rank calls this and writes its own pieces, or the tensors by which `stage` replaces them. On return the checkpoint is complete on
+    all ranks. If one rank raises, all ranks raise.
     """
     target = checkpoint_path(folder, progress.step)
     group = state.saving_group
-    exists = target.exists()  # complete, and the step fixes its contents
+    exists = target.exists()  # then it is complete, and its contents are the same
     if of_first(exists, group):
         return target
     optimizer = None if state.optimizer is None else type(state.optimizer).__name__
@@ -66,17 +66,17 @@ def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, r
         with together(group):
             if writer.rank == 0:
                 writer.publish(Table(progress, optimizer, files, tensors), retention)
-    except Exception:  # on all ranks, of which none writes any more
+    except Exception:  # raised on all ranks, so none is still writing
         with together(group):
             if writer.rank == 0 and writer.aside.exists():
-                shutil.rmtree(writer.aside, ignore_errors=True)  # a full disk is not to stay full
+                shutil.rmtree(writer.aside, ignore_errors=True)  # the disk may be full
         raise
     return target
 
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece as rank 0 knows it, without its values."""
+    """Description of a piece for rank 0, without its values."""
 
     name: str
     box: Box
@@ -97,7 +97,7 @@ class PieceToWrite:
 
 
 class CheckpointWriter:
-    """Makes the checkpoint `target` with all ranks of a group; None: one process. For one save."""
+    """Writes the checkpoint `target` together with all ranks of a group (None: one process). Used for one save."""
 
     def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
         self.target, self.group = target, group
@@ -105,7 +105,7 @@ class CheckpointWriter:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def write(self, pieces: Iterable[Piece], stage: Stage | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
-        """Write the files of all ranks; returns, on rank 0, what they are and what is in them."""
+        """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
         own = [PieceToWrite(piece.name, piece.box, piece.shape, piece.value.dtype) for piece in mine.values()]
         by_rank = gathered(own, self.group)
@@ -121,16 +121,16 @@ class CheckpointWriter:
         return files, stored_entries(plan)
 
     def _prepare(self, by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
-        """Make the folder, and deal out who writes what. On rank 0."""
+        """Create the folder and assign the pieces to ranks; on rank 0."""
         plan = each_once(by_rank)
-        stored_entries(plan)  # raises ValueError if a tensor is not all there
+        stored_entries(plan)  # raises ValueError if a tensor is incomplete
         clear_leftovers(self.target.parent)
         self.aside.mkdir(parents=True)
         sync(self.target.parent.parent)
         return plan
 
     def write_file(self, chosen: Sequence[PieceToWrite], values: Mapping[Key, Tensor]) -> StoredFile | None:
-        """Write this rank's file, which is on disk on return; None if it has nothing to write."""
+        """Write this rank's file and sync it to disk; return None if the rank has nothing to write."""
         if not chosen:
             return None
         by_name = {one.name_in_file: one for one in chosen}
@@ -143,7 +143,7 @@ class CheckpointWriter:
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
     def publish(self, table: Table, retention: Retention) -> None:
-        """Write the table, give the folder its name, and delete older checkpoints. On rank 0, when all have written."""
+        """Write the table, rename the folder, and delete older checkpoints; on rank 0, after all ranks have written."""
         folder = self.target.parent
         for stored in table.files.values():
             path = self.aside / stored.name
@@ -161,8 +161,7 @@ class CheckpointWriter:
 
 
 def each_once(by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
-    """The pieces that each rank writes when of equal ones only one is written: by the rank that has the least to write until then, the
-    largest pieces first."""
+    """Assign every piece to one rank that has it: the one with the fewest bytes assigned so far, largest pieces first."""
     havers: defaultdict[Key, list[int]] = defaultdict(list)
     pieces: dict[Key, PieceToWrite] = {}
     for rank, own in enumerate(by_rank):
@@ -179,7 +178,7 @@ def each_once(by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWri
 
 
 def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEntry]:
-    """The tensors of a checkpoint that is written like this. Raises ValueError if one of them is not covered by its pieces."""
+    """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover a tensor."""
     found: defaultdict[str, list[tuple[PieceToWrite, int]]] = defaultdict(list)
     for rank, own in enumerate(plan):
         for piece in own:
@@ -195,20 +194,20 @@ def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEn
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _no_space(error: OSError, folder: Path) -> OSError:
-    """A full disk is told by the folder that the user knows."""
+    """Replace the file name of a full-disk error by the folder, which the user knows."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) if error.errno == errno.ENOSPC else error
 
 
 def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
-    """Make `folder/step-00000000` of weights from elsewhere, which `write_weights` puts into the safetensors file that it is given, one
-    entry per expert; returns its path.
+    """Create `folder/step-00000000` from weights that `write_weights` writes into the safetensors file that it is given, one entry per
+    expert; return its path.
 
-    Any optimizer starts from it, with fresh state. It is not made in one go: the caller renames the folder around it.
+    Any optimizer can start from it with new state. It is not written atomically: the caller renames the folder that contains it.
     """
     target = checkpoint_path(folder, 0)
     target.mkdir(parents=True)

@@ -1,9 +1,9 @@
-"""Saving while training goes on: what is to be written is copied to CPU memory, and a thread writes the copy.
+"""Saves checkpoints while training continues: tensors are copied to CPU memory, and a thread writes the copies.
 
-The thread does all of `save_checkpoint`, planning first. Training waits until this rank's pieces have been copied, and goes on while files
-are written, synced, and renamed by rank 0. One checkpoint is written at a time: the next one waits for it. It costs CPU memory for all that
-a rank writes, of weights and optimizer state, from the first checkpoint to the end of the run; on CUDA it is pinned, so that copying is as
-fast as the bus. Of equal copies on several ranks one is kept. The thread has a process group of its own, the mesh's `saving_group`.
+The thread runs all of `save_checkpoint`, including its planning. Training waits only until this rank's pieces have been copied. One
+checkpoint is written at a time, and the next one waits for it. This takes as much CPU memory as the rank writes, from the first checkpoint
+to the end of the run; for CUDA it is pinned, so that copies run at the speed of the bus. Of equal pieces on several ranks only one is
+copied. The thread has its own process group, the mesh's `saving_group`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lather.device import gpu_module, is_gpu
 
 
 class Staging:
-    """Memory on the CPU for what a rank writes, kept from one checkpoint to the next."""
+    """CPU memory for copies of the tensors that a rank writes; it is reused for the next checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: of the tensors."""
+        """`device`: device of the tensors."""
         self.device = device
         self._kept: dict[Key, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, own: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
-        """Copies, which are complete when this returns."""
+        """Copy the tensors; the copies are complete on return."""
         self._kept = {index: self._room(index, value) for index, value in own.items()}
         for index, value in own.items():
             self._kept[index].copy_(value, non_blocking=True)
@@ -53,7 +53,7 @@ class Staging:
 
 
 class Saver:
-    """Writes a run's checkpoints, at once or beside the run. All ranks call the same methods in the same order."""
+    """Writes a run's checkpoints, immediately or in a thread. All ranks call the same methods in the same order."""
 
     def __init__(self, folder: Path, state: TrainingState, *, retention: Retention, asynchronous: bool) -> None:
         self.folder, self.state, self.retention = folder, state, retention
@@ -62,20 +62,21 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Path:
-        """Returns the path where the checkpoint is, or will be. What went wrong with the one before is raised here."""
+        """Save a checkpoint and return its path, where a thread may still be writing it. Raises the error of the previous save if that
+        failed."""
         self.wait()
         if self._thread is None:
             save_checkpoint(self.folder, progress, self.state, retention=self.retention)
         else:
             if is_gpu(self.state.device):
-                gpu_module(self.state.device).current_stream(self.state.device).synchronize()  # the thread has another current stream
+                gpu_module(self.state.device).current_stream(self.state.device).synchronize()  # the thread uses another stream
             copied: Future[None] = Future()
             self._writing = self._thread.submit(self._write, progress, self.retention, copied)
             copied.result()
         return checkpoint_path(self.folder, progress.step)
 
     def wait(self) -> None:
-        """For the checkpoint that is being written. Raises what went wrong, on all ranks."""
+        """Wait for the checkpoint that is being written; raises its error on all ranks."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -94,5 +95,5 @@ class Saver:
                 gpu_module(self.state.device).set_device(self.state.device)
             save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
         finally:
-            if not copied.done():  # it failed, or the checkpoint is there already
+            if not copied.done():  # the save failed, or the checkpoint exists already
                 copied.set_result(None)

@@ -1,8 +1,8 @@
-"""The state of a training run, as a rank has it and as the whole model's.
+"""The state of a training run on one rank, as pieces of tensors of the whole model.
 
-On a mesh a rank has some layers, of these some experts, and of each parameter some rows or, for optimizers that need whole matrices, some
-matrices. A checkpoint knows nothing of that: it has tensors under the names of the whole model, one per routed expert, and each rank has
-pieces of some. The pieces are views of what the run works with, to be saved from and loaded into.
+On a mesh a rank has some layers, some of their experts, and some rows of each parameter or, for optimizers that need whole matrices, some
+matrices. A checkpoint does not depend on this: it has tensors with the names of the whole model, one per routed expert, and each rank has
+pieces of some of them. The pieces are views of the run's own tensors, for saving and loading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lather.engine.engine import Engine
 
 RANDOM = "random/"
-"""Before the names of random states. Parameters and their optimizer state have other names."""
+"""Prefix of the names of random states, which distinguishes them from parameters and optimizer state."""
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
@@ -36,23 +36,23 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class _Owned:
-    """A parameter as the optimizer knows it."""
+    """A parameter in the forms in which an optimizer may have it."""
 
     info: ShardInfo
     parameter: nn.Parameter
     """This rank's rows."""
     source: nn.Parameter
-    """The sharded parameter, which the optimizer may have been given instead."""
+    """The sharded parameter, which the optimizer may have instead."""
     first: int = 0
-    """Number of the first expert of `source`, in the whole model."""
+    """Index of the first expert of `source` in the whole model."""
 
     def rows(self, param: Tensor) -> tuple[int, int]:
-        """First row and number of rows of `param`, one of the two."""
+        """Return the first row and the number of rows of `param`, which is one of the two."""
         return (self.info.offset, self.info.length) if param is self.parameter else (self.first, len(self.source))
 
 
 class TrainingState:
-    """Weights, buffers, optimizer state and random state of this rank; for saving and loading."""
+    """Weights, buffers, optimizer state and random state of this rank, for saving and loading."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TrainingState:
         groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
         device: torch.device | None = None,
     ) -> None:
-        """`groups`: all ranks twice, the mesh's `control_group` and `saving_group`; None: one process."""
+        """`groups`: the mesh's `control_group` and `saving_group`, both with all ranks; None: one process."""
         self._owned, self._buffers = list(owned), list(buffers)
         self._by_param: dict[Tensor, _Owned] = {p: owned for owned in self._owned for p in (owned.source, owned.parameter)}
         self.optimizer, self.device = optimizer, device or torch.device("cpu")
@@ -79,7 +79,7 @@ class TrainingState:
 
     @classmethod
     def of_engine(cls, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-        """Describe this rank of a mesh; every rank makes one."""
+        """Describe this rank of a mesh."""
         mesh = engine.mesh
         owned = [
             _Owned(entry.info, entry.parameter, entry.source, mesh.ep_rank * len(entry.source) if entry.info.is_expert else 0)
@@ -88,7 +88,7 @@ class TrainingState:
         return cls(owned, _buffers(engine.part), optimizer, (mesh.control_group, mesh.saving_group), mesh.device)
 
     def names(self) -> set[str]:
-        """Names of parameters, one per expert, and of buffers of all ranks; every rank calls it."""
+        """Return the names of the parameters, one per expert, and of the buffers of all ranks; every rank calls this."""
         own = {piece.name for piece in self.weights()}
         everybody = [own]
         if self.group is not None:
@@ -97,20 +97,20 @@ class TrainingState:
         return set().union(*everybody)
 
     def weights(self) -> Iterator[Piece]:
-        """Parameters by name, tied ones once, and buffers that are part of the state."""
+        """Yield parameters, tied ones once, and persistent buffers."""
         for owned in self._owned:
             value = owned.parameter.detach()
             yield from _pieces(owned.info, owned.rows(owned.parameter), "", value, (0,) * value.dim(), tuple(value.shape))
         yield from self._buffers
 
     def optimizer_state(self) -> Iterator[Piece]:
-        """By `<parameter>/<key>`, every entry a tensor."""
+        """Yield the entries of the optimizer state as `<parameter>/<key>`; all are tensors."""
         for param, key, value, offset, shape in _optimizer_pieces(self.optimizer):
             owned = self._by_param[param]
             yield from _pieces(owned.info, owned.rows(param), f"/{key}", value, offset, shape)
 
     def random_state(self) -> list[Piece]:
-        """Copies of the states of torch's generators, by rank; of a training run only."""
+        """Return copies of the states of torch's generators, by rank; none without an optimizer."""
         if self.optimizer is None:
             return []
         states = {"cpu": torch.get_rng_state()}
@@ -127,9 +127,10 @@ class TrainingState:
                 torch.set_rng_state(piece.value)
 
     def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
-        """Room for what is stored, in place of what there was; parameters of which nothing is stored start afresh. Every rank calls it.
+        """Replace the optimizer state by one with the stored entries, to load into; parameters without stored state start anew. Every rank
+        calls this.
 
-        Raises CheckpointError, on all ranks, if the optimizer's state is made otherwise; what there was is then there again.
+        Raises CheckpointError, on all ranks, if the optimizer has another state than the stored one; the earlier state is then restored.
         """
         assert self.optimizer is not None
         before = dict(self.optimizer.state)
@@ -153,14 +154,14 @@ class TrainingState:
             entry, _, key = piece.name.rpartition("/")
             found[entry][key] = piece.shape
         for entry in sorted(found.keys() & shapes.keys()):
-            owns = found[entry].keys() != {"step"}  # which is on ranks, too, whose matrices are elsewhere
+            owns = found[entry].keys() != {"step"}  # ranks that do not own the matrix have its step only
             for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
                 there, here = (of[entry].get(key, "absent") for of in (shapes, found))
                 if there != here:
-                    raise CheckpointError(f"{entry}/{key} is {there} there and {here} here")
+                    raise CheckpointError(f"{entry}/{key} is {there} in the checkpoint and {here} in this run")
 
     def _allocate(self, shapes: Shapes) -> None:
-        """State of an optimizer of elementwise rules, which has as many rows as the parameter."""
+        """Allocate the state of an optimizer with elementwise rules, whose entries have as many rows as the parameter."""
         assert self.optimizer is not None
         state_dict = self.optimizer.state_dict()
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -177,7 +178,7 @@ class TrainingState:
 
 
 def stored_shapes(stored: Mapping[str, StoredEntry]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the optimizer state among the entries."""
+    """Return the shapes of the optimizer state among the stored entries."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, stored_entry in stored.items():
         entry, slash, key = name.rpartition("/")
@@ -187,7 +188,7 @@ def stored_shapes(stored: Mapping[str, StoredEntry]) -> dict[str, dict[str, tupl
 
 
 def parameter_of(entry: str) -> str:
-    """That an entry belongs to, alone or with the other experts'."""
+    """Return the parameter to which an entry belongs; entries of all experts of a stack belong to the same one."""
     return split_entry(entry)[0]
 
 
@@ -199,7 +200,7 @@ def _buffers(module: nn.Module) -> list[Piece]:
 def _optimizer_pieces(
     optimizer: torch.optim.Optimizer | None,
 ) -> Iterator[tuple[Tensor, str, Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """(parameter, key, value, offset, shape): as the optimizer tells, or all that it has of each parameter."""
+    """Yield (parameter, key, value, offset, shape) from the optimizer's `state_pieces`, or else all of its state."""
     if optimizer is None:
         return
     if hasattr(optimizer, "state_pieces"):
@@ -214,8 +215,8 @@ def _optimizer_pieces(
 def _pieces(
     info: ShardInfo, rows: tuple[int, int], suffix: str, value: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """Pieces of something that belongs to a parameter of which there are `rows`, first and number: of each expert, or rows, or something
-    not divided."""
+    """Yield the pieces of a value that belongs to a parameter with these `rows` (first, number): one per expert, a range of rows, or one
+    piece if the value is not divided."""
     first, length = rows
     if shape and shape[0] == length and info.is_expert:
         for number, one in enumerate(value.unbind()):

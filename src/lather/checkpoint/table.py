@@ -1,11 +1,12 @@
-"""The table of a checkpoint, `state.json`: what is saved, and where.
+"""The table of a checkpoint, `state.json`, which lists its contents and their files.
 
     progress, optimizer class
     files      name -> bytes and sha256
     tensors    name -> dtype, shape, and pieces that cover it without overlap: file, offsets, sizes
     digest     of all of the above
 
-A file's tensors are named by `piece_name`, so that each can be read by itself. All that is read is checked: a table may come from anywhere.
+The tensors in a file are named by `piece_name`, so that each can be read on its own. Everything that is read is checked, since a table may
+come from anywhere.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run is, besides weights and optimizer state."""
+    """Progress of a run, which is not part of weights and optimizer state."""
 
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     seconds: float
-    """Time spent training, over all processes that worked on the run."""
+    """Seconds of training, in all processes that have worked on the run."""
     skipped_in_a_row: int = 0
-    """Steps skipped just before this one for a loss or gradient that was not finite."""
+    """Steps skipped directly before this one because their loss or gradient was not finite."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written."""
+    """A file, as it was written."""
 
     name: str
     num_bytes: int
@@ -52,7 +53,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of a tensor, and the file that has it."""
+    """A box of a tensor, and the file that contains it."""
 
     file: str
     box: Box
@@ -63,23 +64,23 @@ class StoredEntry:
     """A tensor of the whole model."""
 
     dtype: str
-    """As in safetensors: F32, BF16, ..."""
+    """Named as in safetensors: F32, BF16, ..."""
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """All of `state.json`."""
+    """The contents of `state.json`."""
 
     progress: Progress
     optimizer: str | None
-    """Its class; None if no optimizer's state was saved."""
+    """Class of the optimizer; None if no optimizer state was saved."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
 
     def to_json(self) -> str:
-        """A line per file and tensor."""
+        """Write a line per file and tensor."""
         state = {
             "format": FORMAT,
             "step": self.progress.step,
@@ -100,7 +101,8 @@ class Table:
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """The name of a piece in a rank's file: the tensor's own if it is whole there, else with the part as Python has it: `w[4:8, :]`."""
+    """Return the name of a piece in a rank's file: the tensor's own if the piece is the whole tensor, else with its indices: `w[4:8,
+    :]`."""
     if box.size == tuple(shape):
         return name
     ranges = zip(box.offset, box.size, shape, strict=True)
@@ -109,11 +111,11 @@ def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
 
 
 def read_table(folder: Path) -> Table:
-    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or no table of a checkpoint."""
+    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or not a table of a checkpoint."""
     file = folder / STATE_FILE
     pickled = folder / ".metadata"
     if pickled.exists():
-        raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run any code: {remedy(folder)}")
+        raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: {remedy(folder)}")
     try:
         state = json.loads(file.read_text("utf-8"))
         if not isinstance(state, dict):
@@ -128,11 +130,11 @@ def read_table(folder: Path) -> Table:
 
 
 def remedy(folder: Path) -> str:
-    return f"delete {folder} to go on from the checkpoint before it"
+    return f"delete {folder} to resume from the checkpoint before it"
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """Return the checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -142,18 +144,18 @@ def digest_of(state: Mapping[str, Any]) -> str:
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raises ValueError unless the boxes are all of a tensor, each element once."""
+    """Raise ValueError unless the boxes cover the tensor, each element once."""
     for box in boxes:
         inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(box.offset, box.size, shape, strict=True))
         if not inside:
             raise ValueError(f"a piece of {name!r} at {box.offset} of {box.size} is not within {tuple(shape)}")
     if sum(box.numel for box in boxes) != math.prod(shape):
-        raise ValueError(f"the pieces of {name!r} are not all of it")
+        raise ValueError(f"the pieces of {name!r} do not cover it")
     filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
     for number, one in enumerate(filled):
         for other in filled[number + 1 :]:
             if other.offset and other.offset[0] >= one.offset[0] + one.size[0]:
-                break  # nor do those after it reach into this one
+                break  # later boxes do not overlap this one either
             if one.overlap(other):
                 raise ValueError(f"pieces of {name!r} overlap")
 
@@ -163,16 +165,16 @@ def _table(state: Mapping[str, Any]) -> Table:
     tensors = {name: _entry(name, raw, files) for name, raw in state["tensors"].items()}
     optimizer, seconds = state["optimizer"], state["seconds"]
     if not (optimizer is None or isinstance(optimizer, str)):
-        raise ValueError("its optimizer is no name of a class")
+        raise ValueError("its optimizer is not the name of a class")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-        raise ValueError("its seconds are no number")
+        raise ValueError("its seconds are not a number")
     step, skipped = _sizes([state["step"], state["skipped_in_a_row"]])
     return Table(Progress(step, float(seconds), skipped), optimizer, files, tensors)
 
 
 def _file(name: str, raw: Mapping[str, Any]) -> StoredFile:
     if not RANK_FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
     (num_bytes,) = _sizes([raw["bytes"]])
     return StoredFile(name, num_bytes, str(raw["sha256"]))
 
@@ -180,18 +182,18 @@ def _file(name: str, raw: Mapping[str, Any]) -> StoredFile:
 def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -> StoredEntry:
     dtype, shape = raw["dtype"], _sizes(raw["shape"])
     if dtype not in DTYPES:
-        raise ValueError(f"{name!r} is of dtype {dtype!r}")
+        raise ValueError(f"{name!r} has an unknown dtype, {dtype!r}")
     pieces = tuple(StoredPiece(file, Box(_sizes(offsets), _sizes(sizes))) for file, offsets, sizes in raw["pieces"])
     for piece in pieces:
         if piece.file not in files:
-            raise ValueError(f"{name!r} is in {piece.file!r}, of which nothing is known")
+            raise ValueError(f"{name!r} is in {piece.file!r}, which is not listed")
     check_cover(name, shape, [piece.box for piece in pieces])
     return StoredEntry(dtype, shape, pieces)
 
 
 def _sizes(raw: Any) -> tuple[int, ...]:
     if not isinstance(raw, list) or not all(type(size) is int and 0 <= size < 2**63 for size in raw):
-        raise ValueError(f"{raw!r} are no sizes")
+        raise ValueError(f"{raw!r} is not a list of sizes")
     return tuple(raw)
 
 

@@ -1,1 +1,1 @@
-"""One file per command of `lather`: its arguments and what it does with them."""
+"""One module per command of `lather`: its arguments, and what it does."""

@@ -15,14 +15,14 @@ USAGE = """\
 usage: lather bench BENCHMARK [OPTIONS]
 
   optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
-  memory      what MoE layers keep for backward, what the loss needs, and the time of both
-  pipeline    what a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
+  memory      bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both
+  pipeline    bytes that a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
   gaps        refreshes of the optimizer while ranks of a pipeline wait for each other
-  distributed what a rank of a sharded optimizer sends, keeps and computes, against one process
-  calls       Python calls of one optimizer step, counted
-  launches    kernel launches, bytes and host waits on a GPU, counted without one
-  data        how fast data sets are made and read, and in how much memory
-  convergence which rule learns how fast: runs a study of many trainings (benchmarks/studies)
+  distributed bytes and flops of a rank of a sharded optimizer, against one process
+  calls       Python calls of one optimizer step
+  launches    kernel launches, bytes and host waits of a GPU, counted without a GPU
+  data        speed and memory of making and reading data sets
+  convergence learning speed of rules: runs a study of many trainings (benchmarks/studies)
 
   lather bench BENCHMARK --help shows the options"""
 
@@ -38,7 +38,8 @@ BENCHMARKS = {
     "data": ("benchmarks.data", "DataBenchmark"),
     "convergence": ("benchmarks.convergence.command", "ConvergenceBenchmark"),
 }
-"""Name -> the module, imported only for its own benchmark, and the class of its options. They lie in a checkout, beside the package."""
+"""Module and class of options of each benchmark. The modules are in a checkout, beside the package; each is imported only for its own
+benchmark."""
 
 
 def bench_command(arguments: list[str]) -> int:
@@ -57,7 +58,7 @@ def bench_command(arguments: list[str]) -> int:
 
 
 def _from_checkout(module_name: str) -> ModuleType:
-    """Import a module of the folder `benchmarks` of the checkout that the package lies in, or that is the current folder."""
+    """Import a module of `benchmarks` from the checkout that holds the package, or from the current folder if that is a checkout."""
     for root in (Path(lather.__file__).parents[2], Path.cwd()):
         if (root / "benchmarks" / "__init__.py").is_file() and (root / "pyproject.toml").is_file():
             if str(root) not in sys.path:

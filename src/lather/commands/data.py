@@ -20,37 +20,37 @@ from lather.errors import DataError, UserError, require
 USAGE = """\
 usage: lather data COMMAND ...
 
-  make FOLDER SOURCE [SOURCE ...]   make a data set of text, JSONL, Parquet, chats or token files, or go on making one
-  show FOLDER                       say what a data set holds and what it was made from
+  make FOLDER SOURCE [SOURCE ...]   make a data set of text, JSONL, Parquet, chats or token files, or continue to make one
+  show FOLDER                       show what a data set holds and what it was made from
   check FOLDER                      read a data set and compare it with its checksums
 
-each has a --help of its own
+lather data COMMAND --help shows the options of each
 """
 PLAIN_SECONDS = 10.0
-"""Between lines of progress where there is no terminal."""
+"""Seconds between progress lines if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class MakeArguments:
-    """Make a data set. A command that was interrupted goes on where it was when it is given again."""
+    """Make a data set. A command that was interrupted continues where it stopped when it is given again."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Folder to make."""
+    """Folder to write the data set to."""
     recipe: Annotated[DataRecipe, tyro.conf.arg(name="")]
     workers: int = 0
-    """Processes; 0: one per core."""
+    """Number of processes; 0: one per core."""
 
 
 @dataclass(frozen=True)
 class FolderArguments:
-    """A data set that is there."""
+    """Arguments for a data set that exists."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder of the data set."""
 
 
 def data_command(arguments: list[str]) -> int:
-    """Do what the first argument says."""
+    """Run the subcommand that the first argument names."""
     commands = {"make": _make, "show": _show, "check": _check}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -85,7 +85,8 @@ def _check(arguments: list[str]) -> int:
 
 
 class _ConsoleDisplay:
-    """A line that is renewed on a terminal; else a line from time to time. It knows how long the making took."""
+    """A progress line: on a terminal it is updated in place, otherwise a new line is printed from time to time. Measures the elapsed
+    time."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.tokens = console, 0
@@ -115,7 +116,7 @@ class _ConsoleDisplay:
 
 
 def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
-    """Describe a data set, in lines of a name and a value."""
+    """Describe a data set in lines of a name and a value."""
     manifest = dataset.manifest
     lines = [("data set", str(dataset.folder))]
     for name, split in manifest.splits.items():

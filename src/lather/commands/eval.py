@@ -1,4 +1,5 @@
-"""`lather eval RUN [DATA ...]`: held-out sets, per token and per byte; with `--tasks NAME,...` tasks of lm-evaluation-harness."""
+"""`lather eval RUN [DATA ...]`: evaluates a run on held-out sets, per token and per byte, or on tasks of lm-evaluation-harness
+(`--tasks`)."""
 
 from __future__ import annotations
 
@@ -27,43 +28,43 @@ from lather.models.decoder import Decoder
 from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
-"""File in a run directory with a row for each evaluation."""
+"""File in the run directory with a row per evaluation."""
 
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Evaluate a checkpoint of a run, in one process. Without DATA and tasks: on the run's own held-out sets."""
+    """Evaluate a checkpoint of a run in one process. Without DATA and --tasks, the run's own held-out sets are used."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, with its newest checkpoint; RUN@STEP or RUN@best: with another one."""
+    """Run directory, of which the newest checkpoint is evaluated; or RUN@STEP or RUN@best for another one."""
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[DATA ...]")] = ()
-    """Data sets of `lather data make`: FOLDER or NAME=FOLDER."""
+    """Data sets made by `lather data make`: FOLDER or NAME=FOLDER."""
     split: str = ""
-    """Split that is taken; empty: "validation", or "train" of a data set without one."""
+    """Split to evaluate; empty: "validation", or "train" if a data set has no other."""
     max_sequences: int = 0
-    """Most sequences of a set, spread evenly over it; 0: all."""
+    """Maximal number of sequences of each set, spread evenly over it; 0: all."""
     sequence_length: int = 0
-    """Tokens of a sequence; 0: `train.sequence_length`."""
+    """Tokens per sequence; 0: `train.sequence_length`."""
     batch_size: int = 8
-    """Sequences, or requests of tasks, at a time."""
+    """Sequences, or requests of tasks, per batch."""
     step: int = -1
-    """Which checkpoint; negative: the newest."""
+    """Step of the checkpoint; negative: the newest."""
     json: bool = False
     """Print the results as one JSON object."""
     tasks: str = ""
-    """Tasks of lm-evaluation-harness, by comma: hellaswag,arc_easy (extra `lm-eval`)."""
+    """Tasks of lm-evaluation-harness, separated by commas: hellaswag,arc_easy (extra `lm-eval`)."""
     task_folder: Path | None = None
     """Folder with tasks of your own (YAML files)."""
     limit: int = 0
-    """Documents of each task; 0: all."""
+    """Documents per task; 0: all."""
     num_fewshot: int = -1
-    """Examples before each document of a task; negative: as many as the task says."""
+    """Examples before each document of a task; negative: the task's own number."""
     chat_template: bool = False
-    """Write the tasks' documents as conversations, by the tokenizer's chat template."""
+    """Format the tasks' documents as conversations, with the tokenizer's chat template."""
 
 
 def eval_command(arguments: list[str]) -> int:
-    """Print a table, or with --json an object, and append it to the run's record."""
+    """Evaluate, print a table (or an object with --json), and append the results to the run's record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     for name in ("max_sequences", "limit"):
         require(getattr(parsed, name) >= 0, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 0")
@@ -87,7 +88,7 @@ def eval_command(arguments: list[str]) -> int:
     try:
         if tasks:
             result["tasks"] = _run_tasks(trained, decoder, tasks, manager, parsed)
-    finally:  # what was found before a task failed is worth having
+    finally:  # keep the results of the sets if a task fails
         if result["sets"] or result["tasks"]:
             if parsed.json:
                 print(json.dumps(result))
@@ -103,7 +104,7 @@ def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> N
     of_sets = {"--split": parsed.split, "--max-sequences": parsed.max_sequences}
     given = [name for name, value in (of_sets if tasks and not parsed.data else {} if tasks else of_tasks).items() if value]
     if given:
-        raise UserError(f"{given[0]} is of {'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out")
+        raise UserError(f"{given[0]} applies to {'held-out sets: give DATA' if tasks else 'tasks: give --tasks'}, or leave it out")
 
 
 def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet], parsed: EvalArguments) -> dict[str, dict[str, Any]]:
@@ -117,7 +118,7 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
             show = partial(_show_progress, status, one)
             score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
             if not score.tokens:
-                raise UserError(f"{one.source.name}: none of its tokens is learned, there is nothing to predict: give another set or split")
+                raise UserError(f"{one.source.name}: it has no token to predict: give another set or split")
             found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
     return found
 
@@ -127,7 +128,7 @@ def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
 
 
 def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
-    """The harness's manager of tasks, and the tasks' names. Raises UserError unless the harness is there and has these."""
+    """Return the harness's task manager, and the names of the tasks. Raises UserError if the harness is not installed or lacks a task."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-evaluation-harness, which is not installed: pip install 'lather[lm-eval]'")
     from lather.evaluation.harness import find_tasks
@@ -173,7 +174,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _record(path: Path, result: Mapping[str, Any]) -> None:
-    """Results are worth more than their record: where it cannot be written, that is said."""
+    """Append the results to the run's record. If it cannot be written, only warn: the results have been printed already."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")

@@ -1,4 +1,4 @@
-"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: models from and to Hugging Face folders."""
+"""`lather import FOLDER RUN` and `lather export RUN FOLDER`: read models from Hugging Face folders, and write them."""
 
 from __future__ import annotations
 
@@ -42,41 +42,42 @@ from lather.train.companions import COMPANION_FOLDER, same_tokenizer
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FURTHER_TRAINING = optim_config("soap", lr=1e-4)
-"""Far below the default rate, which is for random weights and would undo what the model has learned."""
+"""Optimizer of an imported run. Its rate is far below the default, which is meant for random weights and would undo what the model has
+learned."""
 
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Make a run of a Hugging Face folder, at step 0: to generate with, to train further, to export. Its weights become fp32."""
+    """Make a run at step 0 from a Hugging Face folder, to generate text, to train further, or to export. Its weights become fp32."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder with config.json and safetensors."""
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory to make."""
+    """Run directory to create."""
 
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training meanwhile."""
+    """Write a run's model as a Hugging Face folder, with its tokenizer. The run may be training at the same time."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory; RUN@STEP or RUN@best: one of its checkpoints."""
+    """Run directory, of which the newest checkpoint is exported; or RUN@STEP or RUN@best for another one."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Folder to make."""
+    """Folder to create."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Numbers of the weights written; left out: bf16, and fp32 of adapters."""
+    """Data type of the written weights; left out: bf16, and fp32 for adapters."""
     max_shard_size: str = "5GB"
-    """Largest file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
+    """Maximal size of a file, such as 500MB, 5GB or 4GiB; a larger tensor gets a file of its own."""
     step: int = -1
-    """Which checkpoint; negative: the newest."""
+    """Step of the checkpoint; negative: the newest."""
     adapter: bool = False
-    """Write the adapters of [lora] alone, in the format of PEFT, instead of the model that they are merged into."""
+    """Write only the adapters of [lora], in PEFT's format, instead of the model with the adapters merged."""
     base: str = ""
-    """With --adapter: name or folder of the model that they adapt, for PEFT; left out: the folder of init_from."""
+    """With --adapter: name or folder of the base model, for PEFT; left out: the folder of init_from."""
 
 
 def import_command(arguments: list[str]) -> int:
-    """Make the run, print where it is and how it is trained further: with SOAP at a modest rate, which its config.toml has."""
+    """Create the run; print its folder and the command that trains it further."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
     if not parsed.folder.is_dir():
         raise UserError(f"{parsed.folder}: not a folder: give one with config.json and safetensors")
@@ -101,12 +102,12 @@ def import_command(arguments: list[str]) -> int:
     if config.data.tokenizer:
         print(f"to train further  {command}")
     else:
-        print(f"training further needs a tokenizer, the model's own: {command} --data.tokenizer FILE")
+        print(f"training further needs the model's own tokenizer: {command} --data.tokenizer FILE")
     return 0
 
 
 def export_command(arguments: list[str]) -> int:
-    """Write the folder and print where it is."""
+    """Write the folder and print its name."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
     parse_size(parsed.max_shard_size, "--max-shard-size")
     dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
@@ -115,7 +116,7 @@ def export_command(arguments: list[str]) -> int:
     if parsed.adapter:
         check_adapters_are_all(config)
     elif parsed.base:
-        raise UserError(f"--base {parsed.base} is of adapters: give --adapter, or leave it out")
+        raise UserError(f"--base {parsed.base} applies to adapters only: give --adapter, or leave it out")
     with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
         weights = open_checkpoint(checkpoint).weights()
         if parsed.adapter:
@@ -131,7 +132,7 @@ def export_command(arguments: list[str]) -> int:
 
 
 def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource, dtype: str) -> Path | None:
-    """Write the whole model, adapters merged; returns the tokenizer that is with it."""
+    """Write the whole model with its adapters merged; return the tokenizer that was written with it."""
     tokenizer = _tokenizer(run, config.data)
     save_hugging_face(
         MergedTensors(weights, config.lora.scale),
@@ -149,7 +150,7 @@ def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSou
     base = parsed.base or (str(Path(config.init_from).resolve()) if is_published else "")
     save_peft(weights, config.model, config.lora, parsed.folder, base=base, dtype=EXPORT_DTYPES[dtype])
     if not base:
-        print("note: it names no base model: they adapt what init_from was merged to; export that run, and name the folder with --base")
+        print("note: no base model is named: export the run that init_from names, and give its folder as --base")
 
 
 def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
@@ -162,10 +163,11 @@ def _config(parsed: ImportArguments, model: ModelConfig) -> Config:
 
 
 def _data(parsed: ImportArguments) -> DataConfig:
-    """Further training is with the model's own tokenizer, from any working directory, and its documents end as the model's have ended."""
+    """Return data settings for further training: the model's own tokenizer, found from any working directory, and the model's own end of
+    text."""
     if not (parsed.folder / TOKENIZER_FILE).is_file():
         return DataConfig()
-    tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "fetch it again, or take it away")
+    tokenizer = load_tokenizer(parsed.folder / TOKENIZER_FILE, "download it again, or remove it")
     ids = json.loads((parsed.folder / CONFIG_FILE).read_text("utf-8")).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
     candidates = [END_OF_TEXT, tokenizer.id_to_token(last) if isinstance(last, int) and 0 <= last < 2**32 else None]
@@ -175,7 +177,7 @@ def _data(parsed: ImportArguments) -> DataConfig:
 
 
 def _tokenizer(run: Path, data: DataConfig) -> Path | None:
-    """The run's tokenizer; with all that an import brought beside it, if it is still that one."""
+    """Return the run's tokenizer; if an import left the same one with its companion files, that one."""
     own = run / TOKENIZER_FILE
     brought = [folder / COMPANION_FOLDER for folder in (run, Path(data.tokenizer or own).parent)]
     if not own.is_file():

@@ -1,4 +1,4 @@
-"""`lather generate RUN` with a text, several, a file of them, a message to answer, or a conversation."""
+"""`lather generate RUN`: continues one or more texts, texts from a file, or answers a message or a conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.train.trained_model import TrainedModel
 
-WAYS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
+INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 LARGEST_SEED = 2**64
 
 
@@ -32,41 +32,41 @@ class GenerateArguments:
     """Continue texts, or answer messages, with a checkpoint of a run."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory, with its newest checkpoint; RUN@STEP or RUN@best: with another one."""
+    """Run directory, of which the newest checkpoint is used; or RUN@STEP or RUN@best for another one."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=())
     """Text to continue; may be given several times."""
     prompts: Path | None = None
-    """File of prompts: a text on each line, or a .jsonl with objects that have "prompt" or "messages"."""
+    """File of prompts: one text per line, or a .jsonl file of objects with "prompt" or "messages"."""
     message: str = ""
-    """Message to answer, by the tokenizer's chat template."""
+    """Message to answer, formatted with the tokenizer's chat template."""
     chat: bool = False
-    """Talk: each line of the terminal, or of what is piped in, is a message to answer."""
+    """Conversation: each line typed at the terminal, or piped in, is a message to answer."""
     system: str = ""
-    """System message before those of --message and --chat."""
+    """System message, with --message or --chat."""
     tokens: int = 200
-    """Most tokens to add."""
+    """Maximal number of tokens to generate."""
     temperature: float = 0.7
-    """Spread of the choice; 0 always takes the most likely token."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_k: int = 50
-    """Choose among this many most likely tokens; 0: among all."""
+    """Sample from this many most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Choose among the fewest of these whose probabilities add up to this."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this."""
     num_samples: int = 1
-    """Texts for each prompt."""
+    """Texts per prompt."""
     batch_size: int = 16
-    """Texts that are made side by side."""
+    """Texts that are generated at the same time."""
     context: int = 0
-    """Tokens that the model reads, the last ones; 0: `train.sequence_length`, at most `model.max_position_embeddings`."""
+    """Number of last tokens that the model reads; 0: `train.sequence_length`, at most `model.max_position_embeddings`."""
     seed: int = 0
-    """Fixes the choice; the second text has the next seed, and so on."""
+    """Random seed of the first text; each further text has the next one."""
     step: int = -1
-    """Which checkpoint; negative: the newest."""
+    """Step of the checkpoint; negative: the newest."""
     json: bool = False
-    """Print an object on a line for each text."""
+    """Print one JSON object per text, each on a line."""
 
 
 def generate_command(arguments: list[str]) -> int:
-    """Print what the model makes of the prompts, a single one's text as it comes."""
+    """Generate and print the texts; a single one is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
     trained = TrainedModel.find(parsed.run, parsed.step)
@@ -93,14 +93,14 @@ def _check(parsed: GenerateArguments) -> None:
     require(parsed.num_samples >= 1, "--num-samples", parsed.num_samples, "at least 1")
     require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
     require(not parsed.chat or parsed.num_samples == 1, "--num-samples", parsed.num_samples, "1 with --chat")
-    ways = {"--prompt": bool(parsed.prompt), "--prompts": bool(parsed.prompts), "--message": bool(parsed.message), "--chat": parsed.chat}
-    given = [way for way, is_given in ways.items() if is_given]
+    inputs = {"--prompt": bool(parsed.prompt), "--prompts": bool(parsed.prompts), "--message": bool(parsed.message), "--chat": parsed.chat}
+    given = [name for name, is_given in inputs.items() if is_given]
     if not given:
-        raise UserError(f"nothing to continue: give {WAYS}")
+        raise UserError(f"nothing to continue: give {INPUTS}")
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} were given: use one of {WAYS}")
+        raise UserError(f"{' and '.join(given)} were given: use one of {INPUTS}")
     if parsed.system and given[0] not in ("--message", "--chat"):
-        raise UserError(f"--system goes before a message, but {given[0]} was given: use --message or --chat")
+        raise UserError(f"--system precedes a message, but {given[0]} was given: use --message or --chat")
 
 
 def _system(parsed: GenerateArguments) -> Messages:
@@ -108,7 +108,7 @@ def _system(parsed: GenerateArguments) -> Messages:
 
 
 def _lines_of_user() -> Iterator[str]:
-    """Yield the user's messages until the input ends; empty lines are passed over."""
+    """Yield the user's messages until the input ends, without empty lines."""
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else next(sys.stdin)
@@ -119,7 +119,7 @@ def _lines_of_user() -> Iterator[str]:
 
 
 class _Writer:
-    """Writes what a model makes of requests. The model is read when all prompts are known to be sound."""
+    """Generates and prints the texts of requests. The model is loaded only after all prompts have been checked."""
 
     def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
         self._parsed, self._trained = parsed, trained
@@ -132,7 +132,7 @@ class _Writer:
         self._texts_made = 0
 
     def write_all(self, requests: list[Request]) -> None:
-        """Write the texts of all requests, `num_samples` of each."""
+        """Write the texts of all requests, `num_samples` for each."""
         prompts = [self._encode(request) for request in requests]
         self._load()
         live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
@@ -151,14 +151,15 @@ class _Writer:
                     print(self._shown_before(requests[number], prompts[number]) + one.text)
 
     def _batches(self, requests: list[Request]) -> Iterator[list[tuple[int, int]]]:
-        """Numbers of requests and samples in order; a batch has either texts or conversations, which end otherwise."""
+        """Yield batches of (number of the request, number of the sample). A batch never mixes texts and conversations, which end
+        differently."""
         jobs = ((number, sample) for number in range(len(requests)) for sample in range(self._parsed.num_samples))
         for _, alike in itertools.groupby(jobs, key=lambda job: requests[job[0]].messages is None):
             while batch := list(itertools.islice(alike, self._parsed.batch_size)):
                 yield batch
 
     def talk(self, lines: Iterator[str]) -> None:
-        """Answer one message after the other, each with all that was said before."""
+        """Answer one message after the other, each with the whole conversation so far as its context."""
         self._format = self._conversation_format()
         self._load()
         messages = _system(self._parsed)
@@ -175,7 +176,7 @@ class _Writer:
             messages.append({"role": "assistant", "content": answer.text})
 
     def _continue(self, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
-        """`answers`: the texts end as the chat template ends answers, too."""
+        """Continue the prompts. If they are conversations (`answers`), the chat template's end of an answer ends them too."""
         ending = Ending(self._parsed.tokens, self._ends)
         if answers and self._format is not None:
             ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
@@ -206,7 +207,7 @@ class _Writer:
         return self._model
 
     def _shown_before(self, request: Request, prompt: list[int]) -> str:
-        """The prompt as the tokenizer has it; of a conversation nothing, but its answer."""
+        """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
         return "" if request.messages else str(self._tokenizer.decode(prompt))
 
     def _show(self, piece: str) -> None:

@@ -1,4 +1,5 @@
-"""The configuration that a command line overrides. Its rules have to be known before it is parsed: its fields are their options."""
+"""The configuration that command-line options override. The rules are read from the options first: which options exist depends on the
+rules."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from lather.errors import ConfigError
 A = TypeVar("A")
 
 RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS}}
-"""Options that say which rules there are, and how `load_config` calls them."""
+"""Options that choose rules, and their names in `load_config`."""
 
 
 def read_config(file: Path | None, arguments: list[str]) -> Config:
-    """The file's configuration, or the default one, with the rules that `arguments` choose, and the model that they start from.
+    """Read the file's configuration, or the default one, with the rules and the initial model that `arguments` choose.
 
-    Raises ConfigError for a rule that there is not, and for an argument that is an option of another rule.
+    Raises ConfigError for an unknown rule, and for an option of a rule that is not used.
     """
     given = dict(_options(arguments))
     rules = {name: given[option] for option, name in RULE_OPTIONS.items() if given.get(option)}
@@ -43,9 +44,9 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
 
 
 def parse_with_config(cls: Callable[[Config], A], command: str, arguments: list[str]) -> tuple[A, str]:
-    """Parse a command's arguments, a configuration's file first, as the dataclass `cls`, whose first field is that configuration.
+    """Parse the arguments of a command that takes a configuration file first. `cls` is a dataclass whose first field is the configuration.
 
-    Returns it and the file's name without its ending. Raises UserError if they do not fit.
+    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the arguments are not valid.
     """
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and not {"-h", "--help"} & set(arguments):
@@ -56,7 +57,7 @@ def parse_with_config(cls: Callable[[Config], A], command: str, arguments: list[
 
 
 def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Every option with what follows it."""
+    """Yield every option with its value."""
     for argument, following in itertools.pairwise([*arguments, ""]):
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")

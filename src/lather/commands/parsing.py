@@ -1,4 +1,4 @@
-"""tyro's command-line parsing, with its boxed errors put on one line."""
+"""Command-line parsing with tyro; its errors are reduced from a box to one line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 MOST_BYTES = 10**18
 
 ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
-"""A field that may be one of several dataclasses keeps the default's; its fields are options like all others."""
+"""tyro settings: a field whose type is a union of dataclasses keeps the class of its default, and its fields become plain options."""
 
 
 def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:
-    """`arguments` as an instance of the dataclass `cls`; what they leave out comes from `default`.
+    """Parse `arguments` as the dataclass `cls`; what they leave out comes from `default`.
 
-    Raises UserError, one line, if they do not fit; SystemExit after showing the help that they ask for.
+    Raises UserError, of one line, if they are not valid; SystemExit after printing the help if they ask for it.
     """
     boxed = io.StringIO()
     try:
@@ -38,9 +38,9 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
 
 
 def one_line(box: str, prog: str) -> str:
-    """The message of tyro's boxed error, and the first option that it suggests.
+    """Return the message of tyro's boxed error, and the first option that it suggests.
 
-    A box is groups of lines between rules. Where the output is not UTF-8 it is drawn in ASCII, and its title is a group of its own.
+    A box consists of groups of lines between rules. If the output is not UTF-8 the box is drawn in ASCII, and its title is the first group.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip() and line[0] not in "╭╰"]
@@ -62,7 +62,7 @@ def one_line(box: str, prog: str) -> str:
 
 
 def parse_size(text: str, option: str, *, unit: bool = False) -> int:
-    """Bytes of a size such as 5GB; with `unit` a number alone will not do. Raises UserError if it is none."""
+    """Return the bytes of a size such as 5GB; with `unit`, a number without a unit is refused. Raises UserError if `text` is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B?)", text.strip(), re.IGNORECASE)
     num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0) if match and (match[2] or not unit) else 0
     constraint = "a size such as 500MB, 5GB or 4GiB, at least 1 byte and at most 10^18"

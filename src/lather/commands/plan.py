@@ -1,4 +1,4 @@
-"""`lather plan CONFIG --world N`: the memory that every rank of a training run will need, found without a GPU and before the run."""
+"""`lather plan CONFIG --world N`: predicts the memory that every rank of a training run will need, without a GPU and before the run."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from lather.planning.plan_picture import draw
 @dataclass(frozen=True)
 class PlanArguments:
     """Run a few training steps of one rank at each pipeline position on tensors without storage, and show which bytes are alive at the
-    peak, and what for."""
+    peak."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     world: int = 1
-    """Ranks of the run, on all machines."""
+    """Number of ranks of the run, on all machines."""
     memory: str = ""
-    """Memory of a device, such as 80GiB: says whether the run fits."""
+    """Memory of a device, such as 80GiB: reports whether the run fits."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """Kind of device that each rank has; the code takes other ways on a CPU."""
+    """Kind of device that the ranks have; some code differs between CPU and GPU."""
     imbalance: float = 1.0
-    """Rows of the busiest rank's experts, relative to an even load; above 1 for routers that are not balanced."""
+    """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for routers that are not balanced."""
     out: Path | None = None
-    """Picture to write, PNG: peaks of all pipeline ranks, and their bytes over the operations of a step, by kind."""
+    """PNG file to draw to: the peaks of all pipeline ranks, and their bytes by kind during a step."""
     html: Path | None = None
-    """Page to write, HTML without other files: the same for every step, to look into with the pointer."""
+    """HTML file, without further files, with the same for every step; it can be explored with the mouse."""
     json: Path | None = None
-    """File to write every number to."""
+    """JSON file to write all numbers to."""
     advice: Literal["auto", "always", "never"] = "auto"
-    """Search meshes, recomputation, lighter optimizer states and rules for settings that fit in --memory, which takes minutes; auto: if the
-    run does not fit."""
+    """Search for settings that fit in --memory among meshes, recomputation, smaller optimizer states and rules, which takes minutes; auto:
+    if the run does not fit."""
     machine: int = 8
-    """Devices of a machine; advice keeps expert ranks, and pipelines, within one."""
+    """Devices per machine; the advice keeps expert ranks, and pipelines, within one machine."""
     write: Path | None = None
-    """File to write the configuration to that is advised first, TOML."""
+    """TOML file to write the configuration of the first advice to."""
 
     def __post_init__(self) -> None:
         require(self.world >= 1, "--world", self.world, "at least 1 rank")
@@ -63,11 +63,11 @@ class PlanArguments:
 
 
 def plan_command(arguments: list[str]) -> int:
-    """Plan, write what is asked for, print the tables; returns 1 if the run does not fit in the memory that was given."""
+    """Make the plan, write the files that were asked for, and print the tables. Returns 1 if the run does not fit in the given memory."""
     parsed, name = parse_with_config(PlanArguments, "plan", arguments)
     for path in filter(None, (parsed.out, parsed.html, parsed.json, parsed.write)):
         if not path.absolute().parent.is_dir() or path.is_dir():
-            raise UserError(f"{path}: cannot be written: name a file in a folder that there is")
+            raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance, memory=memory)
     if parsed.json:
@@ -86,7 +86,7 @@ def plan_command(arguments: list[str]) -> int:
 
 
 def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
-    """Search, show what fits, and write the first setting's configuration if that is asked for."""
+    """Search for settings that fit and print them; write the configuration of the first one if asked to."""
     found = advise(
         parsed.config,
         parsed.world,

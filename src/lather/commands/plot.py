@@ -14,27 +14,27 @@ from lather.errors import UserError, require
 
 @dataclass(frozen=True)
 class PlotArguments:
-    """Draw one picture of one or more runs, of a run's pipeline timeline, or of the DualPipeV table."""
+    """Draw one picture: of one or more runs, of a run's pipeline timeline, or of the DualPipeV schedule."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = field()
     """Run directories."""
     out: Path | None = None
-    """File to write, PNG; left out: loss.png in a single run's folder, comparison.png here for several; with --schedule timeline.png in the
-    run's folder, or schedule.png here."""
+    """PNG file to write; left out: loss.png in the run's folder for one run, comparison.png here for several; with --schedule timeline.png
+    in the run's folder, or schedule.png here."""
     schedule: bool = False
-    """The timeline of the newest step that a run wrote to timeline.jsonl; without a run, the plain table for --pp and --micro-batches."""
+    """Draw the timeline of the newest step in a run's timeline.jsonl; without a run, the schedule for --pp and --micro-batches."""
     pp: int | None = None
-    """Pipeline ranks of the plain table."""
+    """Pipeline ranks of the schedule."""
     micro_batches: int | None = None
-    """Micro-batches of the plain table, at least 2 * pp."""
+    """Micro-batches of the schedule, at least 2 * pp."""
     forward: float = 1.0
-    """Time of a stage's forward chunk in the plain table, in any unit."""
+    """Duration of a stage's forward chunk in the schedule, in any unit."""
     backward_input: float = 1.0
-    """Time of the gradient of a stage's input; a whole backward chunk takes this and that of the weights."""
+    """Duration of the gradient of a stage's input; a full backward chunk takes this plus the duration of the weight gradients."""
     backward_weight: float = 1.0
-    """Time of the gradients of a stage's weights."""
+    """Duration of the weight gradients of a stage."""
     overlap: float | None = None
-    """Time of a forward and a backward chunk that overlap; left out: the sum of both."""
+    """Duration of an overlapped forward and backward chunk; left out: the sum of both."""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "overlap"):
@@ -43,7 +43,7 @@ class PlotArguments:
 
 
 def plot_command(arguments: list[str]) -> int:
-    """Draw the picture and print where it is."""
+    """Draw the picture and print the name of its file."""
     parsed = parse_arguments(PlotArguments, "lather plot", arguments)
     out = _draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed)
     print(out)
@@ -54,7 +54,7 @@ def _draw_runs(parsed: PlotArguments) -> Path:
     if not parsed.runs:
         raise UserError("lather plot needs at least one run: lather plot runs/quickstart")
     if parsed.pp is not None or parsed.micro_batches is not None:
-        raise UserError("--pp and --micro-batches are of the pipeline's table: add --schedule")
+        raise UserError("--pp and --micro-batches apply to the pipeline schedule: add --schedule")
     for run in parsed.runs:
         if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
@@ -67,13 +67,13 @@ def _draw_runs(parsed: PlotArguments) -> Path:
 
 
 def _draw_schedule(parsed: PlotArguments) -> Path:
-    """Draw the schedule of a run if one is given, else that of the plain table."""
+    """Draw the timeline of a run if one is given, else the schedule."""
     sizes = (parsed.pp, parsed.micro_batches)
     if len(parsed.runs) == 1 and sizes == (None, None):
         return _draw_run_timeline(parsed.runs[0], parsed.out)
     if parsed.runs or None in sizes:
         raise UserError(
-            "lather plot --schedule needs one run, or the sizes of a table: "
+            "lather plot --schedule needs one run, or the size of a schedule: "
             "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 --micro-batches 16"
         )
     return _draw_table(parsed)

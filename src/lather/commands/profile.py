@@ -1,7 +1,8 @@
-"""`lather profile CONFIG`: what each layer of a model keeps between forward and backward, and on a mesh what each pipeline rank does.
+"""`lather profile CONFIG`: lists the activations that each layer of a model keeps for backward, and on a mesh the bytes of each pipeline
+rank.
 
-The micro-batch is random tokens: no data is read, and no rank is started. With `data.packed_attention` each sequence is four documents of
-a quarter of its length.
+The micro-batch consists of random tokens: no data is read, and no rank is started. With `data.packed_attention` each sequence holds four
+documents of equal length.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ from lather.planning.workers import Assumed
 from lather.train.loop import build_model
 
 MOST_PARAMETERS = 300_000_000
-"""Up to this many, `--layers auto` runs the whole model."""
+"""Up to this number of parameters, `--layers auto` runs the whole model."""
 
 CONFIGURED = "as configured"
-"""Levers of a profile without `--compare`."""
+"""Name of the only profile if `--compare` is not given."""
 
 BASELINE = "reference"
-"""The memory mode that the others are compared with."""
+"""Memory mode with which the others are compared."""
 
 
 @dataclass(frozen=True)
 class ProfileArguments:
-    """List the tensors that a forward pass of one micro-batch keeps for backward, per layer and segment; with several pipeline or expert
-    ranks also what each rank keeps at most."""
+    """List the tensors that a forward pass of one micro-batch keeps for backward, by layer and segment; with several pipeline or expert
+    ranks also the peak of each rank."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     compare: bool = False
-    """Run all memory modes and show their totals side by side; on a mesh also recomputation and early frees."""
+    """Run all memory modes and show their totals side by side; on a mesh also with recomputation and without early frees."""
     layers: Literal["auto", "all", "distinct"] = "auto"
-    """all: run every layer. distinct: run two of each kind and count the others like the second. auto: all up to 300 M parameters."""
+    """all: run every layer. distinct: run two layers of each kind; the others count like the second. auto: all, up to 300 M parameters."""
     out: Path | None = None
-    """Picture to write, PNG."""
+    """PNG file to write."""
     json: Path | None = None
-    """File to write every number to."""
+    """JSON file to write all numbers to."""
 
 
 def profile_command(arguments: list[str]) -> int:
-    """Run the micro-batch, write what is asked for, print the tables."""
+    """Run the micro-batch, write the files that were asked for, and print the tables."""
     parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
     for path in filter(None, (parsed.out, parsed.json)):
         if not path.absolute().parent.is_dir():
@@ -90,7 +91,7 @@ def profile_command(arguments: list[str]) -> int:
 
 
 def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, SampledBlocks | None]:
-    """The model, or two blocks of each kind of it with random weights, and what was cut."""
+    """Build the model; or, with random weights, a model with two blocks of each kind, and the record of the blocks that were left out."""
     device = pick_device(config.train.device)
     if layers != "all":
         with torch.device("meta"):
@@ -103,9 +104,9 @@ def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[D
 
 
 def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
-    """The tensors that the forward pass of a training step keeps for one micro-batch of random tokens.
+    """Return the tensors that the forward pass of a training step keeps for one micro-batch of random tokens.
 
-    With `data.packed_attention` attention stays within documents, of which a sequence has `DOCUMENTS` of about the same length.
+    With `data.packed_attention` each sequence holds `DOCUMENTS` documents of about equal length, and attention stays within them.
     """
     tokens, boundaries = _random_batch(config, next(model.parameters()).device)
 
@@ -119,7 +120,7 @@ def profile_micro_batch(model: Decoder, config: Config) -> SavedTensors:
 
 
 def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B, S + 1), and the documents' boundaries."""
+    """Return random tokens (B, S + 1), and the boundaries of the documents."""
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
@@ -128,7 +129,7 @@ def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor 
 
 
 def data_ranks(config: Config) -> int:
-    """Data ranks of the smallest mesh: dp is what `parallel.replicas` needs."""
+    """Return the number of data ranks of the smallest mesh, whose dp is `parallel.replicas`."""
     return config.parallel.ep * config.parallel.replicas
 
 
@@ -141,7 +142,7 @@ def is_mesh(config: Config) -> bool:
 
 
 def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
-    """The bytes that every pipeline rank keeps, by name of the levers."""
+    """Return the bytes that every pipeline rank keeps, by the name of the memory levers."""
     schedule = schedule_for(config.parallel, config.num_micro_batches(data_ranks(config)))
     partition = memory_partition(config, config.parallel.pp * data_ranks(config), Assumed())
     layers = stages_of(uniform(config.model.num_hidden_layers, schedule.num_stages)) if partition is None else partition.stages
@@ -168,7 +169,7 @@ def _levers(config: Config, *, compare: bool) -> dict[str, MemoryLevers]:
 def write(
     parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: SampledBlocks | None, by_rank: dict[str, list[RankBytes]]
 ) -> None:
-    """JSON and picture; `name` is the configuration's."""
+    """Write the JSON file and the picture; `name` is that of the configuration."""
     if parsed.json:
         document = _document(parsed.config, profiles, cut)
         report.write_json({**document, "ranks": ranks.to_json(by_rank)} if by_rank else document, parsed.json)
@@ -194,7 +195,7 @@ def show(
     by_rank: dict[str, list[RankBytes]],
     console: Console,
 ) -> None:
-    """Tables on `console`, and the names of the files."""
+    """Print the tables, and the names of the written files."""
     if parsed.compare:
         report.print_comparison(profiles, BASELINE, console)
     else:

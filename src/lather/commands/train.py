@@ -26,13 +26,13 @@ from lather.train.loop import DivergedError, RunOutcome, StopSignal, train
 from lather.train.metrics import StepRow
 
 NPROC_HELP = """\
---nproc N   start N ranks on this machine, or with "gpu" one for each CUDA device, and let them share the work as [parallel] says
-            (--parallel.pp, --parallel.ep); torchrun and srun start ranks on several machines, without --nproc
+--nproc N   start N ranks on this machine, or with "gpu" one for each CUDA device; [parallel] (--parallel.pp, --parallel.ep) says how they
+            share the work. On several machines start the ranks with torchrun or srun, without --nproc
 """
 
 
 def train_command(arguments: list[str]) -> int:
-    """Train, or resume, the run that a TOML file describes, in this process or in several."""
+    """Train or resume the run that a TOML file describes, in this process or in several."""
     world = World.of_environment(os.environ)
     try:
         config, nproc = _read(arguments)
@@ -44,7 +44,7 @@ def train_command(arguments: list[str]) -> int:
     except UserError:
         if world is None or world.local_rank == 0:
             raise
-        time.sleep(UNWIND_SECONDS)  # the first rank of each machine says it; torchrun would end it if another one were earlier
+        time.sleep(UNWIND_SECONDS)  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
         return 2
     if world is not None:
         return join(run_worker, (config,), world, options)
@@ -52,7 +52,7 @@ def train_command(arguments: list[str]) -> int:
 
 
 def _read(arguments: list[str]) -> tuple[Config, int | None]:
-    """The configuration that the command line gives, and `--nproc`."""
+    """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     asks_for_help = bool({"-h", "--help"} & set(arguments))
@@ -68,7 +68,7 @@ def _read(arguments: list[str]) -> tuple[Config, int | None]:
 
 
 def run_worker(config: Config, world: World) -> int:
-    """One rank's part of the run, or all of it; only rank 0 shows anything. Returns the exit status, the same in every rank."""
+    """Run one rank of the training; only rank 0 prints. Returns the exit status, which is the same on all ranks."""
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
@@ -88,7 +88,7 @@ def run_worker(config: Config, world: World) -> int:
 
 
 class _NoDisplay:
-    """The display of ranks that show nothing."""
+    """Display of the ranks that print nothing."""
 
     def __enter__(self) -> _NoDisplay:
         return self
@@ -111,9 +111,9 @@ def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay | _NoDi
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:
-    """Print what a run that has ended has made, and where."""
+    """Print the result of a run that has ended, and its files."""
     if not outcome.finished:
-        print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command goes on from there")
+        print(f"stopped at step {outcome.step}; saved {outcome.checkpoint}; the same command resumes from there")
         return
     first, last = outcome.first_validation_loss, outcome.last_validation_loss
     if outcome.sample:

@@ -1,16 +1,16 @@
-"""The fields that may change between two starts of a run, and the history of those that did.
+"""The classes of configuration fields that say what may change when a run is resumed, and the history of changes.
 
-Every field of the configuration is of one of three classes:
+Every field of the configuration belongs to one of three classes:
 
-free         does not touch what the run computes, but for rounding: devices, meshes, micro-batches, logging, where data lie
-changeable   counts from the step at which the run goes on, and is recorded with it: steps, rates, schedule, decay, data mixture
-fixed        all others: the model, the seed, the batch, the rules
+free         affects at most the rounding of results: devices, meshes, micro-batches, logging, location of the data
+changeable   takes effect at the step at which the run resumes, and is recorded: steps, rates, schedule, decay, data mixture
+fixed        all other fields: the model, the seed, the batch, the rules
 
-`changes.jsonl` has a row for each step at which something changed: {"step": 300, "time": ..., "changes": {"train.steps": [300, 600]}}, old
-value and new. A run that was forked begins with {"step": 300, "forked_from": "runs/a@300"}. The last line is the configuration to which
-the rows lead, so that one atomic write replaces both, and taking rows back from it (`History.values_at`) gives the configuration of any
-step. The learning rate is a function of the step and of the configuration that the run has at that time; what the mixture of data was at
-each step is read from the history (`History.phases`).
+`changes.jsonl` has a row for each step at which fields changed: {"step": 300, "time": ..., "changes": {"train.steps": [300, 600]}}, with
+the old and the new value. The history of a forked run begins with {"step": 300, "forked_from": "runs/a@300"}. The last line of the file is
+the current configuration, so that one atomic write replaces both; undoing rows, newest first (`History.values_at`), gives the configuration
+at any earlier step. The learning rate is a function of the step and of the current configuration. The data mixture at each step is read
+from the history (`History.phases`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FREE = (
     "train.validation_every",
     "train.validation_sequences",
 )
-"""Sections and keys. Those of `data` say where the tokens are; that they are the same is known by their checksums."""
+"""Sections and keys. Those of `data` only say where the tokens are; checksums verify that the tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
@@ -62,7 +62,7 @@ CHANGEABLE = (
     "train.max_grad_norm",
     "train.steps",
 )
-"""Keys. Of `data.path` only how many data sets it names counts: the same ones in other places are free."""
+"""Keys. For `data.path` only the number of data sets counts: the same data sets may move to other places."""
 CHANGEABLE_OPTIONS = (
     "eps",
     "lr",
@@ -73,18 +73,18 @@ CHANGEABLE_OPTIONS = (
     "weight_decay",
     "weight_decay_method",
 )
-"""Options of rules, of `[optim]` and of its kinds, which the state does not know. Betas are fixed: moments that were made with others would
-be corrected for a bias that they do not have."""
+"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend. Betas are fixed: bias correction assumes
+that they were the same at every step."""
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""
 
 LABEL = 50
-"""The longest label in a picture, letters."""
+"""Maximal length of a label in a picture, in characters."""
 
 Values = Mapping[str, Any]
-"""Values of a configuration by dotted key, as JSON has them."""
+"""Values of a configuration by dotted key, as JSON stores them."""
 Change = tuple[Any, Any]
-"""Old value and new."""
+"""Old value and new value."""
 
 
 def class_of(key: str) -> str:
@@ -99,13 +99,13 @@ def class_of(key: str) -> str:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Flatten the configuration."""
+    """Flatten the configuration to dotted keys and JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(_flat(asdict(config))))
     return values
 
 
 def differences(before: Values, after: Values) -> dict[str, Change]:
-    """Return old and new value of every field that differs and is not free; None where one of the two has no such field."""
+    """Return the old and the new value of every field that differs and is not free; a missing field counts as None."""
     found = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
@@ -117,23 +117,23 @@ def differences(before: Values, after: Values) -> dict[str, Change]:
 
 @dataclass(frozen=True)
 class Row:
-    """The changes at one step."""
+    """Changes that took effect at one step."""
 
     step: int
-    """Steps that were done; the next one is the first to which it applies."""
+    """Completed steps; the changes apply from the next step on."""
     changes: dict[str, Change]
     time: str = ""
-    """When, ISO 8601."""
+    """Time of the change, ISO 8601."""
     forked_from: str = ""
-    """The run and step of which this run is a fork; empty: it is none, or the row is a later one."""
+    """The run and step from which this run was forked; empty if it was not, or if the row is not the first."""
 
     def describe(self) -> str:
-        """The changes in a line for the reader."""
+        """Describe the changes in one line."""
         changes = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items())
         return f"from step {self.step + 1} on: {changes}"
 
     def brief(self) -> str:
-        """The changes in a few words, for a picture: no more than two fields, without their sections."""
+        """Describe at most two changes, without section names, in a label for a picture."""
         changes = [f"{key.rpartition('.')[2]} {_shown(old)} \N{RIGHTWARDS ARROW} {_shown(new)}" for key, (old, new) in self.changes.items()]
         more = [f"{len(changes) - 2} more"] if len(changes) > 2 else []
         text = ", ".join([*(["fork"] if self.forked_from else []), *changes[:2], *more])
@@ -146,14 +146,14 @@ class Row:
 
 @dataclass(frozen=True)
 class History:
-    """The changes of a run, in their order, and the configuration that they lead to."""
+    """The changes of a run in order, and its current configuration."""
 
     rows: tuple[Row, ...] = ()
     values: Values = field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Path, unchanged: Values) -> History:
-        """Read `changes.jsonl`. A run without it has not changed: its configuration is `unchanged`. Raises RunError if it is damaged."""
+        """Read `changes.jsonl`. A run without this file has the configuration `unchanged`. Raises RunError if the file is damaged."""
         file = run_dir / CHANGES
         if not file.exists():
             return cls((), unchanged)
@@ -168,19 +168,19 @@ class History:
 
     @property
     def forked_from(self) -> str:
-        """The run and step of which this run is a fork; empty: of none."""
+        """The run and step from which this run was forked; empty if it was not."""
         return next((row.forked_from for row in reversed(self.rows) if row.forked_from), "")
 
     def values_at(self, step: int) -> dict[str, Any]:
-        """Return the values that the run had when `step` steps were done: later changes, and those at that step, are taken back."""
+        """Return the configuration after `step` completed steps, before the changes that were made at that step or later."""
         before = dict(self.values)
         for row in reversed([row for row in self.rows if row.step >= step]):
             before.update({key: old for key, (old, _) in row.changes.items()})
         return before
 
     def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
-        """Return the history of a run that goes on after `step` steps with these changes, in place of those at that step or later, and
-        with these values."""
+        """Return the history of a run that resumes after `step` steps with these changes and these values. The changes replace those
+        recorded at that step or later."""
         kept = tuple(row for row in self.rows if row.step < step)
         at_step = tuple(row for row in self.rows if row.step >= step)
         fork = History(at_step).forked_from
@@ -189,7 +189,7 @@ class History:
         return History((*kept, *(at_step if _without_time(at_step) == _without_time(new) else new)), values)
 
     def phases(self, batch_size: int) -> list[MixturePhase]:
-        """Return the mixtures of data that the run has had, the present one included, from the samples on at which they began."""
+        """Return the data mixtures of the run, the current one included, each with the first sample to which it applies."""
         keys = ("data.weights", "data.path")
         start = self.values_at(0)
         weights, paths = (start[key] for key in keys)

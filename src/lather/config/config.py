@@ -1,6 +1,6 @@
-"""The configuration of a run: frozen dataclasses, every value checked at construction; `config_file` reads and writes them.
+"""The configuration of a run: frozen dataclasses that check every value when they are constructed; `toml_file` reads and writes them.
 
-Every field is documented, with its unit, by the string under it; `lather train --help` shows the same strings.
+The string under each field is its documentation, with its unit; `lather train --help` shows the same strings.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from lather.models.lora import LoraConfig
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """How experts are kept busy, and what their layers keep between forward and backward."""
+    """Load balancing of the experts, and the activations that MoE layers keep."""
 
     memory: Literal["saved", "recompute", "reference"] = "saved"
-    """saved: the gate and up products. recompute: not even these, at the price of computing them twice. reference: plain autograd."""
+    """saved: keep the gate and up products for backward. recompute: compute them a second time instead. reference: keep all that autograd
+    keeps."""
     balance_coefficient: float | None = None
     """Weight of each block's load-balancing loss; left out: the model's own."""
     balance_level: Literal["micro_batch", "sequence", "global_batch"] | None = None
-    """The tokens over which the load is evened; global_batch: all micro-batches of the step so far. Left out: the model's own."""
+    """Tokens over which the expert load is balanced; global_batch: all micro-batches of the step so far. Left out: the model's own."""
     z_loss_coefficient: float = 0.0
     """Weight of each block's router z-loss, which keeps the router's logits small; 0: none."""
     bias_update_rate: float = 0.0
-    """Loss-free balancing: by how much each expert's bias moves after a step, towards an even load; 0: none."""
+    """Balancing without a loss: change of each expert's router bias per step, towards an even load; 0: none."""
 
     def __post_init__(self) -> None:
         coefficients = {name: getattr(self, name) for name in ("balance_coefficient", "z_loss_coefficient", "bias_update_rate")}
@@ -41,40 +42,44 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Steps, batches and what guards them."""
+    """Training steps, batch sizes, numerics and safeguards."""
 
     steps: int = 300
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences per step."""
     micro_batch_size: int = 0
-    """Sequences per forward and backward of a rank; 0: its share of batch_size in one, or in as many as its pipeline needs."""
+    """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size, divided only as far as its pipeline
+    requires."""
     sequence_length: int = 256
     """Tokens per sequence."""
     max_grad_norm: float = 1.0
-    """Clip the norm of the gradient to this; 0: do not clip."""
+    """Clip the norm of the gradient to this value; 0: do not clip."""
     trainable: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are trained, such as layers.0.* or *.experts.*; none: all. With [lora]: besides adapters."""
+    """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all parameters. With [lora]: in addition to the
+    adapters."""
     frozen: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are not trained, whatever else says that they are."""
+    """Patterns of parameter names not to train; they take precedence over trainable and [lora]."""
     max_skipped_steps: int = 10
-    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    """Stop the run after this many consecutive steps whose loss or gradient was not finite."""
     validation_every: int = 100
-    """Steps between validations, besides the first and the last; 0: none between."""
+    """Steps between validations; the run is always validated at its start and at its end. 0: only then."""
     validation_sequences: int = 64
     """Held-out sequences per validation."""
     recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
-    """Parts of a block whose activations are not kept for backward but computed again (activation checkpointing)."""
+    """Parts of each block whose activations are computed again in the backward pass instead of kept (activation checkpointing)."""
     compile: bool = False
-    """Compile norms, rotary embeddings and the like with torch.compile; takes a while at the start."""
+    """Compile norms, rotary embeddings and similar operations with torch.compile; the start takes longer."""
     deterministic: bool = False
-    """On a GPU the same bits in every run, by torch.use_deterministic_algorithms: attention's backward, among others, is slower."""
+    """Get the same bits in every run on a GPU (torch.use_deterministic_algorithms); attention's backward pass, among others, is slower."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: matrix products in bfloat16 (autocast), weights and optimizer in fp32. fp64: the model, slowly, to compare two runs."""
+    """bf16: matrix products in bfloat16 (autocast), weights and optimizer state in float32. fp64: the model in float64, slow, to compare
+    two runs."""
     rounded_weights: Literal["step", "product"] = "step"
-    """With bf16: weights are rounded once in a step, 2 bytes per weight of a rank more while it runs; product: anew for each product."""
+    """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per weight of the rank. product: for each matrix
+    product."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is one."""
+    """auto: CUDA if there is a GPU, else the CPU."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "sequence_length", "max_skipped_steps", "validation_sequences"):
@@ -91,26 +96,27 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks of a run share the work; how many there are is up to `--nproc`, torchrun or SLURM."""
+    """How the ranks share the work; `--nproc`, torchrun or SLURM sets the number of ranks."""
 
     pp: int = 1
     """Pipeline ranks; each holds two of the 2 * pp stages."""
     ep: int = 1
-    """Expert ranks, among which the experts of every layer are divided; the ranks left, all / (pp * ep), are data parallel."""
+    """Expert ranks, among which the experts of every layer are divided; all ranks / (pp * ep) is the number of data parallel ranks."""
     replicas: int = 1
-    """Whole sharded copies among the data parallel ranks (HSDP): less traffic for more memory; 1: each parameter is there once."""
+    """Complete copies of the sharded parameters among the data parallel ranks (HSDP); more copies: less communication, more memory."""
     partition: Literal["uniform", "memory"] = "uniform"
-    """How layers are dealt to stages; uniform: equally many. memory: so that the largest rank needs as few bytes as it can, or 1 % more if
-    that is more even; dry runs at the start find how, which takes a minute or more."""
+    """How layers are assigned to stages. uniform: equally many to each stage. memory: so that the largest rank needs as few bytes as
+    possible, or at most 1 % more for a more even assignment; dry runs at the start find it, which takes a minute or more."""
     schedule: Literal["auto", "dualpipev", "sequential"] = "auto"
-    """Order of forwards and backwards; auto: dualpipev from two pipeline ranks on. sequential: one micro-batch after the other."""
+    """Order of forward and backward passes. sequential: one micro-batch after the other. auto: dualpipev with at least two pipeline
+    ranks."""
     schedule_memory: Literal["normal", "least"] = "normal"
-    """When a pipeline computes weight gradients; normal: where they fill bubbles. least: as early as they can be, so that nothing is kept
-    for them. That lowers the peak where activations are recomputed, and takes longer; `lather plan` says how much of both."""
+    """When a pipeline computes weight gradients. normal: where they fill bubbles. least: as early as possible, so that nothing is kept for
+    them. This lowers the peak where activations are recomputed and makes a step longer; `lather plan` shows both."""
     poison: bool = False
-    """For finding bugs: what is given back early becomes NaN, so that whatever still reads it shows."""
+    """For debugging: overwrite memory that is freed early with NaN, so that a later read is noticed."""
     timeout: float = 600.0
-    """A rank that waits this long for another inside a step gives up, seconds."""
+    """Seconds that a rank waits for another rank inside a step before it gives up."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "ep", "replicas"):
@@ -128,13 +134,14 @@ class ParallelConfig:
 
     @property
     def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:
-        """The schedule that "auto" stands for."""
+        """The schedule, with "auto" resolved."""
         if self.schedule == "auto":
             return "dualpipev" if self.pp > 1 else "sequential"
         return self.schedule
 
     def data_ranks(self, world_size: int) -> int:
-        """dp among `world_size` ranks. Raises ConfigError if they cannot be divided like this."""
+        """Return the number of data parallel ranks among `world_size` ranks. Raises ConfigError if the ranks cannot be divided in this
+        way."""
         dp, rest = divmod(world_size, self.pp * self.ep)
         if rest or not dp:
             raise ConfigError(
@@ -152,18 +159,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state of the run is saved."""
+    """When checkpoints are saved, and which are kept."""
 
     every: int = 100
-    """Steps between checkpoints; one is also made at the end and on SIGTERM."""
+    """Steps between checkpoints; a checkpoint is also saved at the end and on SIGTERM."""
     keep_last: int = 2
-    """Newest checkpoints kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0
-    """Besides, every checkpoint whose step is a multiple of this is kept; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: bool = False
-    """Besides, the checkpoint with the lowest validation loss is kept; one is made when a validation is better than those of all others."""
+    """Also keep the checkpoint with the lowest validation loss; one is saved whenever a validation is better than all earlier ones."""
     asynchronous: bool = False
-    """Write checkpoints while training goes on, from a copy in CPU memory: as much again as the weights and optimizer state of a rank."""
+    """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the rank's weights and optimizer state."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "checkpoint.every", self.every, "at least 1 step")
@@ -174,27 +181,27 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Settings of what is shown, and recorded besides metrics.jsonl."""
+    """Progress display, records besides metrics.jsonl, and the sample at the end."""
 
     every: int = 10
-    """Steps between lines of progress where there is no terminal."""
+    """Steps between progress lines if the output is not a terminal."""
     expert_load_every: int = 100
     """Steps between records of every expert's load in metrics.jsonl; 0: none."""
     timeline_every: int = 0
-    """Steps between records of what every rank did when, in timeline.jsonl, for `lather plot --schedule`; 0: none."""
+    """Steps between records in timeline.jsonl of when each rank did what, for `lather plot --schedule`; 0: none."""
     memory_plan: Literal["auto", "always", "never"] = "auto"
-    """Plan the run's memory beside its start, say before the first step whether it fits, and write planned and seen bytes to memory.json;
-    auto: on GPUs."""
+    """Plan the run's memory while it starts, report before the first step whether it fits, and write planned and measured bytes to
+    memory.json; auto: on GPUs only."""
     tensorboard: bool = False
     """Also write TensorBoard events to the run directory."""
     wandb_project: str = ""
-    """Also report to this Weights & Biases project (extra `wandb`)."""
+    """Also log to this Weights & Biases project (extra `wandb`)."""
     picture: bool = True
     """Draw loss.png at the end."""
     sample_prompt: str = "class Queue:"
-    """The sample at the end continues this."""
+    """Text that the sample at the end continues."""
     sample_tokens: int = 160
-    """Length of the sample at the end, tokens; 0: none."""
+    """Tokens of the sample at the end; 0: no sample."""
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "log.every", self.every, "at least 1 step")
@@ -209,13 +216,13 @@ class Config:
     """A training run."""
 
     run_dir: str = "runs/default"
-    """Folder for everything the run writes; a run found there is resumed."""
+    """Folder for everything that the run writes; a run that is already there is resumed."""
     init_from: str = ""
-    """Weights from which a fresh run starts: a Hugging Face folder, or RUN (its newest), RUN@STEP or RUN@best; empty: random ones."""
+    """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or RUN@best; empty: random weights."""
     fork_from: str = ""
-    """RUN, RUN@STEP or RUN@best: the checkpoint from which a fresh run goes on, with weights, optimizer state and place in the data."""
+    """Checkpoint from which a new run continues, with weights, optimizer state and position in the data: RUN, RUN@STEP or RUN@best."""
     seed: int = 0
-    """Fixes initial weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     model: ModelConfig = field(default_factory=DeepseekV2Config)
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -241,16 +248,16 @@ class Config:
         require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
         if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
             rule = name_of(self.optim.rules["experts"])
-            fits = f"1 under {rule!r}, to which all experts of a layer are one matrix; klsoap takes them one by one"
+            fits = f"1 with {rule!r}, which stacks all experts of a layer to one matrix; klsoap updates each expert by itself"
             require(self.parallel.ep == 1, "parallel.ep", self.parallel.ep, fits)
         if self.parallel.resolved_schedule == "dualpipev":
             enough = 2 * self.parallel.pp <= layers
             require(
-                enough, "parallel.pp", self.parallel.pp, f"at most {layers // 2}: 2 * pp stages need a layer each, and there are {layers}"
+                enough, "parallel.pp", self.parallel.pp, f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers"
             )
 
     def num_micro_batches(self, data_ranks: int) -> int:
-        """Forwards and backwards of a rank in a step. Raises ConfigError if the batch cannot be divided like this."""
+        """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch cannot be divided in this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
         own = train.batch_size // data_ranks
@@ -271,22 +278,23 @@ class Config:
         return number
 
     def resolved(self) -> Config:
-        """With the defaults of `[optim]` that depend on its rules and on the batch, as the run directory keeps it."""
+        """Return the configuration with the defaults of `[optim]` that depend on its rules and on the batch size, as the run directory
+        stores it."""
         return replace(self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length))
 
     def resolved_moe(self) -> MoEConfig:
-        """With the model's own coefficient of the balance loss, if none is given."""
+        """Return `[moe]` with the model's own coefficient of the balance loss if none is given."""
         if self.moe.balance_coefficient is not None:
             return self.moe
         return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)
 
 
 def num_routed_experts(model: ModelConfig) -> int:
-    """Per MoE layer, whatever the family calls them."""
+    """Return the number of routed experts in an MoE layer, under whichever name the family has for it."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next(int(getattr(model, name)) for name in names if hasattr(model, name))
 
 
 def check_parallel(config: Config, world_size: int) -> None:
-    """Raise ConfigError, with the numbers and the remedy, unless `world_size` ranks can run `config`. Nothing is started or written."""
+    """Raise ConfigError unless `world_size` ranks can run `config`; nothing is started or written."""
     config.num_micro_batches(config.parallel.data_ranks(world_size) * config.parallel.ep)

@@ -1,7 +1,7 @@
-"""Runs that were begun before `[optim]` had a rule's own options and a section for each kind of parameters.
+"""Runs that were started before `[optim]` had the options of each rule and a section for each kind of parameters.
 
-Their config.toml has no `[optim.rest]`. They go on with the optimizer of that time, to the bit: routers are matrices, everything has one
-learning rate, and for "adamw" it is torch's AdamW. What their `[optim]` was is kept as it was, so that they can be told the next time, too.
+Their config.toml has no `[optim.rest]`. They continue with their original optimizer, to the bit: routers count as matrices, all parameters
+have one learning rate, and "adamw" is torch's AdamW. Their `[optim]` is written back in its old form, so that the next start recognizes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lather.errors import RunError
 
 @dataclass(frozen=True)
 class OldOptimConfig(OptimConfig):
-    """The `[optim]` of that time."""
+    """The old form of `[optim]`."""
 
     name: str = "soap"
     lr: float = 6e-3
@@ -38,17 +38,17 @@ class OldOptimConfig(OptimConfig):
 
 OLD_KEYS = {one.name for one in fields(OldOptimConfig)}
 SHARED_KEYS = {one.name for one in fields(OptimConfig)} | {"eps", "weight_decay"}
-"""Keys of both rules of that time; all others but adam_betas were SOAP's, and without effect under "adamw"."""
+"""Old keys that applied to both rules; all others except adam_betas applied to "soap" only."""
 
 
 def is_old(config: Mapping[str, Any]) -> bool:
-    """Whether a saved configuration is of that time."""
+    """Return whether a saved configuration has the old form of `[optim]`."""
     return "rest" not in config.get("optim", {})
 
 
 def in_new_keys(optim: Mapping[str, Any]) -> dict[str, Any]:
-    """An `[optim]` that was written at that time: `adam_betas` are the betas of the rest, and under "adamw" of everything; there keys of
-    SOAP had no effect."""
+    """Translate an old `[optim]` to today's keys: `adam_betas` become the betas of the rest, or of everything under "adamw". Options of
+    SOAP had no effect under "adamw" and are dropped."""
     new = dict(optim)
     betas = new.pop("adam_betas", None)
     if new.get("name") == "adamw":
@@ -58,14 +58,15 @@ def in_new_keys(optim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def going_on(saved: OldOptimConfig, asked: OptimConfig, run_dir: str) -> OldOptimConfig:
-    """`asked` as an `[optim]` of that time. What it leaves at its default of today is what it was by default then, or what was saved.
+    """Return `asked` in the old form of `[optim]`. A field that `asked` leaves at today's default gets its old default, or its
+    saved value if that equals today's default or has no effect.
 
-    Raises RunError if it asks for something that there was not.
+    Raises RunError if `asked` sets an option that the old form does not have.
     """
     if isinstance(asked, OldOptimConfig):
         return asked
     if asked.name != saved.name:
-        return replace(saved, name=asked.name)  # whoever compares the two says so
+        return replace(saved, name=asked.name)  # the caller compares both and reports the difference
     given = {name: value for name, value in asdict(asked).items() if value != getattr(type(asked), name, None)}
     for kind in KINDS:
         given |= {f"{kind}.{key}": value for key, value in given.pop(kind, {}).items() if value not in (None, "")}
@@ -74,8 +75,8 @@ def going_on(saved: OldOptimConfig, asked: OptimConfig, run_dir: str) -> OldOpti
         given["adam_betas"] = betas
     for key in given.keys() - OLD_KEYS:
         raise RunError(
-            f"run_dir = {run_dir!r} was begun before there was optim.{key} (= {given[key]!r}), and goes on as it was begun: "
-            "leave that out, or give another --run-dir"
+            f"run_dir = {run_dir!r} was started before optim.{key} (= {given[key]!r}) existed, and continues with its old options: "
+            f"leave out optim.{key}, or give another --run-dir"
         )
     then = asdict(OldOptimConfig()) | {"name": asked.name} | given
     for name in then.keys() - given.keys():

@@ -1,14 +1,14 @@
-"""`[optim]`: a rule with all its options, what kinds of parameters have of their own, and the schedule of learning rates.
+"""`[optim]`: a rule with all its options, settings of each kind of parameters, and the learning-rate schedule.
 
     [optim]             name = "muon", its options, the schedule
     [optim.experts]     routed experts                      rule: that of [optim]
     [optim.matrices]    all other matrices                  rule: that of [optim]
-    [optim.rest]        embeddings, head, norms, biases     rule: adamw, at `lr_factor` times the rate
-    [optim.router]      routers                             a part of the rest, unless they name a rule
+    [optim.rest]        embeddings, head, norms, biases     rule: adamw, with lr_factor times the learning rate
+    [optim.router]      routers                             as [optim.rest], unless a rule is given
 
-What fields there are depends on the rules, so every choice of rules has a dataclass of its own: `optim_class` makes it, and `optim_config`
-an instance. A kind of the rule of `[optim]` has all options that it does not give from there. One of another rule has weight decay and the
-options that every rule has from there, and else its rule's own defaults.
+The fields depend on the rules, so each choice of rules has a dataclass of its own: `optim_class` creates it, and `optim_config` an
+instance. A kind with the rule of `[optim]` inherits all options from there. A kind with another rule inherits weight decay and the options
+that every rule has; its other defaults are those of its rule.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from lather.optim.options import options_of
 from lather.optim.rules import RULES
 
 KINDS = {
-    "experts": "Routed experts, where it is not as [optim] says.",
-    "matrices": "Matrices other than experts, embeddings, head and router, where it is not as [optim] says.",
-    "router": "Routers: a part of the rest, and with all that it says, unless they name a rule.",
+    "experts": "Routed experts, where their settings differ from [optim].",
+    "matrices": "Matrices other than experts, embeddings, head and router, where their settings differ from [optim].",
+    "router": "Routers: with the settings of [optim.rest], unless a rule is given.",
     "rest": "Embeddings, head, norms and biases.",
 }
-"""Kinds of parameters, and what `--help` says of them."""
+"""Kinds of parameters, with their description in `--help`."""
 
 DEFAULT_RULE = "muon"
-"""Rule of matrices and experts: of those with little time and state the one that gains most (docs/results.md)."""
+"""Rule of matrices and experts: the one that gains most among those that cost little time and state (docs/results.md)."""
 REST_RULE = "adamw"
 REST_FACTORS = {
     ("adamw", "adamw"): 16.0,
@@ -58,7 +58,8 @@ REST_FACTORS = {
     ("muon", "embedding_soap"): 1.6,
     ("soap_muon", "embedding_soap"): 1.6,
 }
-"""Learning rate of the rest as a factor of that of the matrices, by the rules of both; 1 for all others. From docs/results.md."""
+"""Ratio of the learning rate of the rest to that of the matrices, by (rule of matrices, rule of the rest); 1 for all other pairs. From
+docs/results.md."""
 
 
 @dataclass(frozen=True)
@@ -66,77 +67,77 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     name: str = DEFAULT_RULE
-    """The rule of matrices and experts."""
+    """Rule of matrices and experts."""
     lr: float | None = None
-    """Peak learning rate of matrices and experts; left out: the rule's, for as many tokens as a step has."""
+    """Peak learning rate of matrices and experts; left out: the rule's default for the number of tokens in a step."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
-    """Shape of the rate after warm-up, for all parameters; wsd: constant, then linear over the last decay_fraction."""
+    """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear decay over the last decay_fraction."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     decay_fraction: float = 0.2
-    """Share of the run over which wsd decays."""
+    """Fraction of the run over which wsd decays."""
     min_lr_ratio: float = 0.1
-    """Rate at the end of the decay as a share of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         if type(self) is OptimConfig:
-            raise TypeError("OptimConfig has no options of a rule: make it with optim_config(name, ...)")
+            raise TypeError("OptimConfig has no options of a rule: use optim_config(name, ...)")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0 steps")
         require(0 < self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in (0, 1]")
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     @property
     def peak_lr(self) -> float:
-        """`lr`; where it is left out, the rule's for steps of 1,024 tokens."""
+        """`lr`, or the rule's default for steps of 1,024 tokens if `lr` is left out."""
         return DEFAULT_LR if self.lr is None else self.lr
 
     def resolved(self, tokens_per_step: int) -> OptimConfig:
-        """The values with what follows from defaults that are no field's: the rate for steps of so many tokens; rule, rate and options of
-        kinds that are not as [optim] says."""
+        """Return a copy with all defaults filled in that are not defaults of a field: the learning rate for steps of `tokens_per_step`
+        tokens, and the rule, rate and options of kinds that differ from `[optim]`."""
         return self
 
     def describe_rates(self) -> str:
-        """The rule and peak learning rate of every kind of parameters, for the reader of a run."""
+        """Name the rule and the peak learning rate of every kind of parameters."""
         return f"{self.name} at {self.peak_lr:.3g}"
 
 
 @dataclass(frozen=True)
 class KindConfig:
-    """Settings that a kind of parameters has of its own."""
+    """Settings of one kind of parameters."""
 
     rule: str = ""
-    """Its rule, if it is another one; with this option --help shows what that one has."""
+    """Rule of these parameters, if it is another one; together with this option, --help shows the options of that rule."""
     lr: float | None = None
-    """Its own peak learning rate; left out: lr_factor times optim.lr."""
+    """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
     lr_factor: float | None = None
-    """Its peak learning rate as a factor of optim.lr; left out: 1."""
+    """Peak learning rate of these parameters as a factor of optim.lr; left out: 1."""
 
     options_rule: ClassVar[type[Rule]]
-    """Rule whose options it has."""
+    """The rule whose options the class has as fields."""
 
 
 @dataclass(frozen=True)
 class RuleOptimConfig(OptimConfig):
-    """Base of the classes that `optim_class` makes."""
+    """Base of the classes that `optim_class` creates."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
-    """Rule of [optim], under "", and those of the kinds."""
+    """Rule of `[optim]`, under "", and the rule of each kind."""
     given: ClassVar[tuple[tuple[str, str], ...]]
-    """Names of the rules that the class was made for (`chosen_rules`)."""
+    """Names of the rules for which the class was created (`chosen_rules`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fits = chosen_rules(asdict(self)) == self.given
         require(
-            fits, "optim", dict(chosen_rules(asdict(self))), f"of the rules {dict(self.given)}: make another with optim_config(name, ...)"
+            fits, "optim", dict(chosen_rules(asdict(self))), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others"
         )
-        self.rule  # noqa: B018 - which is checked by being made
+        self.rule  # noqa: B018 - its construction checks its options
         for kind in KINDS:
             self.rule_of(kind)
 
     @property
     def rule(self) -> Rule:
-        """The rule of [optim]; raises ConfigError if its options do not go together."""
+        """The rule of `[optim]`; raises ConfigError if its options contradict each other."""
         options = {name: getattr(self, name) for name in fields_of(self.rules[""])}
         return _made(self.rules[""], {"nonfinite": "ignore", **options, "lr": self.peak_lr}, "optim.")
 
@@ -146,15 +147,15 @@ class RuleOptimConfig(OptimConfig):
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether the rule of the experts is one for all of a layer together."""
+        """Whether the experts' rule treats all experts of a layer as one stacked matrix."""
         return bool(options_of(self.rules["experts"])["matrix_layout"].default == "stacked")
 
     def section(self, kind: str) -> KindConfig:
-        """The settings that the kind has of its own."""
+        """The settings of one kind."""
         return cast(KindConfig, getattr(self, kind))
 
     def rule_of(self, kind: str) -> Rule:
-        """The rule of a kind of parameters, with all its options; raises ConfigError if they do not go together."""
+        """Return the rule of one kind of parameters, with all its options; raises ConfigError if they contradict each other."""
         rule, own = self.rules[kind], self._own(kind)
         shared = {name: getattr(self, name) for name in inherited_by(rule, self.rules[""])}
         options = {name: default for name, (_, default) in fields_of(rule).items() if default is not None} | shared | own
@@ -163,7 +164,7 @@ class RuleOptimConfig(OptimConfig):
         return _made(rule, {**options, **decided}, f"optim.{kind}.")
 
     def lr_of(self, kind: str) -> float:
-        """Its peak learning rate."""
+        """Return the peak learning rate of one kind."""
         section = self.section(kind)
         if section.lr is not None:
             if section.lr_factor is not None:
@@ -172,7 +173,7 @@ class RuleOptimConfig(OptimConfig):
                 )
             if not self.peak_lr and section.lr:
                 raise ConfigError(
-                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all rates follow that of optim.lr: give it a number > 0"
+                    f"optim.lr = 0 with optim.{kind}.lr = {section.lr}: all learning rates are scaled with optim.lr: give it a number > 0"
                 )
             return section.lr
         if section.lr_factor is None and kind == "router" and not section.rule:
@@ -190,7 +191,7 @@ class RuleOptimConfig(OptimConfig):
         return default_factor(kind, self.rules) if factor is None else factor
 
     def _own(self, kind: str) -> dict[str, Any]:
-        """Options that are given for the kind alone."""
+        """Return the options that are given for this kind alone."""
         section = self.section(kind)
         own = {name: getattr(section, name) for name in fields_of(self.rules[kind]) if name != "lr"}
         own = {name: value for name, value in own.items() if value is not None}
@@ -211,7 +212,7 @@ class RuleOptimConfig(OptimConfig):
         return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
-        """Classes that are made as needed cannot be found by name: a copy is made from the values."""
+        """Copy by value: pickle cannot find classes by name that are created at run time."""
         return _restored, (asdict(self),)
 
 
@@ -230,18 +231,18 @@ def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
 
 
 def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
-    """The `lr_factor` of a kind that gives none."""
+    """Return the `lr_factor` of a kind that does not set it."""
     return REST_FACTORS.get((rules[""].name, rules[kind].name), 1.0) if kind == "rest" else 1.0
 
 
 def _default_rules(name: str) -> dict[str, str | None]:
-    """The rules of kinds that name none, under a rule of `[optim]`; None: that of another kind."""
+    """Return the rule of each kind that does not name one, given the rule of `[optim]`; None: the rule of the rest."""
     return {"experts": name, "matrices": name, "rest": REST_RULE, "router": None}
 
 
 def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
-    """`[optim]` from Python: options of the rule, and mappings for sections. Raises ConfigError for a bad value, TypeError for an unknown
-    option."""
+    """Build `[optim]` in Python from options of the rule and mappings for sections. Raises ConfigError for a bad value, TypeError for an
+    unknown option."""
     values = {"name": name, **values}
     cls = optim_class(chosen_rules(values))
     sections = {kind: section_class(cls, kind)(**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
@@ -249,7 +250,8 @@ def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
 
 
 def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The names of rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than they have anyway."""
+    """Return the names of the rules in an `[optim]`, for `optim_class`: its own, and those of kinds that name another than their
+    default."""
     found = {"": mapping.get("name", DEFAULT_RULE)}
     for kind in KINDS:
         section = mapping.get(kind)
@@ -262,7 +264,7 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
-    """The same values in the class that `--help` is made from."""
+    """Return the same values in the class from which `--help` is generated."""
     assert isinstance(optim, RuleOptimConfig)
     cls = optim_class(optim.given, brief=True)
     sections = {kind: section_class(cls, kind)(**asdict(optim.section(kind))) for kind in KINDS}
@@ -270,15 +272,15 @@ def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
 
 
 def section_class(cls: type[OptimConfig], kind: str) -> type[KindConfig]:
-    """The class of a section of a class that `optim_class` made."""
+    """Return the class of one section of a class that `optim_class` created."""
     return cast(type[KindConfig], cls.__annotations__[kind])
 
 
 @functools.cache
 def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type[RuleOptimConfig]:
-    """The dataclass of `[optim]` under these rules (`chosen_rules`).
+    """Return the dataclass of `[optim]` for these rules (`chosen_rules`).
 
-    `brief`: for `--help`, in which a kind only names the options that it has in common with [optim]; they cannot be parsed then.
+    `brief` is for `--help`: a kind then only lists the names of the options that it inherits from `[optim]`, and they cannot be parsed.
     """
     names = dict(given)
     rules = {"": rule_named(names[""], "optim.name")}
@@ -301,7 +303,7 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
 
 
 def _name_field(rule: type[Rule]) -> Any:
-    text = f"The rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. What follows are its options."
+    text = f"Rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. Its options follow."
     return ("name", Annotated[str, tyro.conf.arg(help=text)], name_of(rule))
 
 
@@ -319,7 +321,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
     above = "--optim.rest" if is_rests else "--optim"
     factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
     own: list[Any] = [
-        ("lr", _quiet(float | None, "Its own peak learning rate, in place of lr_factor.", ""), None),
+        ("lr", _quiet(float | None, "Peak learning rate, in place of lr_factor.", ""), None),
         ("lr_factor", _quiet(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
     ]
     listed = []
@@ -335,7 +337,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
         own.append((name, annotation, None))
     made = make_dataclass(f"KindConfig {kind}", own, bases=(KindConfig,), frozen=True, namespace={"options_rule": rule})
-    more = f" And, as {above} has them, {', '.join(listed)}." if listed else ""
+    more = f" Further options, with defaults from {above}: {', '.join(listed)}." if listed else ""
     made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
     return made
 
@@ -347,4 +349,4 @@ def _quiet(hint: Any, text: str, of_default: str) -> Any:
 def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:
     taken = {one.name for one in fields(base)} - {"lr"} | {*KINDS}
     if name in taken:
-        raise ConfigError(f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has for itself: give the rule's another name")
+        raise ConfigError(f"rule {name_of(rule)!r} has an option {name!r}, which [optim] has already: rename the rule's option")

@@ -1,7 +1,7 @@
-"""The options of rules as fields of `[optim]`: TOML, command line and `--help` have them from the rules, where they are typed once.
+"""Fields of `[optim]` that are derived from the options of rules, so that TOML, command line and `--help` need no list of their own.
 
-A field has the type of its option, reduced to what a command line can give: numbers, text, choices and tuples of these. Options of other
-types, and those that the trainer decides itself, are no fields.
+A field has the type of its option, reduced to types that a command line can parse: numbers, strings, choices, and tuples of these. Options
+of other types, and options that the trainer sets itself, have no field.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rules import RULES, find_rule
 
 DECIDED = {
-    "matrix_layout": "experts are matrices of their own, or a stack for stacked_soap",
-    "nonfinite": "a step that is not finite is skipped as a whole",
-    "maximize": "a loss is minimized",
+    "matrix_layout": "each expert is a matrix of its own, or all are one stack for stacked_soap",
+    "nonfinite": "a step whose loss or gradient is not finite is skipped",
+    "maximize": "the loss is minimized",
 }
-"""Options that the trainer decides, and how."""
+"""Options that the trainer sets itself, and how."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "soap": {"lr": 4e-3, "second_moment": "rotate"},
@@ -35,22 +35,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "muon": {"momentum": 0.9},
     "soap_muon": {"momentum": 0.9},
 }
-"""Defaults of the trainer, where they are not the rule's own; besides these, `sides` is "auto" where it is "both"."""
+"""Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the rule has "both"."""
 
 DEFAULT_LR = 6e-3
-"""Learning rate of rules that have none of their own."""
+"""Learning rate of rules without a default of their own."""
 
 MEASURED_TOKENS = 1024, 8192
-"""Tokens a step between which the best rates were measured (docs/results.md): beyond them the default rate stays what it is there."""
+"""Tokens per step at which the best learning rates were measured (docs/results.md): the default rate grows between the two and is constant
+outside."""
 LR_EXPONENT = 0.25
-"""Power of the tokens of a step with which the default rate grows: the best one grew with 0.23 for Muon, 0.33 for AdamW."""
+"""The default rate grows with this power of the tokens per step; measured were 0.23 for Muon and 0.33 for AdamW."""
 
 PLAIN = (bool, int, float, str)
-"""Types of values, in the order in which a value is tried."""
+"""Types that a command line can parse, in the order in which they are tried."""
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
-    """The rule of this name, or `module:Class` (the current folder counts); ConfigError, which names `field`, if there is none."""
+    """Return the rule with this name, or `module:Class` (the current folder is searched too). Raises ConfigError, naming `field`, if there
+    is none."""
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -61,8 +63,8 @@ def rule_named(name: str, field: str) -> type[Rule]:
 
 
 def fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
-    """(type, default) of the options of a rule that are fields, by name: the learning rate, others that may be positional, the rule's own,
-    those of all rules. A default is None where the option has none, or it is that."""
+    """Return (type, default) of each option of a rule that is a field, by name: first the learning rate, then positional options, the
+    rule's other options, and the options that all rules have. A default of None means that there is none, or that None is the default."""
     return _fields_of(rule)
 
 
@@ -78,7 +80,7 @@ def _fields_of(rule: type) -> dict[str, tuple[Any, Any]]:
 
 
 def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
-    """The peak learning rate of matrices under a rule, where none is given; that of a rule of the user's own does not grow."""
+    """Return the default peak learning rate of matrices. For a rule of the user's own it does not depend on the tokens per step."""
     own = float(fields_of(rule)["lr"][1])
     if rule not in RULES.values():
         return own
@@ -87,23 +89,23 @@ def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
 
 
 def own_fields(rule: type[Rule]) -> list[str]:
-    """The fields that not every rule has."""
+    """Return the names of the fields that only some rules have."""
     common = options_of(Rule).keys()
     return [name for name in fields_of(rule) if name not in common]
 
 
 def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
-    """Options that a group of `rule` takes over from an `[optim]` of the rule `other`, where it has none of its own."""
+    """Return the options that a kind with `rule` inherits from an `[optim]` with the rule `other`."""
     if rule is other:
         return set(fields_of(rule)) - {"lr"}
     return ({"weight_decay", *options_of(Rule)} & fields_of(rule).keys() & fields_of(other).keys()) - {"lr"}
 
 
 def plain_type(hint: Any) -> Any:
-    """A type reduced to what a command line and TOML can give; None if nothing is left."""
+    """Reduce a type to the part that a command line and TOML can express; None if nothing is left."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = [part for part in (typing.get_args(hint) if union else (hint,)) if _is_plain(part)]
-    parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)  # text last: everything could be text
+    parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)  # str last: it accepts every value
     if not set(parts) - {types.NoneType}:
         return None
     return functools.reduce(lambda one, other: one | other, parts)
@@ -127,18 +129,18 @@ def _default(rule: type, option: Option, hint: Any) -> Any:
 
 
 def as_text(value: Any) -> Any:
-    """A dtype, or dtypes by part, as a command line gives them; anything else as it is."""
+    """Write a dtype, or dtypes by part, as a command line does; return any other value unchanged."""
     value = saveable(value)
     return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else value
 
 
 def shown(value: Any) -> str:
-    """The text of a value, as a command line gives it."""
+    """Write a value as a command line does."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def described(rule: type[Rule], name: str, hint: Any, hint_of_default: str | None = None) -> Any:
-    """The type with what `--help` says of the option; `hint_of_default`: of its default, if it is not the field's."""
+    """Annotate the type of an option with its text for `--help`. `hint_of_default` replaces the text about its default."""
     text, values = documentation_of(rule).get(name, ""), options_of(rule)[name].range
     words = "" if values is None else values.words.partition(" or a callable")[0]
     if words and "one of" not in words and "torch" not in words and not words.startswith("True"):
@@ -150,7 +152,7 @@ def described(rule: type[Rule], name: str, hint: Any, hint_of_default: str | Non
 
 
 def metavar(hint: Any) -> str:
-    """How `--help` writes a value of this type, where leaving it out is no value."""
+    """Return the placeholder of `--help` for a value of this type; None is not shown as a value."""
     parts = [part for part in typing.get_args(hint) if part is not types.NoneType] if _is_union(hint) else [hint]
     return "|".join(_metavar(part) for part in parts)
 
@@ -170,10 +172,10 @@ def _metavar(hint: Any) -> str:
 
 
 def owners(option: str, rule: type[Rule]) -> str:
-    """The owner of an option that `rule` does not have, or that it has for others than the trainer; nothing if nobody has it."""
+    """Explain who has an option that `rule` does not have: the trainer, or other rules. Empty if nobody has it."""
     this = name_of(rule)
     if option in DECIDED:
-        return f"{option} is the trainer's to decide: {DECIDED[option]}"
+        return f"{option} is set by the trainer: {DECIDED[option]}"
     having = [name for name, other in RULES.items() if option in fields_of(other)]
     if not having:
         return ""
@@ -182,5 +184,5 @@ def owners(option: str, rule: type[Rule]) -> str:
 
 
 def name_of(rule: type[Rule]) -> str:
-    """The name under which `[optim]` has the rule."""
+    """Return the name of the rule in `[optim]`."""
     return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

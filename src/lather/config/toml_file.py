@@ -1,6 +1,6 @@
-"""A configuration from and to TOML; every error names the file and the key.
+"""Reads and writes a configuration as TOML; every error names the file and the key.
 
-`[model]` is one family's configuration: its key `model_type` says which, "deepseek_v2" if it is left out.
+`[model]` is the configuration of one model family: its key `model_type` names the family, "deepseek_v2" if left out.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ C = TypeVar("C")
 
 
 def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = "") -> Config:
-    """Read a TOML file; every error names the file and the key.
+    """Read a configuration from a TOML file; every error names the file and the key.
 
-    `rules`: names of rules in place of the file's, by "name" or "<kind>.rule"; options of the file's rules that these do not have are then
-    left out. `run_dir`, `init_from`, `fork_from`: those of the run, if they are not the file's. Without [model] the model is that of
-    `init_from`.
+    `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new rules do not have are then dropped.
+    `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
     """
     mapping = _read(path)
     try:
@@ -52,7 +51,7 @@ def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str
 
 
 def load_run(run_dir: Path) -> Config:
-    """The configuration of a run, in the terms of the time when it was begun; every error names the file and the key."""
+    """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error names the file and the key."""
     path = run_dir / "config.toml"
     mapping = _read(path)
     if not is_old(mapping):
@@ -64,7 +63,7 @@ def load_run(run_dir: Path) -> Config:
 
 
 def config_of_run(mapping: Mapping[str, Any]) -> Config:
-    """Build the configuration that a run has kept, in the terms of the time when it was begun."""
+    """Build the configuration that a run has saved; the old form of `[optim]` is kept."""
     mapping = _without_none(mapping)
     if not is_old(mapping):
         return config_from_mapping(mapping)
@@ -73,8 +72,8 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
 
 
 def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
-    """A configuration that says which model it is: if it does not, it is that of the run that is in `run_dir`, or the one that the run
-    starts from, if there is one; sequences are then no longer than that one takes."""
+    """Add `[model]` to a configuration without one: the model of the run that is already in `run_dir`, or else of `init_from`, if given.
+    The default sequence length is then limited to the model's."""
     init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
     if "model" in mapping or not init_from or not isinstance(init_from, str) or not isinstance(run_dir, str):
         return dict(mapping)
@@ -87,13 +86,13 @@ def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "
 
 
 def folder_of(init_from: str) -> Path:
-    """The folder that `init_from` names; of RUN@STEP that of the run."""
+    """Return the folder that `init_from` names; for RUN@STEP, the run directory."""
     run = init_from.rpartition("@")[0]
     return Path(run) if run and not Path(init_from).is_dir() else Path(init_from)
 
 
 def model_of(init_from: str) -> ModelConfig:
-    """The model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError of the folder's config.json."""
+    """Read the model of a run directory or a Hugging Face folder. Raises ConfigError, or ExchangeError for a bad config.json."""
     source = folder_of(init_from)
     if (source / CONFIG_FILE).is_file():
         return read_config(source)
@@ -116,7 +115,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _folders_of_fork(name: object) -> list[str]:
-    """The folders that RUN@STEP may mean."""
+    """Return the run directories that RUN or RUN@STEP may mean."""
     return [name, name.rpartition("@")[0]] if isinstance(name, str) else []
 
 
@@ -126,7 +125,7 @@ def _is_old_run(run_dir: object) -> bool:
 
 
 def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:
-    """An `[optim]` with other rules, without the options that only those of before had."""
+    """Replace rules of an `[optim]`, and drop the options that only the replaced rules have."""
     chosen = dict(optim)
     for name, rule in rules.items():
         kind, dot, _ = name.partition(".")
@@ -140,7 +139,7 @@ def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, An
 
 
 def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[str, Any]:
-    """Without the keys that are fields of the one class and not of the other."""
+    """Drop the keys that are fields of the class `before` and not of `after`."""
     old, new = _hints(before), _hints(after)
     kept = {key: value for key, value in mapping.items() if key in new or key not in old}
     sections = {key for key, value in kept.items() if isinstance(value, dict) and dataclasses.is_dataclass(new.get(key))}
@@ -148,17 +147,17 @@ def _without_lost(mapping: dict[str, Any], before: type, after: type) -> dict[st
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """Nested mappings to a `Config`; missing keys keep their defaults."""
+    """Build a `Config` from nested mappings; missing keys get their defaults."""
     return _build(Config, mapping, "")
 
 
 def config_to_toml(config: Config) -> str:
-    """The resolved configuration; `load_config` gives the same one back."""
+    """Write a configuration as TOML; `load_config` reads the same one back."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
 def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields, sections left out."""
+    """Yield the dotted names of all fields, without the sections themselves."""
     for name, hint in _hints(cls).items():
         if sections := _sections(hint):
             yield from dict.fromkeys(key for section in sections for key in field_names(section, f"{prefix}{name}."))
@@ -167,20 +166,20 @@ def field_names(cls: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name."""
+    """Return the types of a dataclass's fields by name."""
     hints = typing.get_type_hints(cls)
     return {one.name: hints[one.name] for one in dataclasses.fields(cls)}
 
 
 def _sections(hint: Any) -> list[type]:
-    """The dataclasses that a field of this type may hold; none: it is a plain value."""
+    """Return the dataclasses that a field of this type may hold; none if it is a plain value."""
     if hint is OptimConfig:
         return [optim_class((("", DEFAULT_RULE),))]
     return [one for one in typing.get_args(hint) or (hint,) if isinstance(one, type) and dataclasses.is_dataclass(one)]
 
 
 def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type:
-    """The one that the section's `model_type` names, where there are several; of `[optim]`, that of its rules."""
+    """Return the class of a section: for `[optim]` by its rules, for `[model]` by its `model_type`."""
     if issubclass(sections[0], RuleOptimConfig):
         return optim_class(chosen_rules(mapping))
     by_type = {getattr(section, "model_type", ""): section for section in sections}
@@ -214,7 +213,7 @@ def _build(cls: type[C], mapping: Mapping[str, Any], prefix: str) -> C:
 
 
 def _owner(cls: type, key: str) -> str:
-    """Which other families, or rules, have the key."""
+    """Name the model families or rules that have the key."""
     if issubclass(cls, RuleOptimConfig | KindConfig):
         return owners(key, cls.rules[""] if issubclass(cls, RuleOptimConfig) else cls.options_rule)
     families = _sections(typing.get_type_hints(Config)["model"])
@@ -225,8 +224,8 @@ def _owner(cls: type, key: str) -> str:
 
 
 def _nearest(name: str, cls: type) -> str:
-    """A hint at what the user may have meant: the section or field most like the last component of `name`, or the keys of its section,
-    which is of class `cls`."""
+    """Suggest the section or field whose last component is most like that of `name`, or list the keys of its section, which is of class
+    `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
     section, dot, last = name.rpartition(".")
     siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
@@ -234,7 +233,7 @@ def _nearest(name: str, cls: type) -> str:
     known = dict.fromkeys([*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere])
 
     def likeness(other: str) -> float:
-        """A field of the same section wins a tie, an option of a rule loses it."""
+        """Prefer a field of the same section in a tie, and an option of a rule least."""
         other_section, _, other_last = other.rpartition(".")
         is_of_rule = other.startswith("optim.") and other_last not in OptimConfig.__dataclass_fields__
         return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section) - 0.01 * is_of_rule
@@ -245,7 +244,7 @@ def _nearest(name: str, cls: type) -> str:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """A TOML value as the field's type; an int is taken for a float, nothing else is converted."""
+    """Convert a TOML value to the field's type; only an int to a float is converted, any other mismatch raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_to_one_of([arg for arg in args if arg is not type(None)], value, name)

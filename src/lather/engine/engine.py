@@ -1,7 +1,7 @@
-"""A model on a mesh of ranks: the gradients of a global batch, and validation. One process is a mesh of one rank and goes the same way.
+"""A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
 
 Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
-by the labels of all ranks, so no gradient is divided later, and after `gradients` every parameter's is whole.
+by the number of labels on all ranks, so no gradient is divided later, and after `gradients` every parameter has its complete gradient.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from lather.shapes import Bool, Int
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The result of forward and backward over a global batch; the same on all ranks."""
+    """The result of the forward and backward pass of a global batch; the same on all ranks."""
 
     loss: float
-    """Cross entropy in nats, mean over labels."""
+    """Cross entropy in nats, averaged over labels."""
     balance_loss: float
-    """Mean over MoE blocks and, weighted by labels, micro-batches; coefficient divided out."""
+    """Average over MoE blocks and, weighted by labels, over micro-batches; without its coefficient."""
     counts_LE: Int[Tensor, "l e"]
-    """Rows per MoE block and expert, on CPU."""
+    """Rows per MoE block and expert, on the CPU."""
     num_labels: int
 
 
 @dataclass(frozen=True)
 class UnreadResult:
-    """The result of forward and backward over a rank's share, still on the device."""
+    """The result of the forward and backward pass of a rank's share of the batch, still on the device."""
 
     found: Tensor
-    """Loss, balance loss, and rows by block and expert, one after the other, fp64, to be added up over all ranks."""
+    """Loss, balance loss, and rows by block and expert, concatenated, in fp64, to be summed over all ranks."""
     num_labels: int
 
 
 class Engine:
-    """This rank's part of a model and what runs it."""
+    """This rank's part of a model, and its execution."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Engine:
         return self._segments.rounded_weights
 
     def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """This rank's share of a global batch that every rank has, one token more per sequence than is trained on.
+        """Return this rank's share of a global batch that every rank has; sequences have one token more than is trained on.
 
         Raises ValueError if the sequences cannot be divided among the data ranks.
         """
@@ -114,14 +114,14 @@ class Engine:
         return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
 
     def gradients(self, batch: Batch) -> BatchResult:
-        """As `launch_gradients`, and wait for the result."""
+        """Call `launch_gradients`, and wait for the result."""
         return self.read(self.launch_gradients(batch))[0]
 
     def launch_gradients(self, batch: Batch) -> UnreadResult:
-        """Forward and backward of the global batch, of which this is the rank's share; leaves the gradients of the whole step in
+        """Run the forward and backward pass of the global batch, of which `batch` is this rank's share; store the gradients of the step in
         `parameters`.
 
-        Raises ValueError, before anything travels, if the share has not the shape that the engine is for.
+        Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
         self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
         num_labels = self._labels_of_all(batch)
@@ -131,7 +131,7 @@ class Engine:
             try:
                 output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
             except BaseException:
-                self.clear_gradients()  # they are a part of a step's
+                self.clear_gradients()  # they are incomplete
                 raise
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
@@ -140,9 +140,9 @@ class Engine:
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float:
-        """Mean cross entropy in nats per label over the sequences of all ranks, each of which gives equally many, at least one.
+        """Return the mean cross entropy in nats per label over the sequences of all ranks; each rank gives the same number, at least one.
 
-        Raises ValueError, before anything travels, if their length is not the one that the engine is for.
+        Raises ValueError, before anything is sent, if the sequences do not have the engine's length.
         """
         self._check_shape(batch, max(1, len(batch.inputs_BS)))
         num_labels = self._labels_of_all(batch)
@@ -155,7 +155,7 @@ class Engine:
         return total.item() / max(1, num_labels)
 
     def fill_waits(self, filler: Filler) -> None:
-        """Have pieces of this work done while the rank waits for others of its pipeline."""
+        """Do pieces of this work while the rank waits for other ranks of its pipeline."""
         self._executor.filler = filler
 
     def clear_gradients(self) -> None:
@@ -171,7 +171,7 @@ class Engine:
                 )
 
     def _labels_of_all(self, batch: Batch) -> int:
-        """Labels of the whole global batch."""
+        """Return the number of labels of the global batch."""
         if batch.labels_of_all is not None or self.mesh.data_size == 1:
             return batch.num_labels if batch.labels_of_all is None else batch.labels_of_all
         total = torch.tensor(batch.num_labels, device=self.mesh.device)
@@ -190,12 +190,13 @@ class Engine:
         return micro_batches
 
     def _packed(self, begins_BS: Bool[Tensor, "b s"]) -> SequenceLayout:
-        """Masks and rotary tables of documents; those without are the same for all micro-batches."""
+        """Return a layout with the masks and rotary tables of these documents; the layout without documents is the same for all
+        micro-batches."""
         batch, length = begins_BS.shape
         return SequenceLayout(batch, length, self.mesh.device, document_boundaries(begins_BS))
 
     def _summary(self, output: StepOutput, shares: Sequence[float]) -> Tensor:
-        """`UnreadResult.found`."""
+        """Return `UnreadResult.found`."""
         layers, experts = self.part.moe_layers, self.part.num_experts
         found = torch.zeros(2 + len(layers) * experts, dtype=torch.float64, device=self.mesh.device)
         counts_LE = found[2:].view(len(layers), experts)
@@ -211,8 +212,8 @@ class Engine:
         return found
 
     def read(self, result: UnreadResult, *, sums: Tensor | None = None, own: Tensor | None = None) -> tuple[BatchResult, Tensor, Tensor]:
-        """The result of all ranks together, and on the CPU `sums`, added up over all ranks, and `own`, both 1-D and fp64: by one all-reduce
-        and one wait for the device."""
+        """Return the result of all ranks and, on the CPU, `sums` summed over all ranks and `own` unchanged, both 1-D in fp64. Needs one
+        all-reduce and one wait for the device."""
         nothing = result.found.new_zeros(0)
         sums, own = (nothing if more is None or not len(more) else more.to(nothing.device) for more in (sums, own))
         total = torch.cat((result.found, sums))
@@ -224,7 +225,7 @@ class Engine:
         return BatchResult(loss, balance, counts_LE, result.num_labels), sums, own
 
     def balance(self, counts_LE: Int[Tensor, "l e"]) -> None:
-        """Loss-free balancing, after a step in which the experts had these rows."""
+        """Apply loss-free balancing after a step in which the experts received these rows."""
         if self.moe.bias_update_rate:
             counts_LE = to_device(counts_LE, self.mesh.device)
             for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
@@ -235,7 +236,7 @@ class Engine:
 
 
 def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:
-    """This rank's engine with the fresh weights that the seed gives, the same on every mesh. `layers`: of every stage; None: equally
+    """Build this rank's engine with the random weights of the seed, the same on every mesh. `layers`: layers of every stage; None: equally
     many."""
     schedule = schedule_for(config.parallel, config.num_micro_batches(mesh.data_size))
     if layers is None:
@@ -258,12 +259,12 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """dtype of parameters and gradients; products may be narrower."""
+    """Return the dtype of parameters and gradients; matrix products may use a narrower one."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
 def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None) -> None:
-    """Set what the experts' layers keep for backward, and how their load is evened, over the ranks of `data_group`."""
+    """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of `data_group`."""
     model.set_memory(config.memory)
     if config.balance_level is not None:
         model.balance_load(config.balance_level, data_group)
@@ -274,7 +275,7 @@ def prepare_experts(model: RoutedModel, config: MoEConfig, data_group: dist.Proc
 
 
 def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
-    """Where documents begin and end among the B * S tokens: 0, each token that begins one, B * S."""
+    """Return the boundaries of documents among the B * S tokens: 0, the first token of each document, B * S."""
     edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
     boundaries: Tensor = torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()
     return boundaries

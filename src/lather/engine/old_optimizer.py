@@ -1,4 +1,4 @@
-"""The optimizer of runs whose `[optim]` is an `OldOptimConfig` (`lather.config.old_runs`), to the bit."""
+"""The optimizer of runs whose `[optim]` is an `OldOptimConfig` (`lather.config.old_runs`), reproduced to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lather.parallel.local_parameters import LocalParameters
 
 
 def build_old_optimizer(config: OldOptimConfig, parameters: LocalParameters | list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SOAP on matrices and experts with AdamW on the rest, or torch's AdamW on everything, as it was."""
+    """Build SOAP for matrices and experts with AdamW for the rest, or torch's AdamW for everything, as before `OptimConfig`."""
     if config.name == "adamw":
         named = parameters.named() if isinstance(parameters, LocalParameters) else parameters
         own: dict[str, Any] = {"betas": config.adam_betas, "eps": config.eps, "weight_decay": config.weight_decay}

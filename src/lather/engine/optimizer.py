@@ -1,4 +1,4 @@
-"""The optimizer of a run: one, with a group for each kind of parameters and its rule."""
+"""The optimizer of a run, with one group for each kind of parameters and its rule."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lather.optim.options import options_of
 from lather.parallel.local_parameters import LocalParameters
 
 LR_FACTOR = "lr_factor"
-"""Key of a group: its learning rate as a factor of `optim.lr`, at every step."""
+"""Key of a group: its learning rate as a factor of `optim.lr` at every step."""
 ROUTERS = ("gate",)
-"""Components of the names of a router's parameters."""
+"""Name components that identify a router's parameters."""
 
 
 def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The optimizer of the rule of `[optim]`, whose groups have the rules of their kinds.
+    """Build the optimizer for the rule of `[optim]`, whose groups have the rules of their kinds.
 
-    `parameters`: a rank's, or all of a model in one process with their names; frozen ones are left out. Of parameters in fp64 the state of
-    elementwise rules is kept in fp64.
+    `parameters`: those of a rank, or all of a model in one process with their names; frozen ones are skipped. For fp64 parameters the state
+    of elementwise rules is fp64.
     """
     parameters = parameters.trained() if isinstance(parameters, LocalParameters) else [(n, p) for n, p in parameters if p.requires_grad]
     if isinstance(config, OldOptimConfig):
@@ -43,11 +43,11 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
             options["state_dtype"] = torch.float64
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         groups.append({"params": named, "rule": type(rule), **options, LR_FACTOR: factor})
-    return _optimizer(config.rule, groups or [{"params": []}])  # a rank whose layers are all frozen takes part in steps all the same
+    return _optimizer(config.rule, groups or [{"params": []}])  # a rank whose layers are all frozen still takes part in steps
 
 
 def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
-    """The optimizer, of the class that is registered with the rule: checkpoints say its name."""
+    """Build the optimizer, of the class that is registered for the rule: checkpoints store the class name."""
     for cls in vars(optim).values():
         if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
             return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches forward and backward, one norm, clip, update."""
+"""One optimizer step: forward and backward passes of the micro-batches, gradient norm, clipping, update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lather.parallel.gradients import clip_, norm_dtype, squared_norm
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """`optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    """Return `optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
     if step <= config.warmup_steps:
         return config.peak_lr * step / config.warmup_steps
     start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
@@ -37,7 +37,7 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `train.device` names; raises ConfigError if it is not there."""
+    """Return the device that `train.device` names. Raises ConfigError if it does not exist."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but there is no CUDA device: use 'auto' or 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -52,32 +52,32 @@ class StepResult:
     grad_norm: float
     tokens: int
     counts_LE: Tensor
-    """Rows per MoE block and expert, on CPU."""
+    """Rows per MoE block and expert, on the CPU."""
     optimizer_seconds: float
     refreshes_done: int
-    """Since the step before; with `optim.async_refresh` it was that one which began them."""
+    """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
     refreshes_skipped: int
     skipped: bool
 
 
 class TrainStep:
-    """Runs optimizer steps on a mesh of ranks, each of which calls it with its share of the batch."""
+    """Runs optimizer steps on a mesh; each rank calls it with its share of the batch."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        """`optimizer`: of `engine.parameters`; `max_grad_norm`: 0 does not clip."""
+        """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
             engine.fill_waits(optimizer.put_off_refreshes())
         self._refreshes_before = self._refreshes()
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
-        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, of which groups have factors.
+        """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which groups multiply by their factors.
 
-        A step that is not finite changes nothing, on any rank.
+        A step whose loss or gradient is not finite changes nothing on any rank.
         """
         result, norm, norms = self._gradients(batch)
         finite = math.isfinite(result.loss + norm.item())
-        start = time.perf_counter()  # nothing is under way on a GPU: the gradients have just been waited for
+        start = time.perf_counter()  # a GPU is idle now, since the host has just waited for the gradients
         if finite:
             if self.max_grad_norm:
                 clip_(self.engine.parameters.gradients(), norm, self.max_grad_norm)
@@ -105,8 +105,8 @@ class TrainStep:
         )
 
     def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
-        """Forward and backward; the norm of all gradients, on the CPU; and what the optimizer will want to know of them. The device is
-        waited for once."""
+        """Run the forward and backward pass; return its result, the norm of all gradients on the CPU, and the norms that the optimizer
+        needs, with one wait for the device."""
         engine, unread = self.engine, self.engine.launch_gradients(batch)
         norms = self.optimizer.measure_gradients() if isinstance(self.optimizer, MatrixOptimizer) else None
         square = squared_norm(engine.parameters, engine.mesh, *([] if norms is None else [norms.of]))
@@ -122,7 +122,7 @@ class TrainStep:
         return counters["refreshes_done"], counters["refreshes_skipped"]
 
     def _on_all_ranks(self, counts: list[int]) -> list[int]:
-        """Sums."""
+        """Return the sums over all ranks."""
         if self.engine.mesh.size == 1 or not isinstance(self.optimizer, MatrixOptimizer):
             return counts
         total = torch.tensor(counts, device=self.engine.mesh.device)
@@ -130,6 +130,6 @@ class TrainStep:
         return [int(count) for count in total.tolist()]
 
     def _now(self) -> float:
-        if is_gpu(self.engine.mesh.device):  # not the device: refreshes may go on beside what comes next
+        if is_gpu(self.engine.mesh.device):  # wait for this stream only: refreshes may continue on others
             gpu_module(self.engine.mesh.device).current_stream(self.engine.mesh.device).synchronize()
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Fine-tuning: which parameters of a model are trained, by the patterns of `[train]` and by `[lora]`."""
+"""Selects the parameters of a model that are trained, by the patterns of `[train]` and by `[lora]`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lather.models.lora import LoraConfig, fresh_adapters
 
 @dataclass(frozen=True)
 class Trained:
-    """The parameters of a model that are trained."""
+    """The trained parameters of a model."""
 
     names: frozenset[str]
     num_trained: int
-    """Numbers in them."""
+    """Number of trained scalars."""
     num_parameters: int
-    """Numbers in all parameters of the model, adapters included."""
+    """Number of scalars in all parameters of the model, adapters included."""
 
     def describe(self) -> str:
         share = 100 * self.num_trained / self.num_parameters
@@ -31,10 +31,10 @@ class Trained:
 
 
 def trained_parameters(config: Config) -> Trained:
-    """The parameters that `[train] trainable` and `frozen` and `[lora]` leave to be trained; nothing is allocated.
+    """Return the parameters that `[train] trainable` and `frozen` and `[lora]` select; nothing is allocated.
 
-    With adapters these are trained and the weights are not, but for those that `trainable` names. Raises ConfigError for a pattern or a
-    target that matches nothing, and if nothing is left.
+    With adapters, only the adapters and the parameters that `trainable` names are trained. Raises ConfigError for a pattern or a target
+    that matches nothing, and if no parameter is selected.
     """
     parameters = dict(outline(config).named_parameters())
     train, has_adapters = config.train, config.lora.rank > 0
@@ -50,24 +50,24 @@ def trained_parameters(config: Config) -> Trained:
 
 
 def check_finetuning(config: Config) -> None:
-    """Raise ConfigError for a pattern that matches nothing, for nothing to train, and for adapters of weights that nobody has trained."""
+    """Raise ConfigError for a pattern that matches nothing, if nothing is trained, and for adapters of random weights."""
     trained_parameters(config)
     fits = not config.lora.rank or bool(config.init_from)
-    require(fits, "lora.rank", config.lora.rank, "0 without init_from, the trained weights that adapters stand beside")
+    require(fits, "lora.rank", config.lora.rank, "0 without init_from: adapters are added to trained weights")
 
 
 def check_adapters_are_all(config: Config) -> None:
     """Raise ConfigError unless the run has adapters and trains nothing else."""
     if not config.lora.rank:
-        raise ConfigError("--adapter is for runs with adapters, and this one has lora.rank = 0: export the model, without --adapter")
+        raise ConfigError("--adapter needs a run with adapters, and this one has lora.rank = 0: export the model, without --adapter")
     if config.moe.bias_update_rate:
         raise ConfigError(
-            f"--adapter leaves out the balancing biases that moe.bias_update_rate = {config.moe.bias_update_rate} has moved, without which "
-            "tokens go to other experts: train adapters with 0"
+            f"--adapter leaves out the balancing biases that moe.bias_update_rate = {config.moe.bias_update_rate} has changed, and without "
+            "them tokens go to other experts: train adapters with 0"
         )
     if others := sorted(name for name in trained_parameters(config).names if not is_adapters(name)):
         raise ConfigError(
-            f"--adapter leaves out what train.trainable has trained besides the adapters, {others[0]!r} for one: "
+            f"--adapter leaves out parameters that train.trainable has trained besides the adapters, such as {others[0]!r}: "
             "export the merged model, without --adapter"
         )
 
@@ -77,21 +77,21 @@ def trained_names(config: Config) -> frozenset[str]:
 
 
 def outline(config: Config) -> Decoder:
-    """The whole model with its adapters on the meta device."""
+    """Return the whole model with its adapters on the meta device."""
     model = build_model(config.model, None, torch.device("meta"))
     add_adapters(model, config.lora)
     return model
 
 
 def train_only(model: nn.Module, names: frozenset[str]) -> None:
-    """Freeze all parameters of a model, or of a part of it, but these."""
+    """Freeze all parameters of a model, or of a part of it, except these."""
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
 
 
 @torch.no_grad()
 def with_adapters(model: Decoder, config: LoraConfig, generator: torch.Generator) -> Decoder:
-    """The model, which gets fresh adapters; on the meta device nothing is drawn."""
+    """Add new adapters to the model and return it; on the meta device nothing is drawn."""
     add_adapters(model, config)
     if not model.embed_tokens.weight.is_meta:
         for name, value in fresh_adapters(model, generator):

@@ -1,1 +1,1 @@
-"""The memory of a model: saved tensors counted, peaks measured."""
+"""The memory of activations: tensors saved for backward, and peaks of pipeline ranks."""

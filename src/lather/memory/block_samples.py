@@ -1,8 +1,8 @@
-"""A big decoder cut down to two blocks of each kind, so that what a forward pass keeps can be measured on a small machine.
+"""Reduces a large decoder to two blocks of each kind, so that the activations of a forward pass can be measured on a small machine.
 
-Blocks are of one kind if they have the same modules, settings, and shapes of parameters; what they keep for backward is then the same, too.
-There are two of a kind because the second shows what a further one adds: some tensors (rotary tables) are shared by all blocks. The two
-share their parameters. The model is built without memory, on the meta device, and only what stays is given some.
+Blocks are of one kind if they have the same modules, settings and parameter shapes; they then keep the same bytes for backward. Two blocks
+of each kind are kept because the second shows what a further block adds: some tensors (rotary tables) are shared by all blocks. The two
+share their parameters. The model is built on the meta device, and only the remaining blocks get memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ NOT_SETTINGS = {*vars(nn.Module()), "training"}
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """The blocks that were left of a decoder, by their index in the whole one."""
+    """The remaining blocks of a reduced decoder, by their index in the whole one."""
 
     kept: tuple[int, ...]
-    """The blocks that are left, in order."""
+    """The remaining blocks, in order."""
     stands_for: Mapping[int, tuple[int, ...]]
-    """A second block of its kind -> the blocks left out that are like it."""
+    """The second block of a kind -> the removed blocks of that kind."""
     first_of: Mapping[int, int]
-    """A second block of its kind -> the first."""
+    """The second block of a kind -> the first."""
 
     @property
     def num_blocks(self) -> int:
         return len(self.kept) + sum(map(len, self.stands_for.values()))
 
     def restore(self, profile: SavedTensors) -> SavedTensors:
-        """The tensors that the whole decoder keeps, from a profile of what was left."""
+        """Return the saved tensors of the whole decoder, from a profile of the reduced one."""
         name = "layers.{}".format
         renamed = profile.renamed({name(index): name(block) for index, block in enumerate(self.kept)})
         kinds = {name(first): (name(second), [name(b) for b in self.stands_for[second]]) for second, first in self.first_of.items()}
@@ -45,7 +45,7 @@ class SampledBlocks:
 
 
 def block_kinds(layers: nn.ModuleList) -> list[list[int]]:
-    """Indices of the blocks, grouped by kind, in order."""
+    """Return the indices of the blocks, grouped by kind, in order."""
     kinds: dict[Hashable, list[int]] = {}
     for index, block in enumerate(layers):
         kinds.setdefault(_signature(block), []).append(index)
@@ -65,13 +65,13 @@ def _signature(block: nn.Module) -> Hashable:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of the module itself, by name; one that has two names, under both."""
+    """Return the parameters and buffers of the module itself, by name; a tensor with two names appears twice."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _setting(value: Any) -> Hashable:
-    """A plain value, or the contents of an object, in a form that does not depend on its address."""
+    """Return a hashable form of a value, or of an object's contents, that does not depend on memory addresses."""
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(value.shape)
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def _setting(value: Any) -> Hashable:
 
 
 def keep_two_of_each(decoder: nn.Module) -> SampledBlocks:
-    """Cut `decoder.layers` down to the first two blocks of each kind, in place; the second has the first one's parameters."""
+    """Keep only the first two blocks of each kind in `decoder.layers`; the second gets the first one's parameters."""
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList)
     kinds = block_kinds(layers)
@@ -97,10 +97,10 @@ def keep_two_of_each(decoder: nn.Module) -> SampledBlocks:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, generator: torch.Generator) -> None:
-    """Give the parameters and buffers of a model on the meta device memory, in place; tied ones stay tied.
+    """Allocate the parameters and buffers of a model on the meta device, in place; tied ones stay tied.
 
-    Vectors and matrices get small random numbers, so that a router has a choice to make. Stacks of experts are zero, which costs no time
-    and, until they are written to, no memory. Buffers are zero: what a model computes for itself when it is built is not known here.
+    Vectors and matrices get small random numbers, so that a router has a choice to make. Stacks of experts are zero, which takes no time
+    and, until they are written to, no memory. Buffers are zero, since the values that a model computes when it is built are not known here.
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():

@@ -1,11 +1,11 @@
-"""The bytes that a pipeline keeps of one chunk, a micro-batch in a stage, layer by layer: counted in one process, with the engine's own
+"""Measures the bytes that a pipeline keeps for a chunk, a micro-batch in a stage, layer by layer, in one process with the engine's
 segments.
 
-    kept      from the chunk's forward to its backward: the layer's input among it, and whatever autograd and the engine hold
-    waiting   from its I action to its W action: what weight gradients that are put off will need
+    kept      between the chunk's forward and its backward: the layer's input and all tensors that autograd and the engine hold
+    waiting   between its I action and its W action: tensors that the deferred weight gradients need
 
-Layers of one kind keep the same, so one of each is run. Under expert parallelism the other ranks are not there: each is taken to send here
-what is sent to it, so that this rank's experts get as many pairs of token and expert as with one rank, which is an even load.
+Layers of one kind keep the same bytes, so one of each is run. Under expert parallelism the other ranks do not exist: each is assumed to
+send what it receives from this rank, so this rank's experts get as many pairs of token and expert as with one rank, which is an even load.
 
 Letters: B sequences of the micro-batch, S positions, D hidden size.
 """
@@ -38,15 +38,15 @@ class MemoryLevers:
     """Settings that save memory."""
 
     memory: str = "saved"
-    """Memory mode of the layers, see `MoEConfig`."""
+    """Memory mode of the MoE layers, see `MoEConfig`."""
     recompute: tuple[str, ...] = ()
-    """Segments that are run again in backward."""
+    """Segments that are recomputed in backward."""
     early_frees: bool = True
 
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes that a layer, or several, keep of a chunk."""
+    """Bytes that one or more layers keep for a chunk."""
 
     kept: int = 0
     waiting: int = 0
@@ -57,20 +57,20 @@ class ChunkBytes:
 
 @dataclass(frozen=True)
 class ModelChunks:
-    """Bytes that all layers of a model keep of one micro-batch."""
+    """Bytes that all layers of a model keep for one micro-batch."""
 
     layers: tuple[ChunkBytes, ...]
     head: ChunkBytes
-    """Final norm, head and loss. The embedding keeps its tokens alone, which are the batch's."""
+    """Final norm, head and loss. The embedding keeps only its tokens, which belong to the batch."""
     boundary: int
-    """Bytes of what a stage gives to the next, an activation or its gradient."""
+    """Bytes of the activation that a stage passes to the next, or of its gradient."""
     travels: int | None = None
-    """Bytes of the same on its way to another rank; None: as many."""
+    """The same bytes in the dtype in which it is sent to another rank; None: unchanged."""
     tables: int = 0
-    """Masks and rotary tables of a chunk; 0 where all micro-batches share them."""
+    """Masks and rotary tables of a chunk; 0 if all micro-batches share them."""
 
     def of_stages(self, stages: Sequence[range]) -> list[ChunkBytes]:
-        """Bytes of a chunk in each stage, given the layers of all stages in order."""
+        """Return the bytes of a chunk in each stage, given the layers of all stages in order."""
         sums = [sum((self.layers[layer] for layer in layers), ChunkBytes(self.tables)) for layers in stages]
         sums[-1] += self.head
         return sums
@@ -78,19 +78,20 @@ class ModelChunks:
 
 @dataclass(frozen=True)
 class ChunkMeter:
-    """Runs layers as the engine does and counts."""
+    """Runs layers as the engine does and counts their bytes."""
 
     model: Decoder
-    """With a layer of each kind at least; its weights' gradients are not kept."""
+    """A model with at least one layer of each kind; gradients of its weights are discarded."""
     layer_at: Sequence[int]
-    """For each layer of the whole model the index in `model.layers` of one that keeps the same."""
+    """For each layer of the whole model, the index in `model.layers` of a layer of the same kind."""
     micro_batch: MicroBatch
     expert_ranks: int = 1
     autocast: torch.dtype | None = None
     _queue: WeightGradients = field(default_factory=WeightGradients, init=False)
 
     def measure(self, levers: MemoryLevers) -> ModelChunks:
-        """Leaves the model with the memory mode of `levers`, and with weight gradients at once."""
+        """Count the bytes with these levers. Afterwards the model has the memory mode of `levers`, and weight gradients are not
+        deferred."""
         num_experts = len(self.model.routers()[0].weight) if self.model.routers() else 0
         frees = Frees(enabled=levers.early_frees)
         segments = Segments(
@@ -102,7 +103,7 @@ class ChunkMeter:
         )
         self.model.set_memory(levers.memory)
         defer_weight_gradients(self.model, self._queue)
-        backward = levers.memory != "reference"  # there nothing waits, and gradients of stacks of experts take memory
+        backward = levers.memory != "reference"  # which defers nothing, and whose gradients of expert stacks take memory
         try:
             tables = self._tables(segments)
             found = {at: self._chunk(self._stage(at), segments, backward=backward) for at in sorted(set(self.layer_at))}
@@ -119,17 +120,17 @@ class ChunkMeter:
         return Stage(1, (block,))
 
     def _tables(self, segments: Segments) -> int:
-        """Makes what layers leave in the micro-batch's layout, for themselves and others."""
+        """Create the tables that layers store in the micro-batch's layout for all layers; return their bytes."""
         with PeakBytes() as alive:
             for at in sorted(set(self.layer_at)):
                 overlap.run(segments.forward(self._stage(at), self._hidden(), ChunkTape(self.micro_batch), []))
-                gc.collect()  # without a backward pass, parts of a graph that refer to each other stay
+                gc.collect()  # frees reference cycles in a graph without a backward pass
             return 0 if self.micro_batch.layout.documents is None else alive.now
 
     def _chunk(self, stage: Stage, segments: Segments, *, backward: bool) -> ChunkBytes:
         tape = ChunkTape(self.micro_batch)
         waiting = 0
-        if self.micro_batch.layout.documents is not None:  # the last backward dropped the tables, which are counted by themselves
+        if self.micro_batch.layout.documents is not None:  # recreate the tables, which the last backward freed: they count separately
             overlap.run(segments.forward(stage, self._hidden(), ChunkTape(self.micro_batch), []))
         with PeakBytes() as alive:
             out = overlap.run(segments.forward(stage, self._hidden(), tape, []))
@@ -147,7 +148,7 @@ class ChunkMeter:
         return ChunkBytes(kept, waiting)
 
     def _hidden(self) -> Tensor:
-        """An input as the stage before would make it; the numbers are the same each time."""
+        """Return an input as the previous stage would produce it, with the same numbers each time."""
         weight_VD = self.model.embed_tokens.weight
         generator = torch.Generator().manual_seed(0)
         shape = (*self.micro_batch.tokens_BS.shape, weight_VD.shape[1])
@@ -155,7 +156,7 @@ class ChunkMeter:
 
 
 class _Mirror(ExpertExchange):
-    """Between ranks that are not there. What is sent comes back: rows for another rank's experts as rows for the experts here."""
+    """An exchange with ranks that do not exist. Sent rows come back: rows for experts of another rank become rows for the experts here."""
 
     def __init__(self, num_experts: int, num_ranks: int, give_back: GiveBack) -> None:
         assert num_experts % num_ranks == 0
@@ -177,7 +178,7 @@ class _Mirror(ExpertExchange):
 
 
 def layer_places(model: Decoder, cut: SampledBlocks | None) -> list[int]:
-    """`ChunkMeter.layer_at` of a whole model, or of what `cut` left of one."""
+    """Return `ChunkMeter.layer_at` for a whole model, or for one that was reduced to `cut`."""
     if cut is None:
         at = {layer: kind[0] for kind in block_kinds(model.layers) for layer in kind}
     else:

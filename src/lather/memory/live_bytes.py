@@ -1,8 +1,8 @@
-"""The largest number of bytes of tensors alive at one time, counted and not sampled: the same number on every machine.
+"""Counts the peak bytes of live tensors exactly, without sampling: the same number on every machine.
 
-Every operation's outputs are looked at, and each storage counts once, for as long as it lives and with its size of the moment. It works on
-any device, the meta device too, where shapes are run without data. Trade-off: what an operation allocates and frees inside its own C++
-code is not seen; for that there are a device's allocator statistics or `torch.profiler`.
+It inspects the outputs of every operation. Each storage counts once, while it lives and with its current size. It works on any device,
+including the meta device, where shapes are run without data. Trade-off: memory that an operation allocates and frees inside its own C++
+code is not seen; use the statistics of a device's allocator or `torch.profiler` for that.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from lather.torch_private import TorchDispatchMode
 
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
-"""`torch.tensor` makes its storage before the first operation that can be seen."""
+"""Operations whose input is new: `torch.tensor` creates its storage before the first operation that can be intercepted."""
 
 
 class PeakBytes(TorchDispatchMode):
-    """`with PeakBytes() as peak: ...` gives `peak.bytes`, of storages that were made inside the block.
+    """`with PeakBytes() as peak: ...` sets `peak.bytes`, counting storages that are created inside the block.
 
-    Storages from before it, views of them and changes in place count nothing. A storage that is resized counts with its new size from the
-    next operation on (or the end of the block).
+    Storages that existed before, views of them and changes in place do not count. A resized storage counts with its new size from the next
+    operation, or the end of the block, on.
     """
 
     bytes: int
-    """The largest sum of sizes at one time, in bytes."""
+    """The peak, in bytes."""
 
     def __init__(self, *, count_meta: bool = True) -> None:
-        """`count_meta`: whether tensors on the meta device, which have a size and no memory, count, too."""
+        """`count_meta`: whether to count tensors on the meta device, which have a size but no memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._count_meta = count_meta
         self.bytes = 0
@@ -42,7 +42,7 @@ class PeakBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes alive at this moment."""
+        """Bytes that are alive now."""
         storages = [storage() for storage in list(self._alive.values())]
         return sum([storage.nbytes() for storage in storages if storage is not None])
 
@@ -54,7 +54,7 @@ class PeakBytes(TorchDispatchMode):
         return out
 
     def observe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """Run the operation and note what it made, without adding up."""
+        """Run the operation and record the storages that it creates, without updating the peak."""
         self._enter([args, kwargs], self._alive if func in _BORN_AS_INPUT else self._from_before)
         out = func(*args, **(kwargs or {}))
         self._enter(out, self._alive)
@@ -65,7 +65,7 @@ class PeakBytes(TorchDispatchMode):
         super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
 
     def _enter(self, values: Any, among: dict[int, ref[torch.UntypedStorage]]) -> None:
-        """Note the storages in `values` that are new, for as long as they live."""
+        """Record the storages in `values` that are new, while they live."""
         pending = [values]
         while pending:
             value = pending.pop()

@@ -1,23 +1,23 @@
-"""The tensors that a forward pass keeps for backward: where each was saved, by what, and how many bytes.
+"""Lists the tensors that a forward pass keeps for backward: where and by what each was saved, and its bytes.
 
 The forward pass runs once under `torch.autograd.graph.saved_tensors_hooks`. A tensor counts if autograd still holds it when the pass has
-ended: what a part of the graph saved that nothing leads to any more is gone by then, and so are storages that were resized to 0.
+ended. Tensors saved by a part of the graph that has become unreachable are gone by then, and so are storages that were resized to 0.
 
-What is counted is storages, each once, with all of its bytes, at its first saver: a view of a big tensor keeps the whole of it. Storages
-are told apart by identity, with a reference held; an address is given out again as soon as a tensor is freed, and differs between views.
+Each storage counts once, with all of its bytes, at its first saver: a view of a large tensor keeps the whole of it. Storages are
+distinguished by identity while a reference is held; an address is reused as soon as a tensor is freed, and differs between views.
 
     weight        the storage of a parameter or buffer
-    weight copy   a parameter cast or rearranged into a storage of its own, such as autocast makes; does not grow with the tokens
+    weight copy   a parameter cast or rearranged into its own storage, as by autocast; does not grow with the tokens
     activation    everything else
 
-Where: the innermost module whose forward was running, by module hooks, and the segment, by wrapping the segment methods of a block for the
-time of the pass. Who: autograd's name for the operation and its argument, found in the graph from the output afterwards; a tensor whose
-graph the output does not lead to (cut graphs, checkpoints) has no name but counts all the same.
+The place of a storage is the innermost module whose forward was running, found by module hooks, and the segment, found by wrapping the
+segment methods of a block during the pass. Its saver is autograd's name for the operation and its argument, found afterwards in the graph
+of the output; a tensor that the output's graph does not reach (cut graphs, checkpointing) has no name but counts as well.
 
-Tensors that a custom `autograd.Function` keeps as attributes of its context, also in dataclasses and containers there, do not pass the
-hooks. They are found in the graph from the output, and placed by marks left on the graph's nodes when modules and segments ended. Not seen:
-such tensors in a part of the graph that the output does not lead to or in objects of other kinds, and what a function keeps in a closure.
-A cast made without gradient inside a custom Function counts as an activation.
+Tensors that a custom `autograd.Function` keeps as attributes of its context, also inside dataclasses and containers, do not pass through
+the hooks. They are found in the output's graph, and placed by marks on the graph's nodes that are set when modules and segments end. Not
+found: such tensors in parts of the graph that the output does not reach or in other kinds of objects, and tensors in a function's closure.
+A cast without gradient inside a custom Function counts as an activation.
 """
 
 from __future__ import annotations
@@ -38,33 +38,34 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 Kind = Literal["weight", "weight copy", "activation"]
 
 BLOCK_SEGMENTS = ("attend_and_route", "dispatch", "run_experts", "combine", "aggregate")
-"""Methods of a `lather.models.decoder.Block`; a module that has them all is a block."""
+"""Methods of a `lather.models.decoder.Block`; a module that has all of them is a block."""
 
 OUTSIDE = "loss"
-"""Layer of what is saved while no module but the model itself runs."""
+"""Layer of tensors that are saved while only the model itself runs."""
 
 OUTER_SEGMENTS = {"embed_tokens": "embedding", "norm": "final_norm", "lm_head": "head_and_loss", OUTSIDE: "head_and_loss"}
-"""Segment of what is saved in these layers of a decoder, a model that has them all as modules. Its own forward is head and loss."""
+"""Segment of tensors saved in these layers of a decoder, which is a model that has all of these modules. Its own forward is head and
+loss."""
 
 RAW = "_raw_saved_"
-"""How the attributes of a node begin that are what it saved, not unpacked: unpacking what a checkpoint saved would run it again."""
+"""Prefix of a node's attributes that hold saved tensors without unpacking them: unpacking those of a checkpoint would run it again."""
 
 OTHER = "other"
-"""Segment of everything else, such as a block's own forward between its segments."""
+"""Segment of all other tensors, such as those of a block's own forward between its segments."""
 
 SEGMENTS = ("embedding", *BLOCK_SEGMENTS, OTHER, "final_norm", "head_and_loss")
-"""All of them, in the order of a forward pass."""
+"""All segments, in the order of a forward pass."""
 
 REARRANGED = re.compile(
     r"(ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Alias|Clone|Expand|Select|Slice|Split|SplitWithSizes|Unbind|Squeeze|Unsqueeze)"
     r"Backward\d+"
 )
-"""Operations whose output is their input's numbers, cast or moved."""
+"""Operations whose output has the numbers of their input, cast or moved."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model something happens."""
+    """A place in the model."""
 
     layer: str
     segment: str
@@ -74,25 +75,25 @@ class Place:
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One storage that is kept for backward, filed under the first tensor that was saved of it."""
+    """A storage that is kept for backward, described by the first tensor that was saved of it."""
 
     layer: str
     segment: str
     module: str
     """Dotted path of the module whose forward saved it."""
     saved_by: str
-    """Operation and its argument ("MulBackward0.self"); empty if the output does not lead to the operation."""
+    """Operation and its argument ("MulBackward0.self"); empty if the output's graph does not reach it."""
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     """Bytes of the whole storage."""
     kind: Kind
     weight: str
-    """The parameter or buffer that it is, or is a copy of."""
+    """The parameter or buffer that it is, or of which it is a copy."""
     num_saves: int
     """How often it was saved."""
     also_saved_in: tuple[str, ...]
-    """Other layers and segments ("layers.0 aggregate") that saved it, too."""
+    """Other layers and segments ("layers.0 aggregate") that saved it too."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class SavedTensors:
     """Tokens of the pass, for bytes per token."""
 
     def bytes(self, kind: Kind | None = None, *, layer: str | None = None, segment: str | None = None) -> int:
-        """Bytes of the storages of this kind, layer and segment; None: of all."""
+        """Return the bytes of the storages of this kind, layer and segment; None: of any."""
         return sum(
             one.bytes for one in self.storages if kind in (None, one.kind) and layer in (None, one.layer) and segment in (None, one.segment)
         )
@@ -114,7 +115,7 @@ class SavedTensors:
         return bytes_ / max(1, self.num_tokens)
 
     def layers(self) -> tuple[str, ...]:
-        """In the order in which they first saved something, numbered ones by their number."""
+        """Return the layers in the order in which they first saved a tensor, numbered ones by number."""
         seen = list(dict.fromkeys(one.layer for one in self.storages))
         first: dict[str, int] = {}
         for index, layer in enumerate(seen):
@@ -122,7 +123,7 @@ class SavedTensors:
         return tuple(sorted(seen, key=lambda layer: (first[layer.rstrip("0123456789")], len(layer), layer)))
 
     def renamed(self, layers: Mapping[str, str]) -> SavedTensors:
-        """With other names for some layers, all at a time."""
+        """Return a copy with other names for some layers, all replaced at once."""
         storages = (
             dataclasses.replace(
                 one,
@@ -136,19 +137,19 @@ class SavedTensors:
         return SavedTensors(tuple(storages), self.num_tokens)
 
     def segments(self) -> tuple[str, ...]:
-        """In the order of a forward pass."""
+        """Return the segments in the order of a forward pass."""
         return tuple(segment for segment in SEGMENTS if any(one.segment == segment for one in self.storages))
 
 
 def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_tokens: int = 0) -> SavedTensors:
-    """Call `run`, which does the forward pass of `model`, and list what it keeps for backward.
+    """Call `run`, which does the forward pass of `model`, and list the tensors that it keeps for backward.
 
     Args:
         model: its parameters and buffers are the weights, its modules the places.
-        run: returns the loss, or whatever tensors (also nested in containers and dataclasses) a backward pass would start from.
-        num_tokens: what `run` processes, for bytes per token.
+        run: returns the loss, or all tensors (also nested in containers and dataclasses) from which a backward pass would start.
+        num_tokens: number of tokens that `run` processes, for bytes per token.
 
-    The model is as before afterwards, also when `run` raises. Nothing is left of the graph.
+    The model is unchanged afterwards, also if `run` raises. The graph is freed.
     """
     recorder = _SavingHooks(model)
     with recorder.watch(), saved_tensors_hooks(recorder.pack, recorder.unpack):
@@ -157,7 +158,7 @@ def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_token
 
 
 def _rename(path: str, layers: Mapping[str, str]) -> str:
-    """A dotted path, or a layer and its segment, with the layer's name replaced."""
+    """Replace the name of the layer in a dotted path, or in a layer with its segment."""
     for old, new in layers.items():
         if path == old or path.startswith((f"{old}.", f"{old} ")):
             return new + path[len(old) :]
@@ -165,11 +166,11 @@ def _rename(path: str, layers: Mapping[str, str]) -> str:
 
 
 def expand(profile: SavedTensors, kinds: Mapping[str, tuple[str, Sequence[str]]]) -> SavedTensors:
-    """The profile of a whole model from that of one with two layers of each kind.
+    """Return the profile of a whole model, from that of a model with two layers of each kind.
 
-    `kinds` has for the first layer of a kind the second, and the layers that are like the second and get a copy of what it has. The second
-    may use the first one's parameters: weights and their copies are taken from the first. Activations are its own, so that what all layers
-    share is counted once.
+    `kinds` maps the first layer of a kind to the second, and to the layers that get a copy of the second one's storages. The second may use
+    the first one's parameters, so weights and their copies are taken from the first. Activations are taken from the second, so that those
+    that all layers share count once.
     """
     storages = list(profile.storages)
     for first, (second, others) in kinds.items():
@@ -182,7 +183,7 @@ def expand(profile: SavedTensors, kinds: Mapping[str, tuple[str, Sequence[str]]]
 
 
 class _Saved:
-    """The stand-in of a tensor in the graph. The graph alone keeps it, and through it the storage, alive."""
+    """Replaces a saved tensor in the graph. Only the graph keeps it, and through it the storage, alive."""
 
     def __init__(self, tensor: Tensor, place: Place, copy_of: str) -> None:
         self.tensor = tensor.detach()  # an output with its graph would be a cycle
@@ -202,7 +203,7 @@ class _SavingHooks:
         self.places = [Place(OUTSIDE, self.segment_of_layer.get(OUTSIDE, OTHER), "")]
         self.saved: list[weakref.ref[_Saved]] = []
         self.mark = object()
-        """Key of the place in a node's metadata; new in each profile, as nodes of `run`'s inputs may outlive it."""
+        """Key of the place in a node's metadata; new in each profile, since nodes of the inputs of `run` may outlive it."""
 
     # --- hooks ---
 
@@ -215,7 +216,7 @@ class _SavingHooks:
         return saved.tensor
 
     def _copied_weight(self, node: Node | None) -> str:
-        """The parameter that a tensor with this `grad_fn` is a copy of."""
+        """Return the parameter of which a tensor with this `grad_fn` is a copy."""
         while node is not None and REARRANGED.fullmatch(node.name()):
             node = node.next_functions[0][0]
         variable = getattr(node, "variable", None)
@@ -225,7 +226,7 @@ class _SavingHooks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """While inside, `self.places` follows the forward pass."""
+        """Make `self.places` follow the forward pass inside the block."""
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
                 stack.callback(module.register_forward_pre_hook(self._entering(path), with_kwargs=True).remove)
@@ -252,7 +253,7 @@ class _SavingHooks:
 
     @contextlib.contextmanager
     def _wrapped(self, module: nn.Module, path: str, name: str) -> Iterator[None]:
-        """The module's method replaced, in this instance, by one that says where it is."""
+        """Replace the method of this module instance by one that records its place."""
         method = getattr(module, name)
         before = {name: vars(module)[name]} if name in vars(module) else {}
         place = Place(layer_of(path), name, path)
@@ -276,7 +277,7 @@ class _SavingHooks:
             vars(module).update(before)
 
     def _mark(self, values: Any, place: Place) -> None:
-        """Nodes that lead to `values` and have no place yet were made here. A mark, unlike a list here, does not keep them alive."""
+        """Set the place of all nodes that lead to `values` and have none. Marks in the metadata, unlike a list, do not keep nodes alive."""
         ahead = [tensor.grad_fn for tensor in tensors_in(values)]
         while ahead:
             node = ahead.pop()
@@ -287,7 +288,7 @@ class _SavingHooks:
     # --- results ---
 
     def storages(self, output: Any) -> list[SavedStorage]:
-        """The storages that are alive, as long as `output` is."""
+        """Return the storages that are alive as long as `output` is."""
         names, attributes = self._name(output)
         alive = [one for reference in self.saved if (one := reference()) is not None]
         groups: dict[int, list[_Saved]] = {}
@@ -298,10 +299,10 @@ class _SavingHooks:
         return [_summary(group, names, weight_of.get(key, "")) for key, group in groups.items()]
 
     def _name(self, output: Any) -> tuple[dict[int, str], list[_Saved]]:
-        """Names of the saved tensors that `output` leads to, by id; and the tensors that custom Functions keep as attributes."""
+        """Return the names of the saved tensors that `output` reaches, by id, and the tensors that custom Functions keep as attributes."""
         names: dict[int, str] = {}
         attributes = []
-        for node in reversed(_graph(output)):  # about as they were made
+        for node in reversed(_graph(output)):  # roughly in the order of creation
             place = _metadata(node).pop(self.mark, self.places[0])
             for name in dir(node):
                 if name.startswith(RAW):
@@ -334,7 +335,8 @@ def _summary(group: Sequence[_Saved], names: Mapping[int, str], weight: str) -> 
 
 
 def layer_of(path: str) -> str:
-    """The layer of a module: its path up to the first number ("layers.3"), else its first name ("norm"); OUTSIDE for the model itself."""
+    """Return the layer of a module: its path up to the first number ("layers.3"), else its first name ("norm"); OUTSIDE for the model
+    itself."""
     parts = path.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -343,7 +345,7 @@ def layer_of(path: str) -> str:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses, each as often as it is there."""
+    """Yield the tensors in nested containers and dataclasses, as often as they occur."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -358,7 +360,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _graph(output: Any) -> list[Node]:
-    """Every node that leads to a tensor in `output`, each once."""
+    """Return all nodes that lead to a tensor in `output`, each once."""
     found: dict[Node, None] = {}
     ahead = [tensor.grad_fn for tensor in tensors_in(output)]
     while ahead:
@@ -370,13 +372,13 @@ def _graph(output: Any) -> list[Node]:
 
 
 def _packed(raw: Any) -> Iterator[_Saved]:
-    """Our hook's results for a raw saved tensor, or for each of several."""
+    """Yield the hook's results for a raw saved tensor, or for several."""
     for one in raw if isinstance(raw, (tuple, list)) else (raw,):
         if isinstance(packed := getattr(one, "data", None), _Saved):
             yield packed
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
-    """The node's dictionary for notes of any kind (torch's stub calls it a method)."""
+    """Return the node's dictionary of metadata (torch's stub declares it as a method)."""
     notes: dict[Any, Any] = cast(Any, node).metadata
     return notes

@@ -1,6 +1,6 @@
-"""Views of a profile of saved tensors: a list, tables of totals, JSON, and stacked-bar pictures.
+"""Reports a profile of saved tensors: a list, tables of totals, JSON, and stacked bars.
 
-Layers that keep the same are shown once. Sizes per token are of activations: weights and their copies do not grow with the tokens.
+Layers that keep the same are shown once. Sizes per token are of activations only: weights and their copies do not grow with the tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lather.errors import UserError
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
 
 COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "0.65", "#aa3377", "#bbbbbb"), strict=True))
-"""A color per segment, told apart with any color vision."""
+"""A color for each segment, distinguishable with any color vision."""
 
 BACKWARD = re.compile(r"Backward\d*(?=\.|$)")
-"""The end that autograd adds to an operation's name."""
+"""Suffix that autograd adds to an operation's name."""
 
 KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
 
 def to_json(profile: SavedTensors) -> dict[str, Any]:
-    """Plain values: totals to read, and every storage; `from_json` gives the profile back."""
+    """Return plain values: totals for the reader, and every storage; `from_json` restores the profile."""
     return {
         "num_tokens": profile.num_tokens,
         "activation_bytes_per_token": profile.per_token(profile.bytes("activation")),
@@ -59,7 +59,7 @@ def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> SavedTensors:
-    """The profile that `to_json` was given."""
+    """Restore a profile from `to_json`."""
     storages = (
         SavedStorage(**{**one, "shape": tuple(one["shape"]), "also_saved_in": tuple(one["also_saved_in"])}) for one in document["storages"]
     )
@@ -67,14 +67,14 @@ def from_json(document: Mapping[str, Any]) -> SavedTensors:
 
 
 def write_json(document: Mapping[str, Any], out: Path) -> None:
-    """The file appears whole. Raises UserError if it cannot be written."""
+    """Write the file atomically. Raises UserError if it cannot be written."""
     with whole_file(out, "--json") as aside:
         aside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 @contextlib.contextmanager
 def whole_file(out: Path, option: str) -> Iterator[Path]:
-    """A file to write beside `out`, in whose place it is put at the end; after an error nothing is left of it."""
+    """Yield a temporary file that replaces `out` at the end; after an error it is removed."""
     aside = out.with_name(f".tmp-{out.name}")
     try:
         yield aside
@@ -91,24 +91,25 @@ def whole_file(out: Path, option: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SavedLine:
-    """One or more storages of a layer, saved in the same way."""
+    """One or more storages of a layer that were saved in the same way."""
 
     segment: str
     saved_by: str
-    """With the module, from the layer down."""
+    """Operation and module, relative to the layer."""
     shape: tuple[int, ...]
-    """The first dim is -1 if it differs among them."""
+    """The first dim is -1 if it differs between the storages."""
     dtype: str
     kind: Kind
     bytes: int
     weight: str
-    """Name of the parameter or buffer, from the layer down."""
+    """Name of the parameter or buffer, relative to the layer."""
     also_saved_in: tuple[str, ...]
-    """Without the layer's own name."""
+    """Places without the layer's own name."""
 
 
 def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedLine, int]]:
-    """Lines of what a layer keeps, and of how many storages each is; storages of the same segment, saver, kind and row shape make one."""
+    """Return the lines of a layer, each with its number of storages; storages of the same segment, saver, kind and row shape form one
+    line."""
     groups: dict[Any, list[SavedStorage]] = {}
     for one in profile.storages:
         if one.layer == layer:
@@ -138,7 +139,7 @@ def _line(group: Sequence[SavedStorage], layer: str) -> SavedLine:
 
 
 def alike(profile: SavedTensors) -> list[list[str]]:
-    """Layers that keep the same number of bytes in the same way, grouped, in order."""
+    """Return groups of layers that keep the same bytes in the same way, in order."""
     groups: dict[Any, list[str]] = {}
     for layer in profile.layers():
         lines = tuple(dataclasses.replace(line, also_saved_in=()) for line, _ in lines_of(profile, layer))
@@ -147,7 +148,7 @@ def alike(profile: SavedTensors) -> list[list[str]]:
 
 
 def name_of(layers: Sequence[str]) -> str:
-    """ "layers.1-4, 6" for layers.1, ..., layers.4, layers.6."""
+    """Return "layers.1-4, 6" for layers.1, ..., layers.4, layers.6."""
     if len(layers) == 1 or not all(layer.rpartition(".")[2].isdigit() for layer in layers):
         return ", ".join(layers)
     numbers = [int(layer.rpartition(".")[2]) for layer in layers]
@@ -164,7 +165,7 @@ def name_of(layers: Sequence[str]) -> str:
 
 
 def print_tensors(profile: SavedTensors, console: Console) -> None:
-    """Every saved tensor of every layer, layers that are alike once."""
+    """Print every saved tensor of every layer; equal layers are printed once."""
     for layers in alike(profile):
         table = _table(name_of(layers) + (f": {len(layers)} layers, each" if len(layers) > 1 else ""))
         for name in ("saved by", "shape", "dtype", "kind", "size", "weight, or also saved in"):
@@ -196,7 +197,7 @@ def _shortened(places: Sequence[str]) -> str:
 
 
 def print_totals(profile: SavedTensors, console: Console) -> None:
-    """MiB of activations per layer and segment, of weights and copies per layer, and totals."""
+    """Print MiB of activations per layer and segment, of weights and copies per layer, and totals."""
     segments = [segment for segment in profile.segments() if profile.bytes("activation", segment=segment)]
     table = _table("kept for backward, each storage once")
     table.add_column("MiB", no_wrap=True)
@@ -215,7 +216,7 @@ def print_totals(profile: SavedTensors, console: Console) -> None:
 
 
 def print_comparison(profiles: Mapping[str, SavedTensors], baseline: str, console: Console) -> None:
-    """KiB of activations per token and segment in each memory mode, with the ratio to `baseline`."""
+    """Print KiB of activations per token and segment in each memory mode, with the ratio to `baseline`."""
     table = _table("activations kept for backward")
     table.add_column("KiB per token")
     for name in profiles:
@@ -255,7 +256,7 @@ def _kib(size: float) -> str:
 
 
 def draw(profile: SavedTensors, title: str, out: Path) -> None:
-    """A bar per layer, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
+    """Draw activations per token as a bar per layer, stacked by segment. Raises UserError if `out` cannot be written."""
     layers = profile.layers()
     sizes = [{s: profile.per_token(profile.bytes("activation", layer=layer, segment=s)) for s in profile.segments()} for layer in layers]
     figure = Figure(figsize=(max(8.0, min(18.0, 4.0 + 0.45 * len(layers))), 4.6), layout="constrained")
@@ -271,7 +272,7 @@ def draw(profile: SavedTensors, title: str, out: Path) -> None:
 
 
 def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: str, out: Path) -> None:
-    """A bar per memory mode, stacked by segment: activations per token. Raises UserError if `out` cannot be written."""
+    """Draw activations per token as a bar per memory mode, stacked by segment. Raises UserError if `out` cannot be written."""
     sizes = [
         {segment: profile.per_token(profile.bytes("activation", segment=segment)) for segment in profile.segments()}
         for profile in profiles.values()
@@ -298,9 +299,9 @@ def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: 
 
 
 def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float, labels: bool = False) -> tuple[str, int]:
-    """Bars in the order of a forward pass, the first segment at the bottom; with `labels` the larger parts carry their number.
+    """Draw bars stacked in the order of a forward pass, the first segment at the bottom; with `labels` the larger parts carry their number.
 
-    Returns the axis's unit, which the highest bar decides, and its bytes.
+    Returns the axis's unit, which the highest bar determines, and the unit's bytes.
     """
     bottom = np.zeros(len(sizes))
     highest = max((sum(one.values()) for one in sizes), default=0.0)
@@ -314,12 +315,12 @@ def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float,
             texts = [f"{height / scale:,.2f}" if height > 0.06 * highest else "" for height in heights]
             axes.bar_label(bars, texts, label_type="center", fontsize=8)
         bottom += heights
-    axes.set_ylim(0, (1 + headroom) * highest / scale or 1)  # a bar of height 0 on top of another would take the margin away
+    axes.set_ylim(0, (1 + headroom) * highest / scale or 1)  # explicit, since a bar of height 0 on another would remove the margin
     return unit, scale
 
 
 def unit_of(size: float) -> tuple[str, int]:
-    """The largest unit of which this many bytes are one at least, and its bytes."""
+    """Return the largest unit that is not larger than `size`, and its bytes."""
     return next(((unit, scale) for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size >= scale), ("B", 1))
 
 

@@ -1,8 +1,10 @@
-"""The bytes that each pipeline rank keeps at most, from those of a chunk in each stage and the schedule's table; no rank is started.
+"""Computes the peak bytes of activations of each pipeline rank, from the bytes of a chunk in each stage and the schedule; no rank is
+started.
 
-The table is walked as the executor walks it (`lather.pipeline.executor`). Alive between two actions are: chunks from their forward to their
-backward, weight gradients from I to W, and what travels between stages: from the receive, or from where it is made on the same rank, to
-its reader; and until it was sent. Not counted: parameters and what belongs to them, the batch, and temporaries inside an action.
+It follows the table as the executor does (`lather.pipeline.executor`). Alive between two actions are: chunks between their forward and
+their backward, weight gradients between I and W, and tensors that pass between stages, from their receive, or their creation on the same
+rank, to their reader, and until they are sent. Not counted: parameters with their gradients and state, the batch, and temporaries inside an
+action.
 """
 
 from __future__ import annotations
@@ -24,34 +26,34 @@ from lather.pipeline.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A stage of a rank; bytes are of one chunk."""
+    """A stage of a rank, with the bytes of one chunk."""
 
     stage: int
     layers: range
     kept: int
     waiting: int
     chunks_at_peak: int
-    """Chunks between forward and backward when the rank's bytes are at their peak."""
+    """Chunks between forward and backward at the rank's peak."""
     waiting_at_peak: int
-    """Chunks whose weight gradients wait then."""
+    """Chunks with deferred weight gradients at the rank's peak."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """A pipeline rank."""
+    """The bytes of a pipeline rank."""
 
     rank: int
     stages: tuple[StageBytes, ...]
     most_chunks: int
-    """Between forward and backward at one time; not always when the bytes are at their peak."""
+    """Maximal number of chunks between forward and backward; it may occur at another time than the peak of the bytes."""
     boundaries_at_peak: int
-    """Activations and gradients that travel, or wait for their reader, then."""
+    """Number of activations and gradients that are sent, or wait for their reader, at the peak."""
     peak: int
-    """Bytes."""
+    """Peak bytes."""
 
 
 def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range]) -> list[RankBytes]:
-    """Bytes of all pipeline ranks; `layers` are those of every stage."""
+    """Return the bytes of all pipeline ranks; `layers` are those of every stage."""
     of_stage = chunks.of_stages(layers)
     found = []
     for rank in range(schedule.num_ranks):
@@ -76,10 +78,10 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
 
 
 class _BytesWalk:
-    """The bytes of a rank, action by action."""
+    """Tracks the bytes of a rank, action by action."""
 
     def __init__(self, schedule: Schedule, rank: int, of_stage: Sequence[ChunkBytes], boundary: int, travels: int) -> None:
-        """`boundary` and `travels`: bytes of what a stage gives to the next on this rank, and of what is sent or received."""
+        """`boundary` and `travels`: bytes of a tensor that passes to the next stage on this rank, and of one that is sent or received."""
         self.schedule, self.own = schedule, schedule.stages_of(rank)
         self.sizes: dict[tuple[str, int], int] = {("boundary", -1): boundary, ("travels", -1): travels}
         for stage, chunk in enumerate(of_stage):
@@ -98,7 +100,7 @@ class _BytesWalk:
     def _do(self, action: Action) -> None:
         kind, stage, last = action.kind, action.stage, self.schedule.num_stages - 1
         if kind is Kind.FORWARD:
-            self.alive["kept", stage] += 1  # its input, which was a boundary, among it
+            self.alive["kept", stage] += 1  # includes its input, which was a boundary
             self.alive["boundary", -1] += stage < last
             self._taken_from(stage - 1)
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
@@ -119,13 +121,13 @@ class _BytesWalk:
                 self.alive["travels", -1] -= 1
 
     def _taken_from(self, stage: int) -> None:
-        """Note that this stage's output has found its reader."""
+        """Record that the output of this stage has been read."""
         if 0 <= stage < self.schedule.num_stages:
             self.alive["boundary" if stage in self.own else "travels", -1] -= 1
 
 
 def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:
-    """By name of the levers; the layers of a stage as their numbers."""
+    """Return the bytes by the name of the levers, as plain values."""
     return {name: [_plain(one) for one in ranks] for name, ranks in levers.items()}
 
 
@@ -135,7 +137,7 @@ def _plain(one: RankBytes) -> dict[str, Any]:
 
 
 def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
-    """A line per rank and stage: layers, MiB of a chunk, chunks at the peak; the rank's peak at its first stage."""
+    """Print a line per rank and stage: layers, MiB of a chunk, chunks at the peak; and the rank's peak with its first stage."""
     table = _table("a pipeline rank's activations")
     for name in ("rank", "stage", "layers", "MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "travelling", "peak, MiB"):
         table.add_column(name, justify="left" if name in ("rank", "stage", "layers") else "right")
@@ -157,7 +159,7 @@ def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
 
 
 def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) -> None:
-    """A line for each set of levers: every rank's peak, and the largest."""
+    """Print a line for each set of levers: the peak of every rank, and the largest."""
     table = _table("a pipeline rank's activations at their peak, MiB")
     table.add_column("levers")
     for one in next(iter(levers.values())):
@@ -170,7 +172,7 @@ def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) ->
 
 
 def name_of_layers(layers: range) -> str:
-    """ "3-5", or "3"."""
+    """Return "3-5", or "3" for a single layer."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 

@@ -1,1 +1,1 @@
-"""How ranks are laid out, started and kept together."""
+"""Parallelism: the mesh of ranks, the exchange of tokens between experts, FSDP2, and starting ranks."""

@@ -1,4 +1,4 @@
-"""Agreement of ranks by Python objects: one rank's work for all, and errors that are everybody's."""
+"""Agreement between ranks on Python objects: work that one rank does for all, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """No rank leaves the block before all have come to its end; what one raises inside, all raise there: a rank its own error, or else that
-    of the lowest rank that has one.
+    """Wait at the end of the block for all ranks. If any rank raises inside, every rank raises: its own error, or else that of the lowest
+    rank that has one.
 
-    For work of some ranks that others build upon, such as writing a file. `group` is the mesh's `control_group`, whose ranks may wait for
-    each other as long as that takes; None: one process, nothing to wait for. Ranks that die are the launcher's.
+    Use it for work of some ranks on which others depend, such as writing a file. `group` is the mesh's `control_group`, on which ranks may
+    wait as long as the work takes; None: a single process. The launcher deals with ranks that die.
 
-    What is in the block must not wait for another rank: one that has failed is already at the end of it.
+    The block must not wait for another rank: one that has failed is already at the end of the block.
     """
     error: Exception | None = None
     try:
@@ -44,7 +44,8 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def of_first(value: T, group: dist.ProcessGroup | None) -> T:
-    """Rank 0's, for all ranks of `group`: for what they might see differently, such as the files of a slow file system."""
+    """Return rank 0's value on all ranks of `group`, for values that ranks might see differently, such as the entries of a slow file
+    system."""
     if group is None:
         return value
     values = [value]
@@ -53,7 +54,7 @@ def of_first(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks of `group`, on rank 0; nothing on the others."""
+    """Return the values of all ranks of `group` on rank 0, and an empty list on the others."""
     if group is None:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
@@ -62,7 +63,7 @@ def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def dealt(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
-    """One of rank 0's values for each rank of `group`: this rank's."""
+    """Distribute rank 0's values, one to each rank of `group`, and return this rank's."""
     if group is None:
         (value,) = values
         return value
@@ -72,7 +73,7 @@ def dealt(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
 
 
 def on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """The result of work that rank 0 alone does, for all ranks of `group`; what it raises there, all raise."""
+    """Do the work on rank 0 alone and return its result on all ranks of `group`; if it raises there, all ranks raise."""
     if group is None:
         return work()
     found: T | None = None
@@ -83,7 +84,7 @@ def on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as others can have it: not every class can be pickled and made again."""
+    """Return the error in a form that can be sent: not every exception can be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,11 +1,12 @@
-"""Which tokens go to which rank of an exchange, as indices: each token once to a rank, however many of its experts are there.
+"""Plans an expert exchange: the index of the row that takes a token to a rank. A token is sent once to a rank, however many of its experts
+are there.
 
-Rows to send are ordered by rank, then token; what a rank receives is then ordered by the rank it came from, then token. Global expert e is
-number e % N on rank e // N. The router's decision travels beside the rows in one integer buffer: local numbers of the experts, and the
-weights' bits.
+Rows to send are ordered by destination rank, then token; received rows are then ordered by source rank, then token. Global expert e is
+number e % N on rank e // N. The router's decision is sent beside the rows in one integer buffer: local numbers of the experts, and the bits
+of the weights.
 
-Trade-off: splits are exact, so nothing is padded and no token dropped; for that the host has to know the numbers of rows, which travel
-first.
+Trade-off: the numbers of rows are exact, so nothing is padded and no token dropped; the host therefore has to know these numbers, which are
+exchanged first.
 
 Letters: T tokens of this rank, R rows that it receives, S rows that it sends, K experts per token, P ranks, N experts on a rank.
 """
@@ -23,49 +24,49 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class Way:
-    """How an exchange's rows went, so that others go back: indices and numbers only."""
+    """Indices and row counts of an exchange, with which results and gradients are sent back the same way."""
 
     token_S: Int[Tensor, " s"]
-    """The token of each row that is sent. int32."""
+    """Token of each sent row. int32."""
     row_TK: Int[Tensor, "t k"]
-    """The row that takes token t to the rank of its k-th expert; ~row in all of its slots of that rank but the first. int32.
+    """Row that takes token t to the rank of its k-th expert; ~row in all but the first of its slots on that rank. int32.
 
-    A negative row counts for nothing in a sum over slots, which so adds each row once.
+    A sum over slots skips negative rows and so adds each row once.
     """
     sent_P: tuple[int, ...]
-    """Rows that go to each rank."""
+    """Number of rows sent to each rank."""
     received_P: tuple[int, ...]
-    """Rows that come from each rank."""
+    """Number of rows received from each rank."""
     num_pairs: int = 0
-    """Pairs of a received row and one of this rank's experts."""
+    """Number of pairs of a received row and one of this rank's experts."""
 
     def row_of_slot(self) -> Int[Tensor, "t k"]:
-        """The row of every slot, int64."""
+        """Return the row of every slot. int64."""
         return torch.where(self.row_TK < 0, ~self.row_TK, self.row_TK).long()
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """A rank's part of a `Way`, before the ranks have told each other how many rows they send."""
+    """A rank's part of a `Way`, before the ranks have exchanged the numbers of rows."""
 
     sizes_P2: Int[Tensor, "p 2"]
-    """For each rank what it has to be told: the rows that go to it, and the pairs of these and its experts."""
+    """Message to each rank: the number of rows for it, and the number of pairs of these rows and its experts."""
     row_TK: Int[Tensor, "t k"]
     row_TP: Int[Tensor, "t p"]
-    """The row of each token to each rank; one past the last where it does not go."""
+    """The row of each token for each rank; one past the last row if the token is not sent there."""
 
     def way(self, own_P: tuple[int, ...], told_P2: list[list[int]]) -> Way:
-        """With the rows that go to each rank, and with what each rank has told this one."""
+        """Complete the plan with the number of rows for each rank, and with the messages of all ranks."""
         t, p = self.row_TP.shape
         s = sum(own_P)
-        token_S = self.row_TK.new_empty(s + 1)  # the last entry takes the pairs of token and rank that are none
+        token_S = self.row_TK.new_empty(s + 1)  # the last entry takes the pairs of token and rank without a row
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
         return Way(token_S[:s], self.row_TK, own_P, tuple(rows for rows, _ in told_P2), sum(pairs for _, pairs in told_P2))
 
 
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:
-    """Which row takes which token to which rank."""
+    """Assign a row to each pair of a token and a rank to which it is sent."""
     (t, k), p, device = experts_TK.shape, num_ranks, experts_TK.device
     rank_TK = experts_TK // num_local_experts
     slot_TK = torch.arange(k, device=device).expand(t, k)
@@ -82,7 +83,7 @@ def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks:
 
 
 def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tensor, "s packed"]:
-    """For each row that is sent: its rank's numbers of the experts (-1 for those elsewhere), and the weights (0 there), as bits."""
+    """Pack, for each sent row, its rank's numbers of the experts (-1 for experts elsewhere), and their weights (0 for those) as bits."""
     wide = torch.promote_types(routing.weights_TK.dtype, torch.float32)
     bits = torch.int64 if wide.itemsize == 8 else torch.int32
     row_S1 = torch.arange(len(way.token_S), device=way.token_S.device).unsqueeze(1)
@@ -93,7 +94,7 @@ def pack_routing(routing: Routing, way: Way, num_local_experts: int) -> Int[Tens
 
 
 def unpack_routing(packed: Int[Tensor, "r packed"], dtype: torch.dtype) -> tuple[Int[Tensor, "r k"], Float[Tensor, "r k"]]:
-    """Experts and weights of what `pack_routing` packed, the weights in `dtype`; copies, so that either may be freed alone."""
+    """Return experts and weights from `pack_routing`, the weights in `dtype`; both are copies, so that either can be freed alone."""
     experts_RK, bits_RK = (half.clone(memory_format=torch.contiguous_format) for half in packed.chunk(2, dim=1))
     wide = torch.float64 if packed.dtype == torch.int64 else torch.float32
     return experts_RK.long(), bits_RK.view(wide).to(dtype)

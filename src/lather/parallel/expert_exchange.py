@@ -1,23 +1,22 @@
-"""The exchange of expert parallelism: tokens travel to the ranks of their experts by all-to-all, each rank's partial sums travel back.
+"""The exchange of expert parallelism: all-to-alls take tokens to the ranks of their experts, and the partial sums of each rank back.
 
-Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all; a token goes to a rank once, whatever number of its experts is
-there, and comes back as one partial sum, as DeepSeek-V3 does between nodes (arXiv:2412.19437, section 3.2.2).
+Source: GShard (Lepikhin et al., arXiv:2006.16668) for the all-to-all. A token is sent to a rank once, however many of its experts are
+there, and one partial sum comes back, as in DeepSeek-V3 between nodes (arXiv:2412.19437, section 3.2.2).
 
-                         what is sent                     what it becomes
-    plan                 rows and pairs, (P, 2)           the numbers of rows of everything that follows, on the host
+                         sent                             result
+    plan                 rows and pairs, (P, 2)           the numbers of rows of all following exchanges, on the host
     dispatch             x_TD gathered to (S, D)          x_RD; experts and weights (R, K) in one integer buffer beside it
     combine              partial_RD as it is              (S, D), summed per token in fp32, slots in order: (T, D)
     combine backward     grad_TD gathered to (S, D)       grad_RD
     dispatch backward    grad_RD, grad_weights_RK         (S, D), summed per token: (T, D); (S, K), each slot from its rank: (T, K)
 
-Rows travel in the dtype that they are given in, both ways, and are added up in fp32 (fp64 for fp64), slots in order, rounded once.
+Rows are sent in the dtype in which they are given, in both directions, and summed in fp32 (fp64 for fp64), slots in order, rounded once.
 
-Between forward and backward there are indices only (`exchange_plan.Way`); every buffer is given back once its rows have arrived or been
-added up.
+Between forward and backward only indices are kept (`exchange_plan.Way`); every buffer is freed once its rows have arrived or been summed.
 
-Every phase is a collective operation, dispatch and its backward two, one after the other. All ranks of the group have to launch the same
-phases in the same order, those without a token, too, or the others wait for ever; with the differentiable forms this holds for backward as
-well, so the loss has to depend on the result on each rank or on none.
+Every phase is a collective operation; dispatch and its backward are two, one after the other. All ranks of the group have to launch the
+same phases in the same order, including ranks without tokens, or the others wait forever. With the differentiable functions this holds for
+the backward pass as well, so the loss has to depend on the result either on every rank or on none.
 
 Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K experts per token, P ranks.
 """
@@ -45,11 +44,11 @@ from lather.shapes import Float
 
 Result = TypeVar("Result")
 GiveBack = Callable[[Tensor], None]
-"""Is told that nobody will read a buffer again."""
+"""Called with a buffer that will not be read again."""
 
 
 def resize_away(buffer: Tensor) -> None:
-    """At once: gloo's threads drop their references some time after a wait."""
+    """Free the buffer at once: gloo's threads keep references for some time after a wait."""
     buffer.untyped_storage().resize_(0)
 
 
@@ -60,7 +59,8 @@ def exchange_over(
     give_back: GiveBack = resize_away,
     sizes_group: dist.ProcessGroup | None = None,
 ) -> Exchange:
-    """The exchange between the ranks of an expert-parallel group; with one rank (or None) nothing travels. Options: `ExpertExchange`'s."""
+    """Return the exchange between the ranks of an expert-parallel group; for one rank (or None), the local one. Options as
+    `ExpertExchange`."""
     if group is None or dist.get_world_size(group) == 1:
         return LOCAL_EXCHANGE
     return ExpertExchange(group, num_experts, give_back=give_back, sizes_group=sizes_group)
@@ -69,9 +69,10 @@ def exchange_over(
 class ExpertExchange:
     """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
-    Any number of layers and micro-batches can be on their way, as nothing of them is kept here. T may differ between ranks and be 0; D, K
-    and dtypes may not differ. `give_back` gets each buffer that was this exchange's own. `sizes_group`: the same ranks with a communicator
-    of their own, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be spread evenly.
+    Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
+    D, K and dtypes must not differ. `give_back` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
+    and its own communicator, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be divided
+    evenly.
     """
 
     def __init__(
@@ -86,39 +87,40 @@ class ExpertExchange:
         self.sizes_group, self.give_back = group if sizes_group is None else sizes_group, give_back
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(
-                f"{num_experts} experts cannot be spread evenly over {self.num_ranks} ranks: take an expert-parallel size that divides them"
+                f"{num_experts} experts cannot be divided evenly among {self.num_ranks} ranks: use an expert-parallel size that does"
             )
         self.num_local_experts = num_experts // self.num_ranks
         self._sizes_stream: Any = None
 
     def dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing) -> Dispatched:
-        """Tokens to the rows that this rank's experts see, differentiable for tokens and weights.
+        """Send tokens to the ranks of their experts; differentiable with respect to tokens and weights.
 
-        Weights of experts that are elsewhere arrive as 0. Keeps indices only. Errors: as `start_dispatch`.
+        Weights of experts on other ranks arrive as 0. Only indices are kept. Errors as in `start_dispatch`.
         """
         x_RD, weights_RK, experts_RK, way = _Dispatch.apply(x_TD, routing.weights_TK, routing, self)  # type: ignore[no-untyped-call]
         return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
-        """Partial sums to the sums of this rank's tokens, differentiable. Keeps indices only. Errors: as `start_combine`."""
+        """Send partial sums back and sum them per token; differentiable. Only indices are kept. Errors as in `start_combine`."""
         y_TD: Tensor = _CombineRanks.apply(partial_RD, dispatched, self)  # type: ignore[no-untyped-call]
         return y_TD
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
-        """The host waits, in the result's `wait`, for the numbers of rows, and nowhere else.
+        """Start the exchange of the numbers of rows. The host waits for them in the result's `wait`, and nowhere else.
 
-        Raises ValueError, before anything is sent, if experts are out of range (on CUDA this is asserted on the device).
+        Raises ValueError, before anything is sent, if experts are out of range (on CUDA the device asserts this).
         """
         check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
         plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
-        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # NCCL's own streams are among those of the other priority
+        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
             self._sizes_stream = gpu_module(plan.sizes_P2).Stream(plan.sizes_P2.device, priority=-1)
         return _Planned(plan, self.sizes_group, self._sizes_stream)
 
     @torch.no_grad()
     def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
-        """Raises ValueError, before anything is sent, if `routing` has another number of tokens, and as `start_plan`."""
+        """Start to send tokens. Raises ValueError, before anything is sent, if `routing` has another number of tokens, and as `start_plan`
+        does."""
         if not len(x_TD) == len(routing.experts_TK) == len(routing.weights_TK):
             raise ValueError(
                 f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for {len(routing.weights_TK)}: "
@@ -140,27 +142,27 @@ class ExpertExchange:
 
     @torch.no_grad()
     def start_combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Pending[Tensor]:
-        """Raises ValueError, before anything is sent, if there are not R partial sums."""
+        """Start to send partial sums back. Raises ValueError, before anything is sent, unless there are R of them."""
         way: Way = dispatched.way_back
         return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
 
     @torch.no_grad()
     def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], dispatched: Dispatched) -> Pending[Tensor]:
-        """Raises ValueError, before anything is sent, if there are not T gradients."""
+        """Start the backward pass of combine. Raises ValueError, before anything is sent, unless there are T gradients."""
         return self._start_combine_backward(grad_TD, dispatched.way_back)
 
     @torch.no_grad()
     def start_dispatch_backward(
         self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], dispatched: Dispatched
     ) -> Pending[tuple[Tensor, Tensor]]:
-        """Raises ValueError, before anything is sent, if there are not R gradients of either kind."""
+        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
         return self._start_dispatch_backward(grad_RD, grad_weights_RK, dispatched.way_back)
 
     def _start_combine_backward(self, grad_TD: Tensor, way: Way) -> Pending[Tensor]:
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
         travel = self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
-        return _Launched([travel], _as_it_is)
+        return _Launched([travel], _unchanged)
 
     def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
         _check_rows(grad_weights_RK, sum(way.received_P))
@@ -190,7 +192,7 @@ class ExpertExchange:
 
 
 class _Planned:
-    """Numbers of rows on their way to the host; on a GPU by `stream`, as the compute stream may be given more before they are read."""
+    """Numbers of rows that are being copied to the host; on a GPU by `stream`, since the compute stream may have further work queued."""
 
     def __init__(self, plan: ExchangePlan, group: dist.ProcessGroup, stream: Any) -> None:
         self._plan = plan
@@ -212,13 +214,13 @@ class _Planned:
 
 @dataclass(frozen=True)
 class _Travel:
-    """One all-to-all that is under way."""
+    """An all-to-all that is under way."""
 
     sent: Tensor
     received: Tensor
     work: dist.Work
     give_back: GiveBack | None
-    """For the rows that were sent; None: they are somebody else's."""
+    """Called with the sent rows; None if the exchange did not allocate them."""
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -229,7 +231,7 @@ class _Travel:
 
 
 class _Launched(Generic[Result]):
-    """All-to-alls that are under way, and what is made of the rows that they bring; to be waited for once."""
+    """All-to-alls that are under way, and the function that makes the result from the received rows. Can be waited for once."""
 
     def __init__(self, travels: Sequence[Pending[Tensor]], finish: Callable[..., Result]) -> None:
         self._travels, self._finish = travels, finish
@@ -270,7 +272,7 @@ class _CombineRanks(torch.autograd.Function):
 
 
 def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:
-    """Through `save_for_backward`, so that whoever counts or moves what is saved sees the indices."""
+    """Save the indices with `save_for_backward`, so that saved-tensor hooks see them."""
     ctx.save_for_backward(way.token_S, way.row_TK)
     ctx.exchange, ctx.splits = exchange, (way.sent_P, way.received_P)
 
@@ -279,7 +281,7 @@ def _kept(ctx: Any) -> Way:
     return Way(*ctx.saved_tensors, *ctx.splits)
 
 
-def _as_it_is(rows_RD: Tensor) -> Tensor:
+def _unchanged(rows_RD: Tensor) -> Tensor:
     return rows_RD
 
 
@@ -289,7 +291,7 @@ def _check_rows(rows: Tensor, expected: int) -> None:
 
 
 def _used_here(*tensors: Tensor) -> None:
-    """On CUDA a launch may be on another stream than its wait: what one of them made must outlive what the other does with it."""
+    """On CUDA, tell the allocator that the current stream uses these tensors: a launch and its wait may be on different streams."""
     for tensor in tensors:
         if is_gpu(tensor):
             tensor.record_stream(gpu_module(tensor.device).current_stream(tensor.device))

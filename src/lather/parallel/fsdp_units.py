@@ -1,18 +1,19 @@
-"""Parameters sharded over data ranks by FSDP2 (`torch.distributed.fsdp.fully_shard`), without its hooks and without division.
+"""Shards parameters over data ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`), without its hooks and without its division.
 
-    dense parameters     over all data ranks: every (dp, ep) coordinate has sequences of its own
-    routed experts       over dp: each ep rank has experts of its own, and the exchange brought it the tokens of all ep ranks
-    replicas (HSDP)      a 2-D mesh (replicate, shard): sharded inside a replica, gradients added over the replicas
+    dense parameters     over all data ranks: every (dp, ep) coordinate has its own sequences
+    routed experts       over dp: each ep rank has its own experts, and the exchange has brought it the tokens of all ep ranks
+    replicas (HSDP)      over a 2-D mesh (replicate, shard): sharded within a replica, gradients summed over the replicas
 
-The loss is a sum over tokens divided by the tokens of all ranks. A gradient is therefore the plain sum over data ranks, of experts and of
-the rest alike, and FSDP2's division is off. Sums are in the parameters' dtype, fp32 at least.
+The loss is a sum over tokens divided by the number of tokens on all ranks. So the gradient of every parameter is the plain sum over data
+ranks, and FSDP2's division is off. Sums are in the parameters' dtype, at least fp32.
 
-FSDP2 works by hooks around a module's call: gather before it, reduce in its backward pass. A pipeline calls a block's segments one by
-one, for one micro-batch and then another's, so the hooks would be at the wrong times. `fully_shard` is applied to holders, modules that
-contain a block's experts or the rest of it and are never called. Parameters are gathered, resharded and reduced when the schedule says so:
-UNSHARD, RESHARD, REDUCE_GRAD. Until then gradients add up in `.grad` of the whole parameters, without communication.
+FSDP2's hooks gather parameters before a module is called, and reduce gradients in its backward pass. A pipeline calls the segments of a
+block one by one, for alternating micro-batches, so the hooks would run at the wrong times. `fully_shard` is therefore applied to holders:
+modules that contain a block's experts, or the rest of the block, and are never called. The schedule's actions UNSHARD, RESHARD and
+REDUCE_GRAD gather, reshard and reduce. Until REDUCE_GRAD, gradients accumulate in `.grad` of the unsharded parameters, without
+communication.
 
-One process, and parameters that one rank has for itself, go the same way: nothing is gathered and nothing is reduced.
+A single process, and parameters that only one rank has, use the same code: nothing is gathered and nothing is reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lather.torch_private import finish_gradient_reduction, prepare_sharding, st
 
 
 class Holder(nn.Module):
-    """Contains modules that exist elsewhere, for FSDP2 to find their parameters. It is never called."""
+    """A module, never called, that contains existing modules, so that FSDP2 finds their parameters."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -42,12 +43,13 @@ class Holder(nn.Module):
 class FsdpUnit:
     """Parameters that are gathered, resharded and reduced together.
 
-    `users` stages need them: they are gathered for the first that asks, resharded when the last one lets go, and reduced when all asked.
+    `users` stages need them: the first that asks gathers them, the last that releases them reshards, and the last that asks to reduce
+    reduces.
     """
 
     modules: nn.ModuleList
     root: Holder | None = None
-    """Around all sharded holders, which reduce one after another by way of one buffer; None: nothing is sharded."""
+    """Contains all sharded holders, which reduce one after another through one buffer; None: nothing is sharded."""
     users: int = 1
     _holding: int = field(default=0, init=False)
     _reducing: int = field(default=0, init=False)
@@ -56,18 +58,18 @@ class FsdpUnit:
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks take part in what it does."""
+        """Whether the unit communicates with other ranks."""
         return self.root is not None
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a stage has asked for the parameters and not let go of them."""
+        """Whether a stage has asked for the parameters and not released them."""
         return self._holding > 0
 
     def unshard(self, *, async_op: bool = False) -> None:
-        """Whole parameters on this rank, as at the last optimizer step. With `async_op` they are there after `wait`.
+        """Gather the parameters on this rank. With `async_op` they are available after `wait`.
 
-        Asynchronously, every holder's gathered buffer is alive until then, besides the parameters made of it; otherwise one at a time.
+        With `async_op` the gathered buffers of all holders are alive until then, besides the parameters; otherwise one at a time.
         """
         self._holding += 1
         if self._holding > 1:
@@ -78,13 +80,13 @@ class FsdpUnit:
                 self._gathering.append(handle)
 
     def wait(self) -> None:
-        """The current stream waits for `unshard`; the host does not, but on gloo."""
+        """Make the current stream wait for `unshard`; the host waits only with gloo."""
         for handle in self._gathering:
             handle.wait()
         self._gathering.clear()
 
     def reshard(self) -> None:
-        """Frees the whole parameters; their gradients stay until they are reduced."""
+        """Free the gathered parameters; their gradients stay until they are reduced."""
         assert self._holding > 0, "reshard without unshard"
         self._holding -= 1
         if self._holding == 0:
@@ -93,10 +95,10 @@ class FsdpUnit:
                 holder.reshard()
 
     def reduce_gradients(self) -> None:
-        """Launches the sum over data ranks of what has added up in the whole parameters' gradients, which are freed.
+        """Launch the sum over data ranks of the accumulated gradients, and free these. Call it while the parameters are gathered.
 
-        After `wait_for_gradients` every sharded parameter has a gradient: a parameter without one here counts as zero, so that all ranks
-        communicate alike and the optimizer sees the same parameters on every mesh. To be called while the parameters are gathered.
+        After `wait_for_gradients` every sharded parameter has a gradient: one without a gradient on this rank counts as zero, so that all
+        ranks communicate alike and the optimizer sees the same parameters on every mesh.
         """
         assert self._holding > 0, "reduce_gradients needs gathered parameters: call it before reshard"
         self._reducing += 1
@@ -112,11 +114,11 @@ class FsdpUnit:
             self._launched = True
 
     def abandon(self) -> None:
-        """After an error half-way through a step: whoever held parameters is gone. A process without peers may go on."""
+        """Reset after an error within a step: no stage holds the parameters any more. A process without peers may continue."""
         self._holding = self._reducing = 0
 
     def wait_for_gradients(self) -> None:
-        """The current stream waits for `reduce_gradients`. Nothing happens if that was not launched."""
+        """Make the current stream wait for `reduce_gradients`, if that was launched."""
         if self._launched:
             assert self.root is not None
             finish_gradient_reduction(self.root)
@@ -127,11 +129,12 @@ class FsdpUnit:
 
 
 def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
-    """For each of `part.stages` the units that its UNSHARD, RESHARD and REDUCE_GRAD act on: its blocks, and what all stages share.
+    """Shard the parameters of `part` in place, and return the units of each of `part.stages`: its blocks, and the parameters that stages
+    share.
 
-    Shared is what is in no block: embedding, final norm and head, which are on one rank, with one weight if they are tied. The parameters
-    of `part` that are sharded are replaced by DTensors, in place. To be called once, when they are on `mesh.device` with values and in
-    their final dtype. Raises TypeError for parameters of different dtypes, or narrower than fp32, if gradients are summed over ranks.
+    Shared are the parameters outside of blocks: embedding, final norm and head, which are on one rank, and one weight if they are tied.
+    Sharded parameters are replaced by DTensors. Call this once, when the parameters are on `mesh.device` with values and in their final
+    dtype. Raises TypeError for parameters of several dtypes, or of one narrower than fp32, if gradients are summed over ranks.
     """
     if mesh.data_size > 1:
         check_dtypes(part)
@@ -148,7 +151,8 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
 
 
 def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
-    """One holder for each module's experts, one for the rest of it, as far as there is anything to share."""
+    """Create a holder for the experts of each module, and one for the rest of it, if they have parameters that are shared with other
+    ranks."""
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(modules))
     sharded = []
     for module in modules:
@@ -166,25 +170,25 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
                 sharded.append(holder)
     if not sharded:
         return FsdpUnit(nn.ModuleList(modules), None, users)
-    root = Holder(sharded)  # it has no parameters of its own: any mesh will do
+    root = Holder(sharded)  # without parameters of its own, so the mesh does not matter
     fully_shard(root, mesh=mesh.dense_mesh, reshard_after_forward=False)
     prepare_sharding(root)
     return FsdpUnit(nn.ModuleList(modules), root, users)
 
 
 def is_shared(mesh: DeviceMesh | None) -> bool:
-    """Whether parameters on this mesh are sharded or have copies on other ranks."""
+    """Return whether parameters on this mesh are sharded, or have replicas on other ranks."""
     return mesh is not None and mesh.size() > 1
 
 
 def check_dtypes(part: nn.Module) -> None:
     dtypes = {p.dtype for p in part.parameters()}
     if len(dtypes) > 1:
-        raise TypeError(f"parameters have dtypes {sorted(map(str, dtypes))}: what is gathered together must have one; convert the model")
+        raise TypeError(f"parameters have dtypes {sorted(map(str, dtypes))}, but FSDP2 needs a single one: convert the model")
     for dtype in dtypes:
         if torch.promote_types(dtype, torch.float32) != dtype:
             raise TypeError(
-                f"parameters have dtype {dtype}, in which gradients of many micro-batches do not add up: "
+                f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many micro-batches: "
                 "keep fp32 parameters and compute in bf16 under torch.autocast"
             )
 

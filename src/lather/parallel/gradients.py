@@ -1,11 +1,11 @@
-"""One gradient norm and one clip for all ranks: the same numbers as one process would have.
+"""The gradient norm, and clipping by it, with the same numbers on any mesh as in one process.
 
-    squared_norm  this rank's share of the sum of squares: every row of every parameter once, over pipeline stages, shards and experts on
-                  different ranks, copies left out
+    squared_norm  this rank's part of the sum of squares: every row of every parameter counts once over all pipeline stages, shards and
+                  experts, without replicas
     grad_norm     2-norm, by an all-reduce of one number
-    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; where the norm is small enough no gradient is touched
+    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; gradients are not touched if the norm is small enough
 
-Norms do not wait for the device. `clip_` is for a norm that is on the host, since a step that is not finite is left out there.
+Norms do not wait for the device. `clip_` takes a norm that is on the host, where steps that are not finite are skipped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lather.torch_private import foreach_mul_, foreach_norm
 def squared_norm(
     parameters: LocalParameters, mesh: Mesh, known: Callable[[Tensor], Tensor | None] = lambda source: None
 ) -> Float[Tensor, ""]:
-    """This rank's summand of the squared norm of the gradients of the whole model, in fp64, on `mesh.device`.
+    """Return this rank's part of the squared norm of the gradients of the whole model, in fp64, on `mesh.device`.
 
-    After `collect_gradients`. `known`: the 2-norms of parts (1-D) of the gradient here of a `LocalParameter.source`, if somebody has
-    measured them since.
+    Call it after `collect_gradients`. `known` returns the 2-norms (1-D) of the parts of this rank's gradient of a `LocalParameter.source`
+    if they have been measured already, else None.
     """
     norms, unmeasured = [], []
     for entry in parameters.unique():
@@ -45,7 +45,7 @@ def squared_norm(
 
 
 def norm_dtype(parameters: LocalParameters) -> torch.dtype:
-    """The dtype of norms: the gradients', fp32 at least."""
+    """Return the dtype of norms: that of the gradients, at least fp32."""
     dtype = torch.float32
     for entry in parameters:
         dtype = torch.promote_types(dtype, entry.parameter.dtype)
@@ -54,9 +54,9 @@ def norm_dtype(parameters: LocalParameters) -> torch.dtype:
 
 @torch.no_grad()
 def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Float[Tensor, ""]:
-    """2-norm of the gradients of the whole model, the same on all ranks, on `mesh.device`; in `norm_dtype`.
+    """Return the 2-norm of the gradients of the whole model, the same on all ranks, on `mesh.device`, in `norm_dtype`.
 
-    To be called by all ranks after `collect_gradients`. Squares are added in fp64.
+    All ranks call this after `collect_gradients`. Squares are summed in fp64.
     """
     square = squared_norm(parameters, mesh)
     if mesh.size > 1:
@@ -66,7 +66,7 @@ def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Float[Tensor, ""]:
 
 @torch.no_grad()
 def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
-    """Multiplies by max_norm / (norm + 1e-6) in place, if that is less than 1. With a norm that is not finite nothing is left of them."""
+    """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm that is not finite destroys them."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} is not valid: give a number > 0")
     factor = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1)

@@ -1,7 +1,7 @@
-"""This rank's rows of every parameter, as plain parameters for elementwise optimizers and as DTensors for those that need whole matrices.
+"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as DTensors for those that need whole matrices.
 
-A sharded parameter has its dim 0 split over ranks: rows of a matrix, or whole experts of a stack. Where dim 0 has fewer rows than there
-are ranks, some ranks have none.
+A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has fewer rows than there are ranks, some
+ranks have none.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lather.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """Which part of a parameter of the whole model a rank has."""
+    """The part of a parameter of the whole model that a rank has."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model."""
     is_expert: bool
-    """Whether it is of routed experts: dim 0 is over experts, and spread over ep ranks as well."""
+    """Whether it belongs to routed experts: dim 0 is then over experts, which are also divided among ep ranks."""
     shape: tuple[int, ...]
     """Shape of the whole parameter, with all experts."""
     offset: int
-    """The first row of dim 0 that is here."""
+    """First row of dim 0 on this rank."""
     length: int
-    """How many rows are here; 0 on ranks that got none."""
+    """Number of rows on this rank; may be 0."""
     replica: int = 0
-    """Which of several equal copies this is; number 0 counts in norms and is saved."""
+    """Number of this copy among equal ones; copy 0 counts in norms and is saved."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,18 +42,18 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter's rows on this rank."""
+    """This rank's rows of a parameter."""
 
     info: ShardInfo
     parameter: nn.Parameter
-    """The rows, in the sharded parameter's memory; the parameter itself if it is not sharded."""
+    """The rows, in the memory of the sharded parameter; the parameter itself if it is not sharded."""
     source: nn.Parameter
-    """The parameter that the model has while it is resharded."""
+    """The parameter of the model while it is resharded."""
 
 
 @dataclass(frozen=True)
 class LocalParameters:
-    """All of a rank's, in the order of the part's parameters; each once, tied or not."""
+    """All local parameters of a rank, in the order of the part's parameters; tied ones once."""
 
     entries: tuple[LocalParameter, ...]
 
@@ -61,15 +61,15 @@ class LocalParameters:
         return iter(self.entries)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The rows, for an optimizer whose rule is elementwise."""
+        """Return the rows, for an optimizer whose rule is elementwise."""
         return [(entry.info.name, entry.parameter) for entry in self.entries]
 
     def spread(self) -> list[tuple[str, nn.Parameter]]:
-        """DTensors where they are sharded, for an optimizer that puts matrices together."""
+        """Return DTensors where parameters are sharded, for an optimizer that assembles whole matrices."""
         return [(entry.info.name, entry.source) for entry in self.entries]
 
     def trained(self) -> LocalParameters:
-        """Without those that are frozen."""
+        """Return the parameters that are not frozen."""
         return LocalParameters(tuple(entry for entry in self.entries if entry.source.requires_grad))
 
     def infos(self) -> list[ShardInfo]:
@@ -77,30 +77,30 @@ class LocalParameters:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Gives every local parameter the reduced gradient of its rows, without a copy. After `Unit.wait_for_gradients`."""
+        """Give every local parameter the reduced gradient of its rows, without a copy. Call it after `FsdpUnit.wait_for_gradients`."""
         for entry in self.entries:
             grad = entry.source.grad
             entry.parameter.grad = grad.to_local() if isinstance(grad, DTensor) else grad
 
     def clear_gradients(self) -> None:
-        """Frees them; to be called before the next step adds up its own."""
+        """Free the gradients; call it before the next step accumulates its own."""
         for entry in self.entries:
             entry.parameter.grad = None
             entry.source.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Those collected, of rows that are here."""
+        """Return the collected gradients of parameters that have rows on this rank."""
         return [grad for entry in self.entries if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
 
     def unique(self) -> list[LocalParameter]:
-        """Those with gradients, without the copies of what other ranks count."""
+        """Return the parameters with gradients, without replicas that another rank counts."""
         return [entry for entry in self.entries if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
 
 
 def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:
-    """The rows of every parameter of `part` that this rank has, after `shard` and while nothing is gathered; ValueError otherwise.
+    """Return this rank's rows of every parameter of `part`. Raises ValueError before `shard`, or while parameters are gathered.
 
-    They stay valid through steps and loaded state dicts, but not when `part` is moved or converted.
+    The rows stay valid through steps and loaded state dicts, but not if `part` is moved or converted.
     """
     experts = {p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()}
     return LocalParameters(tuple(_local_parameter(name, p, p in experts, mesh) for name, p in part.named_parameters()))
@@ -124,7 +124,8 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
 
 
 def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows of a rank where dim 0 is sharded: equal shares, rounded up, so that the last may have fewer."""
+    """Return the first row and the number of rows of a rank if dim 0 is sharded: equal shares, rounded up, so the last ranks may have
+    fewer."""
     share = -(-rows // num_ranks)
     start = min(rank * share, rows)
     return start, min(share, rows - start)

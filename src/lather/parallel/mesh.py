@@ -1,14 +1,14 @@
-"""Which rank does what: the frozen mesh of pipeline, data and expert ranks, and the process groups of its axes.
+"""The mesh of pipeline, data and expert ranks, and the process groups of its axes.
 
-rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which exchange most, are neighbours. Every (dp, ep) coordinate is a
-*data rank*: it has sequences of its own, which all ranks of its pipeline share. Routed experts are split over ep and sharded over dp;
-everything else is sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is cut into that many parts, each of which holds a whole
-sharded copy: shards are then gathered within a part, at the price of that many times the memory.
+rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which communicate most, are neighbours. Every (dp, ep) coordinate is a
+*data rank*: it has its own sequences, which all ranks of its pipeline share. Routed experts are divided over ep and sharded over dp; all
+other parameters are sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each of which holds a
+complete sharded copy: parameters are then gathered within a replica, at the cost of that many times the memory.
 
-Axes that cut the same ranks in another way (dp x ep as one, or dp in two) are further DeviceMeshes over them. Context and tensor
-parallel ranks would be two more axes between dp and ep; there are none yet.
+Axes that divide the same ranks in another way (dp x ep as one, or dp in two) are further DeviceMeshes over them. Context and tensor
+parallelism would be two more axes between dp and ep; they do not exist yet.
 
-Inside a step ranks wait for each other for `parallel.timeout` at most. Where one works for all, they wait in `control_group`.
+Inside a step ranks wait for each other at most `parallel.timeout`. While one rank works for all, the others wait in `control_group`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from lather.config.config import ParallelConfig
 
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Time limit of a wait for work such as preparing a data set or writing a checkpoint. It does not find dead ranks: the launcher does, at
-once."""
+"""Time limit of waits for work such as preparing a data set or writing a checkpoint. Dead ranks are noticed by the launcher, at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,23 +42,23 @@ class Mesh:
     ep: int
     """Expert parallel ranks."""
     replicas: int
-    """Parts of dp that hold a whole sharded copy each; 1: plain FSDP."""
+    """Replicas within dp, each with a complete sharded copy; 1: plain FSDP."""
     rank: int
     device: torch.device
     pp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
     sizes_group: dist.ProcessGroup | None = None
-    """Those of `ep_group` once more, on CUDA: NCCL works off one group's operations one after another, and numbers that the host waits for
-    must not queue behind rows."""
+    """A second group of the ranks of `ep_group`, on CUDA only: NCCL executes the operations of one group in order, and row counts, for
+    which the host waits, must not queue behind rows."""
     data_group: dist.ProcessGroup | None = None
-    """Data ranks of one pipeline stage: dp x ep."""
+    """The data ranks of one pipeline rank: dp x ep."""
     control_group: dist.ProcessGroup | None = None
-    """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for objects, for errors, and for what one rank does for all."""
+    """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for Python objects, for errors, and for work that one rank does for
+    all."""
     saving_group: dist.ProcessGroup | None = None
-    """As `control_group`, for checkpoints: they are written by a thread beside the one that trains, and two threads must not share a
-    group."""
+    """Like `control_group`, for checkpoints: a thread writes them while another trains, and two threads must not share a group."""
     dense_mesh: DeviceMesh | None = None
-    """Over data, for parameters that are not routed experts: one axis, or ("replicate", "shard")."""
+    """Over data, for parameters other than routed experts: one axis, or ("replicate", "shard")."""
     expert_mesh: DeviceMesh | None = None
     """Over dp, for routed experts: one axis, or ("replicate", "shard")."""
 
@@ -89,16 +88,16 @@ class Mesh:
 
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
-        """The mesh of one process."""
-        if str(device) == "cuda":  # threads that save set theirs to it, and need a number
+        """Return the mesh of a single process."""
+        if str(device) == "cuda":  # the saving thread sets its device to this one, which needs an index
             device = torch.device("cuda", torch.cuda.current_device())
         return cls(pp=1, dp=1, ep=1, replicas=1, rank=0, device=device)
 
     @classmethod
     def build(cls, config: ParallelConfig, device: torch.device) -> Mesh:
-        """The mesh of all ranks of the default process group, which must be there unless this is the only process.
+        """Build the mesh of all ranks of the default process group, which must be initialized unless this is the only process.
 
-        Collective: every rank calls it, with the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
+        Collective: every rank calls this with the same arguments. Raises ConfigError if `config` does not fit the number of ranks.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         dp = config.data_ranks(world_size)
@@ -121,7 +120,7 @@ class Mesh:
         groups += [sizes_group] if sizes_group else []
         for group in groups:
             set_timeout(group, timedelta(seconds=config.timeout))
-        _meet(groups, device)
+        _create_communicators(groups, device)
         return cls(
             pp=pp,
             dp=dp,
@@ -140,16 +139,16 @@ class Mesh:
         )
 
     def describe(self) -> str:
-        """Such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
+        """Return a text such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
 
 
-def _meet(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """One collective operation on each group, so that its communicator is there before anything else is sent.
+def _create_communicators(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Run one collective operation on each group, so that its communicator exists before anything else is sent.
 
-    NCCL would make it at the first operation, and wait for all ranks of the group there, but a pipeline's first operation is a transfer
+    NCCL would create it at the first operation and wait for all ranks of the group, but the first operation of a pipeline is a transfer
     between two of them. Collective over all ranks, whose groups are in the same order.
     """
     for group in dict.fromkeys(groups):
@@ -159,7 +158,7 @@ def _meet(groups: list[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def _second_group(size: int, world_size: int) -> dist.ProcessGroup:
-    """The second process group of this rank's `size` neighbours. Collective over all ranks."""
+    """Create a second process group of this rank's `size` neighbours. Collective over all ranks."""
     own: dist.ProcessGroup | None
     own, _ = dist.new_subgroups_by_enumeration(torch.arange(world_size).view(-1, size).tolist())
     assert own is not None

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layers to stages, the table of what a rank does when, and what walks it."""
+"""Pipeline parallelism: the partition of layers into stages, the schedule of each rank, and its execution."""

@@ -1,8 +1,8 @@
-"""Walks one rank's row of the schedule: forwards, backwards, weight gradients, sends, receives, and the unsharding of parameters.
+"""Executes one rank's row of the schedule: forward and backward passes, weight gradients, sends, receives, and FSDP actions.
 
-What travels exists as long as it has to: a receive's buffer is made when its action comes and handed to its one reader; what was sent is
-given back when the send is done. Of a micro-batch's forward only its tape stays, until its backward. At most 2P + 1 chunks (a micro-batch
-in a stage) are alive on a rank.
+Tensors that travel exist no longer than necessary: the buffer of a receive is allocated when its action comes and is passed to its only
+reader; a sent tensor is freed when the send is complete. Of a micro-batch's forward pass only its tape is kept, until its backward pass. At
+most 2P + 1 chunks (a chunk is a micro-batch in a stage) are alive on a rank.
 
 Letters: B sequences of a micro-batch, S positions, D hidden size, P pipeline ranks.
 """
@@ -31,68 +31,68 @@ from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 
 MOST_SENDS_UNDER_WAY = 2
-"""Sends of a rank that may be under way. With one more the oldest is waited for: gloo does not say when a send is done, and what was sent
-must not pile up."""
+"""Maximal number of unfinished sends of a rank; before a further one, the oldest is waited for. gloo does not report when a send is
+complete, and sent tensors must not accumulate."""
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
 
 Arrival = tuple[bool, Key]
-"""Whether a gradient arrives (else an input), and of what."""
+"""Whether a gradient (or else an input) arrives, and its stage and micro-batch."""
 
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Is told what a rank does."""
+    """Records the actions of a rank."""
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
-        """Entered around every action, once its input is there."""
+        """Enclose an action, after its input has arrived."""
 
     def waiting(self) -> AbstractContextManager[Any]:
-        """Entered inside an overlapped pair, around the wait for its backward's input."""
+        """Enclose the wait for the input of the backward pass, inside an overlapped pair."""
 
 
 class Filler(Protocol):
-    """Work that a rank does while it waits for another, in pieces."""
+    """Work in pieces that a rank does while it waits for another rank."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a GPU is still at the last piece."""
+        """Whether a GPU is still executing the last piece."""
 
     def __len__(self) -> int:
-        """Pieces that are left."""
+        """Return the number of remaining pieces."""
 
     def next_seconds(self) -> float:
-        """How long the next piece is expected to take on a CPU; there must be one."""
+        """Return the expected time of the next piece on a CPU; a piece must remain."""
 
     def work(self) -> None:
-        """Do the next one, or give it to the GPU."""
+        """Do the next piece, or launch it on the GPU."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A tensor that a stage gives to the next."""
+    """Shape and type of the tensors that one stage passes to the next."""
 
     shape: tuple[int, int, int]
-    """(B, S, D) of every micro-batch."""
+    """(B, S, D), for every micro-batch."""
     dtype: torch.dtype
     device: torch.device
     travels_as: torch.dtype | None = None
-    """To another rank and back; None: as it is."""
+    """Dtype in which it is sent between ranks; None: unchanged."""
 
 
 @dataclass
 class StepOutput:
-    """The results of a walk over the schedule on this rank."""
+    """The results of one execution of the schedule on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """Losses of the micro-batches, where the last stage is."""
+    """Losses of the micro-batches, on the rank of the last stage."""
     routings: dict[Key, list[RoutingSummary]] = field(default_factory=dict)
-    """Summaries of each stage and micro-batch, one per MoE block."""
+    """Summaries for each stage and micro-batch, one per MoE block."""
 
 
 class Executor:
-    """Runs one schedule on one rank, step after step."""
+    """Executes a schedule on one rank, step after step."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Executor:
         units: Sequence[Sequence[FsdpUnit]] | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`stages`: this rank's, `units`: the parameters of each; `group`: the pipeline's, None for one rank."""
+        """`stages`: the stages of this rank; `units`: the FSDP units of each; `group`: the pipeline's process group, None for one rank."""
         self.stages = {stage.index: stage for stage in stages}
         self.schedule, self.segments, self.activation = schedule, segments, activation
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -113,28 +113,30 @@ class Executor:
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
         self.record = record or _NoRecord()
         self.filler: Filler | None = None
-        """Set by whoever has such work. Of a walk's time it takes what the rank would wait, on a GPU what its other streams leave."""
+        """Optional work for idle time, set by its owner: on a CPU it is done while the rank waits, on a GPU beside the other streams."""
         self.last_waits: dict[tuple[int, Arrival], float] = {}
-        """Seconds that the rank waited for each input in the last walk of so many micro-batches: it will wait about as long in the next."""
+        """Seconds that the rank waited for each input in the last step with this number of micro-batches, as an estimate for the next
+        step."""
         self.walk: _Walk | None = None
-        """The step that is under way, for whoever counts what is alive."""
+        """The current step, for code that counts live tensors."""
         shared = any(unit.has_peers for units in self.units.values() for unit in units)
         self._has_peers = group is not None or segments.exchange.num_ranks > 1 or shared
         self._is_out_of_step = False
         assert tuple(self.stages) == schedule.stages_of(self.rank)
 
     def run(self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None) -> StepOutput:
-        """All actions of this rank, in order: by the executor's schedule, or by another one of the same stages. Without grad mode it must
-        be one of forwards alone.
+        """Execute all actions of this rank in order, by the executor's schedule or by another one with the same stages. Without grad mode
+        the schedule must consist of forward passes alone.
 
-        Raises ValueError, before anything travels, if the number or the shape of the micro-batches is not the schedule's. An error on the
-        way leaves gradients that are no step's; clear them. Several ranks are out of step after that: RuntimeError in the next step.
+        Raises ValueError, before anything is sent, if the micro-batches do not have the number or shape of the schedule. After an error
+        inside a step the gradients are incomplete: clear them. Ranks with peers are then out of step, and the next step raises
+        RuntimeError.
         """
         schedule = self.schedule if schedule is None else schedule
         assert schedule.num_stages == self.schedule.num_stages
         self._check(micro_batches, schedule.num_micro_batches)
         if self._is_out_of_step:
-            raise RuntimeError("an error ended an earlier step half-way, and what other ranks sent since is unknown: restart all ranks")
+            raise RuntimeError("an error interrupted an earlier step, so this rank is out of step with the others: restart all ranks")
         walk = self.walk = _Walk(self, micro_batches, schedule)
         try:
             with self.segments.rounded_weights.kept():
@@ -145,7 +147,7 @@ class Executor:
                     if self.is_on_gpu and action.kind in COMPUTE and self.filler and not self.filler.is_busy:
                         self.fill()
                 walk.finish()
-            while self.filler:  # others may still compute, and what is left has to be done before the next step
+            while self.filler:  # the remaining pieces have to be done before the next step
                 self.fill()
         except BaseException:
             self._is_out_of_step = self._has_peers
@@ -162,7 +164,7 @@ class Executor:
         return is_gpu(self.activation.device)
 
     def fill(self) -> None:
-        """Do a piece of the filler's work."""
+        """Do one piece of the filler's work."""
         assert self.filler
         with self.record.action(Action(min(self.stages), Kind.REFRESH)):
             self.filler.work()
@@ -187,7 +189,7 @@ class _NoRecord:
 
 @dataclass
 class _Arriving:
-    """A receive that was posted."""
+    """A receive that was started."""
 
     buffer: Tensor
     work: dist.Work
@@ -202,16 +204,16 @@ class _Walk:
         self.output = StepOutput()
         self.inputs: dict[Key, Tensor | _Arriving] = {}
         self.gradients: dict[Key, Tensor | _Arriving] = {}
-        """Gradients of the outputs."""
+        """Gradients of outputs."""
         self.tapes: dict[Key, ChunkTape] = {}
         self.waiting: dict[Key, list[DeferredGradient]] = {}
-        """Weight gradients."""
+        """Deferred weight gradients."""
         self.outgoing: dict[tuple[Kind, Key], Tensor] = {}
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
 
     def wait_for_input(self, action: Action) -> None:
-        """For parameters and for what another rank sends, before a computation begins. Of an overlapped pair only the forward's input: the
-        backward's may come until it has its turn."""
+        """Wait for the parameters and for the received input of a computation. For an overlapped pair, wait only for the input of the
+        forward pass; the input of the backward pass may arrive until its first turn."""
         if action.kind not in COMPUTE:
             return
         for chunk in action.chunks:
@@ -237,7 +239,7 @@ class _Walk:
         elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
             self._shard(action)
         else:
-            self._travel(action)
+            self._transfer(action)
 
     def finish(self) -> None:
         while self.sends:
@@ -254,7 +256,7 @@ class _Walk:
         return (yield from self.segments.forward(self.stages[action.stage], self._take(self.inputs, key), tape, routings))
 
     def _pass_on(self, action: Action, result: Tensor) -> None:
-        """An output to the next stage, here or elsewhere; of the last stage it is the loss."""
+        """Pass an output to the next stage, on this rank or another; the output of the last stage is the loss."""
         stage, micro_batch = _key(action)
         if stage == self.schedule.num_stages - 1:
             self.output.losses.append(result)
@@ -268,7 +270,7 @@ class _Walk:
         return (yield from self.segments.backward(self.tapes.pop(key), self._take(self.gradients, key), defer=defer))
 
     def _pass_back(self, action: Action, grad_BSD: Tensor | None) -> None:
-        """An input's gradient to the stage before, here or elsewhere."""
+        """Pass the gradient of an input to the previous stage, on this rank or another."""
         stage, micro_batch = _key(action)
         if action.kind == Kind.BACKWARD_INPUT:
             self.waiting[stage, micro_batch] = self.segments.weight_gradients.take()
@@ -279,7 +281,7 @@ class _Walk:
         else:
             self.outgoing[Kind.SEND_B, (stage, micro_batch)] = grad_BSD
 
-    def _travel(self, action: Action) -> None:
+    def _transfer(self, action: Action) -> None:
         key = _key(action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             x = self._narrowed(self.outgoing.pop((action.kind, key)).contiguous(), key)
@@ -297,7 +299,7 @@ class _Walk:
         return work
 
     def _narrowed(self, x: Tensor, key: Key) -> Tensor:
-        """The tensor that travels of a chunk's output or gradient, which is given back if that is a copy."""
+        """Return an output or gradient in the dtype in which it is sent; if that is a copy, free the original."""
         narrow = x.to(self.executor.activation.travels_as or x.dtype)
         if narrow is not x:
             self._give_back(x, self.tapes.get(key))
@@ -323,7 +325,7 @@ class _Walk:
                 unit.reduce_gradients()
 
     def _take(self, arrivals: dict[Key, Tensor | _Arriving], key: Key) -> Tensor | None:
-        """None where nothing arrives: the first stage has no input, the last no gradient."""
+        """Remove and return the tensor that arrived; None for the input of the first stage and the gradient of the last."""
         x = arrivals.pop(key, None)
         if not isinstance(x, _Arriving):
             return x
@@ -331,9 +333,8 @@ class _Walk:
             return self._received(x, (arrivals is self.gradients, key))
 
     def _received(self, arriving: _Arriving, arrival: Arrival) -> Tensor:
-        """The tensor that arrives. On a CPU pieces of the filler's work are done as long as the last step's wait says that there is time
-        for them;
-        on a GPU it is the stream that waits, not the host."""
+        """Return the received tensor. On a CPU, do pieces of the filler's work as long as the wait of the last step suggests that there is
+        time; on a GPU only the stream waits, not the host."""
         executor = self.executor
         if executor.filler and not executor.is_on_gpu:
             key, start = (self.schedule.num_micro_batches, arrival), time.perf_counter()
@@ -348,7 +349,7 @@ class _Walk:
 
 
 def in_thread(wait: Callable[[], object]) -> Future[float]:
-    """When `wait` has returned, by `time.perf_counter`; it is called in a thread of its own, which ends with the process."""
+    """Call `wait` in a daemon thread; the result is the time, by `time.perf_counter`, at which it returned."""
     result: Future[float] = Future()
 
     def call() -> None:

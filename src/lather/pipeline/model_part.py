@@ -1,10 +1,11 @@
 """One rank's part of a model: the layers of its stages and, under expert parallelism, its share of their experts.
 
-A `ModelPart` is made of a whole model on the meta device, of which it keeps what belongs to the rank; only that gets memory. Parameters
-have the names that they have in the whole model (`layers.17.mlp.experts.down_proj`), with the rank's experts on dim 0. In DualPipeV the
-first and the last stage are on the same rank, and with them embedding, final norm and head, so that tied embeddings are one parameter.
+A `ModelPart` is built from a whole model on the meta device; it keeps only what belongs to the rank, and only that gets memory. Parameters
+have the same names as in the whole model (`layers.17.mlp.experts.down_proj`); dim 0 of expert parameters holds the rank's experts. In
+DualPipeV the first and the last stage are on the same rank, and with them embedding, final norm and head, so tied embeddings are one
+parameter.
 
-Fresh weights are those of one process, bit for bit: every rank draws all of them in the same order, one at a time, and keeps its own.
+Random weights equal those of one process bit for bit: every rank draws all of them in the same order, one at a time, and keeps its own.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from lather.models.moe import MoE
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of the model; views of a part's modules."""
+    """Consecutive layers of the model; refers to the modules of a part."""
 
     index: int
     blocks: tuple[Block, ...]
     embed_tokens: nn.Embedding | None = None
-    """In the first stage."""
+    """In the first stage only."""
     norm: nn.Module | None = None
     lm_head: nn.Linear | None = None
-    """In the last stage, with the final norm."""
+    """In the last stage only, with the final norm."""
 
 
 @dataclass(frozen=True)
 class PartLayers:
-    """The layers and experts of a model that a rank has."""
+    """The layers and experts of a model that one rank has."""
 
     layers_of_stage: tuple[Sequence[int], ...]
-    """Layers of all stages, in order."""
+    """Layers of each stage of the model, in order."""
     own_stages: tuple[int, ...] = (0,)
     expert_rank: int = 0
     expert_ranks: int = 1
@@ -50,35 +51,35 @@ class PartLayers:
         assert 0 <= self.expert_rank < self.expert_ranks
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
-        """The share of a whole parameter that belongs here."""
+        """Return this rank's part of a parameter of the whole model."""
         return value[self.experts(len(value))] if ".experts." in f".{name}" else value
 
     def experts(self, num_experts: int) -> slice:
-        """Neighbouring experts. Raises ValueError if they cannot be dealt out evenly."""
+        """Return this rank's experts, which are consecutive. Raises ValueError if they cannot be divided evenly."""
         if num_experts % self.expert_ranks:
             raise ValueError(
-                f"{num_experts} experts cannot be dealt out evenly to {self.expert_ranks} ranks: use a divisor of {num_experts}"
+                f"{num_experts} experts cannot be divided evenly among {self.expert_ranks} ranks: use a divisor of {num_experts}"
             )
         each = num_experts // self.expert_ranks
         return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
 
 
 class ModelPart(RoutedModel):
-    """See the head of this file. `stages` are this rank's, first to last."""
+    """One rank's part of a model, as the module docstring describes. `stages` are this rank's, first to last."""
 
     embed_tokens: nn.Embedding | None
     norm: nn.Module | None
     lm_head: nn.Linear | None
 
     def __init__(self, whole: Decoder, share: PartLayers) -> None:
-        """The part takes the modules of `whole` as they are."""
+        """Take over the modules of `whole`, without copying them."""
         super().__init__()
         self.share = share
         self.hidden_size = whole.embed_tokens.embedding_dim
         self.moe_layers = tuple(layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE))
         """MoE layers of the whole model."""
         self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
-        """Experts of each of them, on all ranks."""
+        """Experts of each MoE layer, on all ranks."""
         has_first, has_last = 0 in share.own_stages, len(share.layers_of_stage) - 1 in share.own_stages
         self.embed_tokens = whole.embed_tokens if has_first else None
         own_layers = [layer for stage in sorted(share.own_stages) for layer in share.layers_of_stage[stage]]
@@ -100,16 +101,16 @@ class ModelPart(RoutedModel):
         return block
 
     def own_moe_layers(self) -> list[int]:
-        """In the order of `routers()`."""
+        """Return this rank's MoE layers, in the order of `routers()`."""
         return [layer for layer in self.moe_layers if str(layer) in self.layers]
 
     def forward(self) -> None:
-        """A part is run stage by stage, see `lather.pipeline.segments`."""
+        """Raise TypeError: a part is run stage by stage (`lather.pipeline.segments`)."""
         raise TypeError("a ModelPart is run by lather.pipeline.Executor, not called")
 
 
 def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: torch.dtype = torch.float32) -> ModelPart:
-    """The part with memory on `device`, not yet filled. `whole` is on the meta device; the part takes its modules."""
+    """Return the part with uninitialized memory on `device`. `whole` is on the meta device; the part takes over its modules."""
     part = ModelPart(whole, share)
     if share.expert_ranks > 1:
         for experts in [module for module in part.modules() if isinstance(module, Experts)]:
@@ -128,18 +129,18 @@ def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: t
 
 
 def whole_part(model: Decoder) -> ModelPart:
-    """All of a model, its own modules, in one stage."""
+    """Return the whole model as one stage."""
     return ModelPart(model, PartLayers((range(len(model.layers)),)))
 
 
 @torch.no_grad()
 def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy into the part what it has of these whole parameters, given by name."""
+    """Copy into the part those of the named whole parameters that it has."""
     own = dict(part.named_parameters())
     for name, value in weights:
         if name in own:
             own[name].copy_(part.share.of_parameter(name, value))
-        del value  # before the next one is made
+        del value  # before the next one is allocated
 
 
 def fresh_part(
@@ -150,8 +151,8 @@ def fresh_part(
     dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
 ) -> ModelPart:
-    """The part with the weights that one process would draw from this generator, which every rank gives the same seed; the same in every
-    wider dtype. Adapters are drawn last, so that the weights are those of a model without."""
+    """Return the part with the random weights that one process would draw from `generator`, which has the same seed on every rank; wider
+    dtypes get the same values. Adapters are drawn last, so that they do not change the other weights."""
     whole, empty = (build_model(config, None, torch.device("meta")) for _ in range(2))
     lora = lora or LoraConfig()
     add_adapters(empty, lora)

@@ -1,11 +1,12 @@
-"""One chunk's forward and another's backward in one thread: while one's tokens travel, the other computes.
+"""Overlaps the forward pass of one chunk with the backward pass of another in one thread: while the tokens of one travel, the other
+computes.
 
-Chunks are generators that stop right after they launched a communication (`lather.pipeline.segments`); each is resumed only after the other
-has had its turn. On CPU the communication goes on in gloo's threads. On CUDA it goes on NCCL's own stream, which waits for what the
-compute stream has done so far by an event, and a chunk that is resumed makes the compute stream wait for it by another: the host waits for
-nothing but the sizes of an exchange.
+Chunks are generators that stop right after they have launched a communication (`lather.pipeline.segments`) and are resumed after the other
+chunk has had its turn. On a CPU the communication continues in gloo's threads. On CUDA it runs on NCCL's own stream; events make that
+stream wait for the compute stream, and the compute stream wait for it when the chunk is resumed. The host waits for nothing but the sizes
+of an exchange.
 
-Turns are taken in an order that does not depend on time. Every rank of an expert group runs the same chunks, so their exchanges meet.
+The order of turns does not depend on time. Every rank of an expert group runs the same chunks, so their exchanges match.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ B = TypeVar("B")
 
 
 def run(chunk: Generator[None, None, F]) -> F:
-    """A chunk alone; its result."""
+    """Run a single chunk to its end and return its result."""
     while True:
         try:
             next(chunk)
@@ -28,7 +29,7 @@ def run(chunk: Generator[None, None, F]) -> F:
 
 
 def run_both(forward: Generator[None, None, F], backward: Generator[None, None, B]) -> tuple[F, B]:
-    """Two chunks by turns, forward first; their results. If one raises, the other is closed where it is."""
+    """Run two chunks in turns, the forward pass first, and return their results. If one raises, the other is closed."""
     results: dict[int, object] = {}
     chunks: dict[int, Generator[None, None, object]] = {0: forward, 1: backward}
     try:

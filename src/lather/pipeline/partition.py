@@ -1,18 +1,18 @@
-"""Layers -> pipeline stages: contiguous blocks in V order, rank r holding stages r and S - 1 - r of S.
+"""Assigns layers to pipeline stages: consecutive layers in V order, where rank r holds stages r and S - 1 - r of S.
 
-`uniform` deals as many layers to every stage as go. `smallest_peak` deals them so that the largest rank's peak is as small as it can be, or
-nearly. A rank has several *phases* (actions of its schedule, steps of the optimizer), and in each its bytes are a sum over its layers,
+`uniform` assigns as equal numbers of layers as possible. `smallest_peak` makes the peak memory of the largest rank as small as possible, or
+nearly so. A rank has several *phases* (actions of its schedule, steps of the optimizer), and in each its bytes are a sum over its layers,
 
     peak_r(A, B) = max over phases p of base_r(p) + sum over layers a in A of first_r(p, a) + sum over b in B of second_r(p, b)
 
-for A in its first and B in its second stage. A rank's two stages are the ends of what the ranks outside it left, so this is a dynamic
-programme over what is left, [a, b):
+for A in its first and B in its second stage. The ranks outside rank r take layers from both ends, and rank r takes the next ones from both
+ends of the remaining layers [a, b). So this is a dynamic program over [a, b):
 
     f_r(a, b) = min over a' < a, b' > b of max(f_{r-1}(a', b'), peak_r([a', a), [b, b')))
 
-in O(n^4 P) steps for n layers on P ranks, vectorised over (a', b') and the phases. The rank that is largest decides alone, so that many
-partitions are as good, and a far more even one is often within a hair; uneven stages make others wait. So a second pass takes, of all
-partitions within `SLACK` of the least, the most even one: that with the least sum of squares over the stages' numbers of layers.
+in O(n^4 P) steps for n layers on P ranks, vectorized over (a', b') and the phases. Only the largest rank counts, so many partitions are
+equally good, and a much more even one often costs little more; with uneven stages other ranks wait. So a second pass chooses, among all
+partitions within `SLACK` of the minimum, the most even one: the one with the least sum of squares of the numbers of layers.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from lather.errors import ConfigError
 
 Array = npt.NDArray[np.float64]
 SLACK = 0.01
-"""How much larger than the least, as a share of it, a more even partition's largest rank may be."""
+"""Fraction by which the largest peak of a more even partition may exceed the minimum."""
 
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """A pipeline rank's bytes in each phase, as sums over the layers of its two stages."""
+    """Bytes of a pipeline rank in each phase, as sums over the layers of its two stages."""
 
     base: Array
-    """(phases,), what does not depend on the layers."""
+    """(phases,): bytes that do not depend on the layers."""
     first: Array
-    """(phases, layers of the model), what each layer adds in the rank's first stage."""
+    """(phases, layers of the model): bytes that each layer adds in the rank's first stage."""
     second: Array
-    """(phases, layers of the model), what each layer adds in its second stage."""
+    """(phases, layers of the model): bytes that each layer adds in the rank's second stage."""
 
     def peak(self, first: range, second: range) -> float:
-        """Bytes with these layers in its stages."""
+        """Return the peak bytes with these layers in the two stages."""
         sums = self.base + self.first[:, first.start : first.stop].sum(1) + self.second[:, second.start : second.stop].sum(1)
         return float(sums.max())
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The number of layers of every stage, and the peaks that are expected of it."""
+    """The number of layers of every stage, and the expected peaks."""
 
     layers: tuple[int, ...]
-    """Number of layers by stage."""
+    """Number of layers of each stage."""
     rank_peaks: tuple[float, ...]
-    """By pipeline rank, bytes."""
+    """Peak of each pipeline rank, bytes."""
     uniform_largest: float
-    """The largest rank's with equally many layers on every stage, bytes."""
+    """Peak of the largest rank under the uniform partition, bytes."""
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -66,7 +66,7 @@ class Partition:
 
     @property
     def uniform_layers(self) -> tuple[int, ...]:
-        """Equally many layers on as many stages."""
+        """Numbers of layers under the uniform partition."""
         return uniform(sum(self.layers), len(self.layers))
 
     @property
@@ -75,13 +75,13 @@ class Partition:
 
 
 def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
-    """The layers of every stage, from their numbers."""
+    """Return the layers of every stage, from the numbers of layers."""
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(layers, initial=0)))
 
 
 def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The number of layers of every stage. What is left over goes to inner stages first, as the edges also have the embedding, or the final
-    norm and head. Raises ConfigError for fewer layers than stages."""
+    """Return equal numbers of layers for the stages. Remaining layers go to inner stages first, since the outer ones also have the
+    embedding, or the final norm and head. Raises ConfigError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ConfigError(f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower parallel.pp")
     layers = [num_layers // num_stages] * num_stages
@@ -94,9 +94,9 @@ def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
-    """The partition for these pipeline ranks: the most even one within `SLACK` of the smallest largest peak; deterministic.
+    """Return the most even partition whose largest peak is within `SLACK` of the minimum, for these pipeline ranks; deterministic.
 
-    Raises ConfigError for fewer layers than stages.
+    Raises ConfigError if there are fewer layers than stages.
     """
     num_layers = ranks[0].first.shape[1]
     even = uniform(num_layers, 2 * len(ranks))
@@ -121,18 +121,18 @@ def _peaks(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> tuple[float, ..
 def _search(
     ranks: Sequence[RankPeaks], charge: Callable[[Array, Array], Array], combine: Callable[[Array, Array], Array]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least of all ranks' charges, combined, and the layers by stage that reach it. A charge is made of the rank's peaks and of the
-    squares of its stages' sizes, both for all (a', b')."""
+    """Minimize the combined cost of all ranks; return the minimum and the numbers of layers that reach it. `charge` computes the cost of a
+    rank from its peaks and from the sums of squares of its stages' sizes, both for all (a', b')."""
     n, num_ranks = ranks[0].first.shape[1], len(ranks)
     best = np.full((n + 1, n + 1), np.inf)
     best[0, n] = 0.0
     came_from = []
     for rank, peaks in enumerate(ranks):
         firsts, seconds = (np.concatenate((np.zeros((len(x), 1)), x.cumsum(1)), axis=1) for x in (peaks.first, peaks.second))
-        inside = num_ranks - 1 - rank  # each rank inside needs a layer at both ends
+        inside = num_ranks - 1 - rank  # each of these ranks needs a layer at both ends
         new, origin = np.full_like(best, np.inf), np.zeros((n + 1, n + 1), np.int64)
         ends = [(a, a) for a in range(rank + 1, n - rank)] if not inside else _ends(n, rank + 1, inside)
-        for a, b in ends:  # [a, b) is left for the ranks inside this one
+        for a, b in ends:  # [a, b) remains for the ranks inside this one
             first = firsts[:, a, None] - firsts[:, :a] + peaks.base[:, None]
             second = seconds[:, b + 1 :] - seconds[:, b, None]
             sizes = np.arange(a, 0, -1)[:, None] ** 2 + np.arange(1, n - b + 1)[None, :] ** 2
@@ -154,5 +154,5 @@ def _search(
 
 
 def _ends(n: int, outside: int, inside: int) -> list[tuple[int, int]]:
-    """[a, b) with at least `outside` layers on either side of it and 2 * `inside` in it."""
+    """Return all [a, b) that leave at least `outside` layers on either side and contain at least 2 * `inside` layers."""
     return [(a, b) for a in range(outside, n + 1) for b in range(a + 2 * inside, n - outside + 1)]

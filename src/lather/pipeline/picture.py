@@ -1,9 +1,9 @@
-"""A timeline as a picture: a lane per rank, colours by kind, micro-batch numbers where they fit, idle time hatched.
+"""Draws a timeline: a lane per rank, colors by kind of action, micro-batch numbers where they fit, idle time hatched.
 
-A forward chunk is blue, a backward chunk green, for the input alone light green, for the weights alone orange; darker on a rank's second
-stage, on the way back up the V. An overlapped pair is the forward chunk over the backward chunk. Pieces of the optimizer's refreshes that
-fill idle time are violet. Transfers and FSDP actions that took time are a grey strip below. The picture grows with the number of chunks in
-a lane, up to a limit; numbers that cannot be read are left out.
+A forward chunk is blue and a backward chunk green; if it is split, the input part is light green and the weight part orange. Chunks of a
+rank's second stage, on the way back up the V, are darker. In an overlapped pair the forward chunk is drawn above the backward chunk. Pieces
+of the optimizer's refreshes that fill idle time are violet. Transfers and FSDP actions that took time are a grey strip below. The picture
+grows with the number of chunks in a lane, up to a limit; numbers that would be too small to read are left out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COLORS = {
     Kind.BACKWARD_INPUT: ("#cdeac0", "#a7d3a0"),
     Kind.BACKWARD_WEIGHT: ("#f6b26b", "#e08a2e"),
 }
-"""On the rank's first stage, and on its second."""
+"""Colors on the rank's first stage, and on its second."""
 REFRESH = "#b39ddb"
 OTHER = "#8a8a8a"
 DARK = {"#2f6db3", "#3a8f54"}
-"""Colours with white numbers."""
+"""Colors that need white numbers."""
 LABELS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -44,16 +44,16 @@ LABELS = {
 
 DPI = 110
 LANE, STRIP = 0.42, 0.12
-"""Half the height of a lane, and the height of the strip of transfers below it, in distances between lanes."""
+"""Half the height of a lane, and the height of the strip of transfers, in units of the distance between lanes."""
 MIN_WIDTH, MAX_WIDTH, INCHES_PER_CHUNK = 12.0, 36.0, 0.17
 MAX_HEIGHT = 36.0
 SMALLEST_NUMBER, LARGEST_NUMBER = 5.0, 9.0
-"""Points; smaller numbers cannot be read and are left out."""
+"""Font sizes in points; numbers that would be smaller are left out."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A rectangle in data coordinates, and the number in it."""
+    """A rectangle in data coordinates, with its number."""
 
     left: float
     right: float
@@ -64,9 +64,10 @@ class Bar:
 
 
 def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = "s") -> None:
-    """Writes a PNG of the events `rows`, at least one; `unit` is that of their times. The bubble fraction is put after `title`.
+    """Write a PNG of the events `rows`, of which there is at least one; `unit` is that of their times. The bubble fraction is added to
+    `title`.
 
-    Raises RunError if `path` cannot be written or no event computes.
+    Raises RunError if `path` cannot be written or no event is a computation.
     """
     timeline = Timeline(tuple(rows))
     if not timeline.makespan > 0:
@@ -74,7 +75,7 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     ranks = timeline.ranks
     chunks = max(sum(event.action.kind in COMPUTE for event in timeline.events if event.rank == rank) for rank in ranks)
     width = min(max(MIN_WIDTH, 1.5 + INCHES_PER_CHUNK * chunks), MAX_WIDTH)
-    scale = (width / MIN_WIDTH) ** 0.6  # of lanes and letters
+    scale = (width / MIN_WIDTH) ** 0.6  # for lanes and fonts
     height = min(scale * (1.1 + 0.5 * len(ranks)), MAX_HEIGHT)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = figure.subplots()
@@ -89,7 +90,7 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     axes.tick_params(axis="y", labelsize=min(9 * scale, 0.5 * 72 * height / len(ranks)))
     figure.legend(handles=_legend(timeline), loc="outside lower left", ncols=7, frameon=False, fontsize=8 * scale)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what fits into a box depends on the layout, which must not measure every number again
+    figure.set_layout_engine("none")  # fix the layout: the font sizes depend on it, and it need not measure every number
     _draw_numbers(axes, boxes)
     try:
         figure.savefig(path, dpi=DPI, format="png")
@@ -98,7 +99,7 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
 
 
 def _stages(timeline: Timeline) -> dict[int, list[int]]:
-    """By rank, the stages that it computes."""
+    """Return the stages that each rank computes."""
     stages: defaultdict[int, set[int]] = defaultdict(set)
     for event in timeline.events:
         if event.action.kind in COMPUTE:
@@ -126,7 +127,7 @@ def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
 
 
 def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
-    """A hatched lane; what is computed is drawn over it."""
+    """Draw hatched lanes, over which computations are drawn."""
     axes.barh(
         list(lanes.values()),
         timeline.makespan,
@@ -156,14 +157,14 @@ def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
 
 
 def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
-    """Micro-batch numbers, in the boxes that are large enough."""
+    """Draw micro-batch numbers in the bars that are large enough."""
     numbered = [(box, box.number) for box in boxes if box.number is not None]
     digits = len(str(max((number for _, number in numbered), default=0)))
     across, down = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1))
     points = 72 / DPI
 
     def fits(box: Bar) -> float:
-        """The font size with which the longest number fills the box: a digit is 0.62 of it wide."""
+        """Return the font size at which the longest number fills the bar: a digit is 0.62 times as wide as the font size."""
         width, height = (box.right - box.left) * abs(across) * points, (box.bottom - box.top) * abs(down) * points
         return float(min(0.85 * width / (0.62 * digits), 0.8 * height))
 
@@ -188,9 +189,9 @@ def _legend(timeline: Timeline) -> list[Patch]:
 
 
 def read_timeline(path: Path) -> tuple[int, list[Event]]:
-    """The newest step in `path` and its events. A line is {"step", "rank", "action", "start", "end"}, times in seconds.
+    """Read the newest step in `path` and its events. A line is {"step", "rank", "action", "start", "end"}, with times in seconds.
 
-    A line that was cut off at the end of the file is ignored. Raises RunError if there is no such file or it is another one.
+    An incomplete last line is ignored. Raises RunError if there is no such file, or if it is not a timeline.
     """
     try:
         lines = path.read_text("utf-8").splitlines(keepends=True)

@@ -1,20 +1,20 @@
-"""The time that a table of actions takes: replayed with given durations, or read from a run; idle time and bubble.
+"""The timeline of a schedule, replayed with given durations or read from a run, with its idle time and bubble fraction.
 
-Every rank works through its row in order. A chunk starts once the rank is free and what it needs is there, a transfer later if it comes
-from another rank; transfers take no time of the ranks. *Idle* is the time in which a rank does not compute, between the first start and the
-last end on any rank; the *bubble fraction* is its share of all ranks' time.
+Every rank executes its row in order. A chunk starts once the rank is free and its input is there, later by the transfer time if that comes
+from another rank; transfers take none of the ranks' time. *Idle time* is the time in which a rank does not compute, between the first start
+and the last end on any rank; the *bubble fraction* is the idle time divided by the time of all ranks.
 
-DeepSeek gives DualPipeV's bubble as (PP/2 - 1)(F&B + B - 3W) for PP stages on PP/2 ranks (github.com/deepseek-ai/DualPipe), in times of a
-*stage's* chunk, half of a rank's layers; so (P - 1)(F&B + B - 3W) with P ranks, whatever the number of micro-batches. Replaying torch's
-table, that is the idle time of rank P - 1, at the tip of the V, exactly where F = I = W and for any F&B from max(F, B) to F + B.
-In general the tip's idle time is that of the longest of three chains,
+DeepSeek gives DualPipeV's bubble as (PP/2 - 1)(F&B + B - 3W) for PP stages on PP/2 ranks (github.com/deepseek-ai/DualPipe), in durations of
+a *stage's* chunk, half of a rank's layers; that is (P - 1)(F&B + B - 3W) with P ranks, for any number of micro-batches. In a replay of
+torch's table this is the idle time of rank P - 1, at the tip of the V, exactly if F = I = W, for any F&B from max(F, B) to F + B. In
+general the tip's idle time is that of the longest of three chains,
 
     max((P - 1)(F&B + I - 2W) - F, (P - 1)(F&B + F - 2W), (P - 1)(F&B + F - B)),
 
-if W <= F or I <= F (otherwise a fourth can be longer). The first is the formula less F. So with I >= F >= W the formula is too high
-by min(F, (P - 1)(I - F)): by 4 % for I = 1.1 F, W = 0.9 F, F&B = F + B and P = 2 to 8, by 8 % for I = 1.2 F, W = 0.8 F and P = 2. With
-I < F or W > F the third chain counts and the formula is too low: by 43 % for I = 0.8 F, W = 1.2 F. The other ranks idle as long as the
-tip if F&B = F + B, else less: rank r < P - 1 has P - 2 - r overlapped pairs fewer, each of which saves time.
+if W <= F or I <= F (otherwise a fourth chain can be longer). The first is the formula minus F. So with I >= F >= W the formula is too high
+by min(F, (P - 1)(I - F)): by 4 % for I = 1.1 F, W = 0.9 F, F&B = F + B and P = 2 to 8, by 8 % for I = 1.2 F, W = 0.8 F and P = 2. With I <
+F or W > F the third chain counts and the formula is too low: by 43 % for I = 0.8 F, W = 1.2 F. The other ranks are idle as long as the tip
+if F&B = F + B, and shorter otherwise: rank r < P - 1 has P - 2 - r fewer overlapped pairs, each of which saves time.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action as it happened, or a piece of one that had to wait on the way."""
+    """An action with its times, or a part of an action that was interrupted by a wait."""
 
     rank: int
     action: Action
     start: float
     end: float
-    """In the unit of the durations; seconds if measured, on one clock for all ranks."""
+    """In the unit of the durations; measured times are in seconds, on one clock for all ranks."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """How long an action takes, without waiting for its input."""
+    """Durations of actions, without waits for input."""
 
     kinds: Mapping[Kind, float]
-    """A chunk of any stage. F, I and W are needed as far as the table has them; B is I + W and OVERLAP F + B if not given, all else 0."""
+    """Durations for a chunk of any stage. F, I and W are required if they occur in the table; B defaults to I + W, OVERLAP to F + B, all
+    others to 0."""
     stages: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
-    """(kind, stage) -> a duration that differs from that of its kind. An OVERLAP has the stage of its forward chunk."""
+    """(kind, stage) -> a duration that differs from that of the kind. An OVERLAP has the stage of its forward chunk."""
     transfer: float = 0.0
-    """From the end of a chunk to its result being on another rank."""
+    """Time from the end of a chunk until another rank has its result."""
 
     def of(self, action: Action) -> float:
-        """Raises ValueError if nothing says how long `action` takes."""
+        """Return the duration of an action. Raises ValueError if it is not known."""
         key = (action.kind, action.chunks[0].stage)
         if (given := self.stages.get(key, self.kinds.get(action.kind))) is not None:
             return given
@@ -68,7 +69,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Actions of every rank with their times. Time that is not computing is idle."""
+    """Actions of every rank with their times. A rank that does not compute is idle."""
 
     events: tuple[Event, ...]
 
@@ -86,11 +87,11 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start of a computation on any rank to the last end."""
+        """Time from the first start of a computation to the last end, on any rank."""
         return self.end - self.start
 
     def idle(self) -> dict[int, float]:
-        """By rank: the part of the makespan in which it does not compute."""
+        """Return, by rank, the part of the makespan in which it does not compute."""
         computing: defaultdict[int, float] = defaultdict(float)
         for event in self.events:
             if event.action.kind in COMPUTE:
@@ -98,26 +99,27 @@ class Timeline:
         return {rank: self.makespan - computing[rank] for rank in self.ranks}
 
     def filled(self) -> dict[int, float]:
-        """By rank: the part of its idle time in which it does pieces of the optimizer's refreshes."""
+        """Return, by rank, the part of its idle time that is filled with pieces of the optimizer's refreshes."""
         pieces = [event for event in self.events if event.action.kind is Kind.REFRESH]
         inside = {id(event): max(0.0, min(event.end, self.end) - max(event.start, self.start)) for event in pieces}
         return {rank: sum(inside[id(event)] for event in pieces if event.rank == rank) for rank in self.ranks}
 
     def bubble_fractions(self) -> dict[int, float]:
-        """By rank: idle time over makespan."""
+        """Return, by rank, idle time divided by makespan."""
         return {rank: idle / self.makespan if self.makespan else 0.0 for rank, idle in self.idle().items()}
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all ranks' time."""
+        """Idle fraction of the time of all ranks."""
         fractions = self.bubble_fractions().values()
         return sum(fractions) / len(fractions) if fractions else 0.0
 
 
 def replay(schedule: Schedule, durations: Durations) -> Timeline:
-    """When every action of `schedule` starts and ends, in O(actions). Raises ValueError if a duration is missing or the table stalls.
+    """Compute when every action of `schedule` starts and ends, in O(actions). Raises ValueError if a duration is missing or the table
+    deadlocks.
 
-    Receives are waited for by the chunk that reads them, and are shown as taking no time, like sends.
+    A chunk waits for the receive of its input; receives and sends are shown with a duration of zero.
     """
     ended: dict[tuple[Kind, int, int], float] = {}
     clocks, positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
@@ -144,15 +146,15 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
                 waiting.discard(rank)
         if stalled:
             raise ValueError(
-                f"the table stalls: {[str(schedule.ranks[rank][positions[rank]]) for rank in sorted(waiting)]} wait for each other"
+                f"the table deadlocks: {[str(schedule.ranks[rank][positions[rank]]) for rank in sorted(waiting)]} wait for each other"
             )
     return Timeline(tuple(event for row in events for event in row))
 
 
 @cache
 def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int, *, early_weight_gradients: bool = False) -> float:
-    """The bubble of DualPipeV with so many layers on its stages, if each layer's forward, and each half of its backward, takes equally
-    long."""
+    """Return DualPipeV's bubble fraction for these numbers of layers, if a layer's forward and both halves of its backward take the same
+    time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     durations = Durations({}, {(kind, stage): float(size) for stage, size in enumerate(layers) for kind in kinds})
     schedule = dualpipev(len(layers) // 2, num_micro_batches, early_weight_gradients=early_weight_gradients)
@@ -160,7 +162,7 @@ def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int, *, early_w
 
 
 def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:
-    """When the inputs of `action` from other stages are there; None if that is not known yet."""
+    """Return when the inputs of `action` from other stages have arrived; None if that is not known yet."""
     ready = 0.0
     for chunk in action.chunks:
         if chunk.kind is Kind.FORWARD and chunk.stage > 0:
@@ -178,9 +180,9 @@ def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, i
 
 
 def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
-    """The median duration of every kind, and of every kind on every stage, from the events of one step.
+    """Return the median duration of every kind, and of every kind on every stage, from the events of one step.
 
-    Events of the same chunk on the same rank are its pieces, between which it waited. Transfers, which may have waited, are left out.
+    Events of the same chunk on the same rank are its parts, between which it waited. Transfers are left out, since they may include waits.
     """
     whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
     for number, event in enumerate(events):
@@ -197,7 +199,7 @@ def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durati
 
 
 def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
-    """(P - 1)(F&B + B - 3W): DeepSeek's idle time per rank, from the durations per kind; the head of this file says when it holds."""
+    """Return (P - 1)(F&B + B - 3W), DeepSeek's formula for the idle time per rank; the module docstring says when it holds."""
     forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
     backward = Action(0, Kind.BACKWARD, 0)
     overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))

@@ -1,11 +1,12 @@
-"""The schedule: a table of what every pipeline rank does in which order, as data.
+"""The schedule as data: a table of the actions of every pipeline rank, in order.
 
 DualPipeV (DeepSeek-V3, arXiv:2412.19437, and github.com/deepseek-ai/DualPipe) on P ranks has 2P stages in the shape of a V: rank r holds
-stages r and 2P - 1 - r, so that loss and embedding meet on rank 0. The table is torch's (`ScheduleDualPipeV`): its order of chunks, its
-sends, receives and FSDP actions. Executor, planner, replay and picture read this one table.
+stages r and 2P - 1 - r, so that loss and embedding are both on rank 0. The table is torch's (`ScheduleDualPipeV`): its order of chunks, its
+sends, receives and FSDP actions. Executor, planner, replay and picture read the same table.
 
-The table is checked when it is made, not trusted: every chunk once, nothing before what it needs, transfers in the same order at both ends,
-and at most 2P + 1 chunks alive on a rank. The checks take as long as making the table (seconds for 64 ranks and 512 micro-batches).
+Every table is checked when it is created: each chunk occurs once, no action precedes what it needs, both ends of a transfer have the same
+order, and at most 2P + 1 chunks are alive on a rank. The checks take as long as creating the table (seconds for 64 ranks and 512
+micro-batches).
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ TEXT_WIDTH = 120
 
 
 class Kind(StrEnum):
-    """The kind of an action; the value is its name in the text of a table, torch's own."""
+    """The kind of an action; its value is torch's name for it in the text of a table."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of the stage's input and of its weights."""
+    """Compute the gradients of the stage's input and of its weights."""
     BACKWARD_INPUT = "I"
-    """Gradient of the input alone."""
+    """Compute only the gradient of the stage's input."""
     BACKWARD_WEIGHT = "W"
-    """Gradients of the weights that an earlier `I` left to do."""
+    """Compute the weight gradients that an earlier `I` deferred."""
     OVERLAP = "OVERLAP_F_B"
-    """A forward chunk and the backward chunk of another micro-batch, interleaved."""
+    """Run a forward chunk and the backward chunk of another micro-batch, interleaved."""
     SEND_F = "SEND_F"
-    """A stage's output, to the rank of the next stage."""
+    """Send a stage's output to the rank of the next stage."""
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
-    """The gradient of a stage's input, to the rank of the stage before."""
+    """Send the gradient of a stage's input to the rank of the previous stage."""
     RECV_B = "RECV_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     REFRESH = "REFRESH"
-    """A piece of an optimizer's refreshes while the rank waits for another: in no table, but in timelines of what happened."""
+    """A piece of an optimizer's refresh while the rank waits for another; occurs in recorded timelines only, not in tables."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OVERLAP})
 WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-"""Actions that are not a micro-batch's."""
+"""Actions that do not belong to a micro-batch."""
 RECEIVED_AS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
-"""A send -> the receive that matches it, and how many stages further that is."""
+"""Each kind of send -> its kind of receive, and the stage of the receive relative to that of the send."""
 
 _KINDS = {kind.value: kind for kind in Kind}
 _SINGLE = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})(\d*)")
@@ -62,13 +63,13 @@ _PAIR = re.compile(rf"\((\w+);(\w+)\){Kind.OVERLAP}")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's table."""
+    """One action of a rank."""
 
     stage: int
-    """-1 for OVERLAP, whose parts have stages of their own."""
+    """-1 for OVERLAP, whose parts have their own stages."""
     kind: Kind
     micro_batch: int | None = None
-    """None where all are meant (UNSHARD, RESHARD, REDUCE_GRAD) and for OVERLAP."""
+    """None for actions on a whole stage (UNSHARD, RESHARD, REDUCE_GRAD), and for OVERLAP."""
     parts: tuple[Action, ...] = ()
     """The forward and the backward chunk of an OVERLAP."""
 
@@ -79,7 +80,7 @@ class Action:
 
     @classmethod
     def from_text(cls, text: str) -> Action:
-        """The action that `str` writes as `text`. Raises ValueError for any other text."""
+        """Parse an action that `str` has written. Raises ValueError for any other text."""
         if pair := _PAIR.fullmatch(text):
             return cls(-1, Kind.OVERLAP, None, (cls.from_text(pair[1]), cls.from_text(pair[2])))
         if not (single := _SINGLE.fullmatch(text)):
@@ -88,13 +89,14 @@ class Action:
 
     @property
     def chunks(self) -> tuple[Action, ...]:
-        """The parts of OVERLAP; of any other action, itself."""
+        """The parts of an OVERLAP; for any other action, the action itself."""
         return self.parts or (self,)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table: `ranks[r]` is what rank r does, in order. Raises ValueError if it cannot be executed or keeps too many chunks alive."""
+    """The table: `ranks[r]` holds the actions of rank r, in order. Raises ValueError if it cannot be executed or keeps too many chunks
+    alive."""
 
     num_stages: int
     num_micro_batches: int
@@ -112,28 +114,29 @@ class Schedule:
         return len(self.ranks)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage`: V order."""
+        """Return the rank that holds `stage`, in V order."""
         return min(stage, self.num_stages - 1 - stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, in the order in which a micro-batch passes them."""
+        """Return the stages that `rank` holds, in the order in which a micro-batch passes through them."""
         return tuple(sorted({rank, self.num_stages - 1 - rank}))
 
     @property
     def trains(self) -> bool:
-        """False: forward passes alone."""
+        """Whether the table has backward passes."""
         return any(chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self.ranks[0] for chunk in action.chunks)
 
     def sends_to(self, action: Action) -> int:
-        """The rank to which a SEND_F or SEND_B goes."""
+        """Return the rank to which a SEND_F or SEND_B sends."""
         return self.rank_of(action.stage + RECEIVED_AS[action.kind][1])
 
     def receives_from(self, action: Action) -> int:
-        """The rank from which a RECV_F or RECV_B comes."""
+        """Return the rank from which a RECV_F or RECV_B receives."""
         return self.rank_of(action.stage + (-1 if action.kind is Kind.RECV_F else 1))
 
     def peak_live_chunks(self, rank: int) -> int:
-        """The most chunks of `rank` whose forward is done, or begun in an overlap, and whose input gradient is not."""
+        """Return the maximal number of live chunks of `rank`: the forward pass is done, or started in an overlap, and the input gradient is
+        not done."""
         live = peak = 0
         for action in self.ranks[rank]:
             for chunk in action.chunks:
@@ -145,7 +148,7 @@ class Schedule:
         return peak
 
     def to_text(self) -> str:
-        """A line with the sizes; then, for every rank, its actions in order, wrapped."""
+        """Write the table as text: a line with the sizes, then the actions of every rank in order, wrapped."""
         lines = [f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_micro_batches} micro-batches"]
         for rank, actions in enumerate(self.ranks):
             lines += textwrap.wrap(f"rank {rank}: {' '.join(map(str, actions))}", TEXT_WIDTH, subsequent_indent="    ")
@@ -153,7 +156,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """The table that `to_text` writes as `text`. Raises ValueError for a text or a table that is not one."""
+        """Parse a table that `to_text` has written. Raises ValueError for any other text, or for a table that is not valid."""
         head, *rest = re.split(r"^rank \d+:", text, flags=re.MULTILINE)
         sizes = re.fullmatch(r"(\d+) ranks, (\d+) stages, (\d+) micro-batches\s*", head)
         if sizes is None or int(sizes[1]) != len(rest):
@@ -164,12 +167,12 @@ class Schedule:
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int, *, early_weight_gradients: bool = False) -> Schedule:
-    """The DualPipeV table for `num_ranks` pipeline ranks, transfers and FSDP actions included.
+    """Return the DualPipeV table for `num_ranks` pipeline ranks, including transfers and FSDP actions.
 
-    `early_weight_gradients`: each W follows its I at once instead of waiting for a bubble that it can fill. Chunks whose weight gradients
-    wait then hold no memory, and the step takes longer.
+    With `early_weight_gradients` each W follows its I at once, instead of waiting for a bubble that it can fill. Then no memory is kept for
+    weight gradients that wait, and a step takes longer.
 
-    Raises ConfigError for fewer micro-batches than stages (2 * num_ranks), which the schedule cannot fill.
+    Raises ConfigError if there are fewer micro-batches than stages (2 * num_ranks).
     """
     require(num_ranks >= 1, "parallel.pp", num_ranks, "at least 1 rank")
     stages = 2 * num_ranks
@@ -194,14 +197,14 @@ def _with_early_weight_gradients(row: Sequence[Action]) -> Iterator[Action]:
 
 
 def sequential(num_micro_batches: int) -> Schedule:
-    """One rank with one stage: a micro-batch's forward, its backward, then the next one's."""
+    """Return the table for one rank with one stage: the forward and backward pass of one micro-batch after the other."""
     require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
     chunks = (Action(0, kind, m) for m in range(num_micro_batches) for kind in (Kind.FORWARD, Kind.BACKWARD))
     return Schedule(1, num_micro_batches, ((Action(0, Kind.UNSHARD), *chunks, Action(0, Kind.REDUCE_GRAD), Action(0, Kind.RESHARD)),))
 
 
 def forwards(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Forward passes alone, for validation: on every rank the chunk that is furthest on its way goes first."""
+    """Return a table of forward passes alone, for validation: every rank runs the chunk with the highest stage first."""
     require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
     num_ranks = max(1, num_stages // 2)
     home = [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
@@ -229,8 +232,7 @@ def _from_torch(action: Any) -> Action:
 
 
 def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:
-    """The results of the same micro-batch that must be there before `kind` can be done on `stage`, as (kind, stage): computed here, or
-    received."""
+    """Return the results, as (kind, stage), that `kind` on `stage` needs for the same micro-batch: computed on this rank, or received."""
     here = schedule.rank_of(stage)
     match kind:
         case Kind.FORWARD if stage > 0:
@@ -248,18 +250,19 @@ def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int],
 
 
 def gives(kind: Kind) -> tuple[Kind, ...]:
-    """The results that are there once `kind` is done: B is I and W in one."""
+    """Return the results that `kind` produces: B produces those of I and W."""
     return (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
 
 
 class _RankCheck:
-    """One walk along a rank's table: micro-batches in order and each once, nothing before what it needs, parameters there when used."""
+    """Checks one rank's table: micro-batches in order and each once, no action before what it needs, parameters unsharded when they are
+    used."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.stages = schedule, rank, schedule.stages_of(rank)
         self.needs = {(kind, stage): needs(schedule, kind, stage) for stage in self.stages for kind in Kind}
         self.gives = {kind: gives(kind) for kind in Kind}
-        self.done: Counter[tuple[Kind, int]] = Counter()  # micro-batches: as they come in order, a count says which
+        self.done: Counter[tuple[Kind, int]] = Counter()  # a count of micro-batches says which are done, since they come in order
         self.gathered: set[int] = set()
 
     def run(self) -> None:
@@ -280,21 +283,21 @@ class _RankCheck:
         if stage not in self.stages:
             self._refuse(chunk, f"is not on one of this rank's stages, {self.stages}")
         if (chunk.micro_batch is None) != (kind in WHOLE_STAGE):
-            self._refuse(chunk, "has a micro-batch and should have none, or the other way round")
+            self._refuse(chunk, "has a micro-batch and should have none, or has none and should have one")
         for need in self.needs[kind, stage]:
             if self.done[need] <= chunk.micro_batch:  # type: ignore[operator]  # only chunks of a micro-batch need something
                 self._refuse(chunk, f"comes before {need[1]}{need[0]}{chunk.micro_batch}")
         if (kind in COMPUTE or kind in (Kind.RESHARD, Kind.REDUCE_GRAD)) and stage not in self.gathered:
-            self._refuse(chunk, "comes where its parameters are not unsharded")
+            self._refuse(chunk, "comes while its parameters are not unsharded")
         if kind is Kind.UNSHARD and stage in self.gathered:
-            self._refuse(chunk, "comes where its parameters are unsharded already")
+            self._refuse(chunk, "comes while its parameters are unsharded already")
         if kind is Kind.REDUCE_GRAD and self.done[Kind.BACKWARD_WEIGHT, stage] != self.schedule.num_micro_batches:
             self._refuse(chunk, "comes before the last weight gradient")
 
     def _finish(self, chunk: Action) -> None:
         for kind in self.gives[chunk.kind]:
             if chunk.micro_batch not in (None, self.done[kind, chunk.stage]):
-                self._refuse(chunk, "is out of order, or there twice")
+                self._refuse(chunk, "is out of order, or occurs twice")
             self.done[kind, chunk.stage] += 1
         if chunk.kind is Kind.UNSHARD:
             self.gathered.add(chunk.stage)
@@ -306,7 +309,7 @@ class _RankCheck:
 
 
 def _times(schedule: Schedule, stage: int) -> Iterator[tuple[Kind, int]]:
-    """How often every kind is there for `stage`; of UNSHARD and RESHARD any number will do."""
+    """Yield how often every kind must occur for `stage`; UNSHARD and RESHARD may occur any number of times."""
     here, n = schedule.rank_of(stage), schedule.num_micro_batches
     from_before = stage > 0 and schedule.rank_of(stage - 1) != here
     to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != here
@@ -324,7 +327,7 @@ def _times(schedule: Schedule, stage: int) -> Iterator[tuple[Kind, int]]:
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    """Between any two ranks, what one sends is what the other receives, in the same order."""
+    """Raise ValueError unless, between any two ranks, one receives what the other sends, in the same order."""
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, action in _with_rank(schedule.ranks):

@@ -1,16 +1,17 @@
-"""A micro-batch's way through a stage and back, segment by segment, as generators that stop wherever something travels.
+"""Runs the forward and backward pass of a micro-batch through a stage, segment by segment, as generators that stop at each communication.
 
     forward of a block    attend and route | plan ...yield... dispatch ...yield... | experts | combine ...yield... | aggregate
     backward of a block   combine's gradient ...yield... | experts' | dispatch's gradient ...yield... (twice) | attention's and router's
 
-At a `yield` an all-to-all has been launched, and whoever runs the generator may compute something else (`lather.pipeline.overlap`). What
-needs no communication is done before it: shared experts while tokens travel; the experts' weight gradients, while the gradients do, between
-two stops, so that the other chunk's sums travel meanwhile, too. (Deferred, there are none and one stop less.) The maths is `Block`'s, whose
-`forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
+At a `yield` an all-to-all has been launched, and the caller may compute something else (`lather.pipeline.overlap`). Work that needs no
+communication is done while it runs: shared experts while tokens travel; the experts' weight gradients while gradients travel, between two
+stops, so that the other chunk can launch its exchange meanwhile. (If weight gradients are deferred, there is one stop less.) The
+mathematics is that of `Block`, whose `forward` is the reference; autograd graphs end at every segment (`lather.pipeline.tape`).
 
-Kept per MoE block and token: what attention and the norms keep (the normed rows are made again from the residual), the router's scores,
-gate/up of the experts, indices; under expert parallelism the received rows (D each), too. The experts' outputs and combined sums go as soon
-as they are added. Under autocast rows and their gradients travel and are received in its dtype, to which the experts round them anyway.
+Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are recomputed from the residual), the
+router's scores, gate/up of the experts, and indices; under expert parallelism also the received rows (D each). The experts' outputs and
+combined sums are freed as soon as they are added. Under autocast, rows and their gradients travel in its dtype, to which the experts would
+round them anyway.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts, K experts per token.
 """
@@ -40,66 +41,66 @@ from lather.pipeline.tape import Cut, Frees, Outputs, inside
 from lather.shapes import Float, Int
 
 RECOMPUTABLE = ("attention", "experts", "shared_experts")
-"""Segments that compute, and so can be run again in backward instead of being kept."""
+"""Segments that compute, and so can be recomputed in backward instead of kept."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that stops wherever something travels, and then its result."""
+"""A computation that stops at each communication, and returns its result at the end."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens of one forward and backward, and the weights of what is learned from them."""
+    """Tokens and labels of one forward and backward pass, and the weights of its losses."""
 
     tokens_BS: Int[Tensor, "b s"]
     labels_BS: Int[Tensor, "b s"]
     layout: SequenceLayout
     normalizer: float = 1.0
-    """Divisor of the sum of the labels' losses: the labels of the whole step, on all ranks."""
+    """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all ranks."""
     balance_weight: float = 0.0
-    """Weight of each block's balance loss in what is differentiated: its coefficient times this micro-batch's share of the labels."""
+    """Weight of each block's balance loss in the differentiated loss: its coefficient times this micro-batch's fraction of the labels."""
     z_weight: float = 0.0
-    """Weight of each block's router z-loss, likewise."""
+    """Weight of each block's router z-loss, computed likewise."""
 
 
 @dataclass(frozen=True)
 class RoutingSummary:
-    """The part of a block's routing that is asked for when the step is over: nothing per token."""
+    """Statistics of a block's routing that are needed at the end of the step; nothing per token."""
 
     count_E: Int[Tensor, " e"]
     """Rows of this rank's tokens that each expert of the model received."""
     balance_loss: Float[Tensor, ""]
-    """Coefficient divided out."""
+    """Without its coefficient."""
 
 
 @dataclass
 class BlockTape:
-    """A block between its forward and its backward."""
+    """The kept state of a block between its forward and its backward pass."""
 
     attend: Cut
     experts: Cut
     shared: Cut | None = None
     losses: Outputs = ()
-    """The router's, detached."""
+    """Losses of the router, detached."""
     dispatched: Dispatched | None = None
-    """The way back alone: the tensors are in the cuts. None in a dense block."""
+    """Only the way back: the tensors are in the cuts. None in a dense block."""
 
 
 @dataclass
 class ChunkTape:
-    """A micro-batch in a stage, between forward and backward."""
+    """The kept state of a chunk between its forward and its backward pass."""
 
     micro_batch: MicroBatch
     embed: Cut | None = None
     blocks: list[BlockTape] = field(default_factory=list)
     head: tuple[Cut, Tensor] | None = None
-    """With the gradient of the loss by itself."""
+    """The head's cut, and the gradient of the loss with respect to itself."""
     held: list[Tensor] = field(default_factory=list)
-    """Only without early frees, see `Frees`."""
+    """Tensors that early frees would have freed; used only without early frees, see `Frees`."""
 
 
 class Segments:
-    """Runs micro-batches through the stages of a rank; holds how, and nothing of a micro-batch."""
+    """Runs micro-batches through the stages of a rank. Holds settings only, no state of a micro-batch."""
 
     def __init__(
         self,
@@ -111,23 +112,24 @@ class Segments:
         autocast: torch.dtype | None = None,
         rounded_weights: RoundedWeights | None = None,
     ) -> None:
-        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of products;
-        `rounded_weights`: what the layers were given to keep their weights in that dtype, for as long as `lather.pipeline.Executor` runs.
+        """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of matrix
+        products; `rounded_weights`: the store of weights rounded to that dtype that the layers were given, filled while
+        `lather.pipeline.Executor` runs.
 
         Raises ValueError for a segment that cannot be recomputed.
         """
         if unknown := sorted(set(recompute) - set(RECOMPUTABLE)):
             raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
         self.exchange = exchange
-        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients  # an empty queue is false
+        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients  # not `or`: an empty queue is falsy
         self.frees = Frees() if frees is None else frees
         self.recompute, self.autocast = frozenset(recompute), autocast
         self.rounded_weights = RoundedWeights() if rounded_weights is None else rounded_weights
 
     def forward(self, stage: Stage, x_BSD: Float[Tensor, "b s d"] | None, tape: ChunkTape, routings: list[RoutingSummary]) -> Steps[Tensor]:
-        """Compute the stage's output from its input (None for the first stage, which reads tokens); of the last stage, the loss.
+        """Compute the stage's output from its input (None for the first stage, which reads tokens); the last stage returns the loss.
 
-        Of each MoE block a summary is appended to `routings`. Without grad mode nothing is kept.
+        A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept.
         """
         if stage.embed_tokens is not None:
             tape.embed, (x_BSD,) = Cut.run(partial(_call, stage.embed_tokens, tape.micro_batch.tokens_BS), ())
@@ -146,9 +148,9 @@ class Segments:
         return loss
 
     def backward(self, tape: ChunkTape, grad_BSD: Float[Tensor, "b s d"] | None, *, defer: bool = False) -> Steps[Tensor | None]:
-        """The gradient of the stage's input (None of the first stage's) from that of its output (None of the last stage's, the loss).
+        """Compute the gradient of the stage's input (None for the first stage) from that of its output (None for the last stage, the loss).
 
-        The tape is empty afterwards. With `defer` the weight gradients are left in the queue.
+        The tape is empty afterwards. With `defer` the weight gradients stay in the queue.
         """
         if tape.head is not None:
             head, one = tape.head
@@ -177,7 +179,7 @@ class Segments:
         routings.append(RoutingSummary(routing.count_E, routing.balance_loss))
         planning = self.exchange.start_plan(routing)
         yield
-        travelling = self.exchange.start_dispatch(self._for_the_way(normed_TD), routing, planning.wait())
+        travelling = self.exchange.start_dispatch(self._cast_for_exchange(normed_TD), routing, planning.wait())
         shared, shared_TD = self._shared(block.mlp, attended)
         yield
         dispatched = travelling.wait()
@@ -193,11 +195,11 @@ class Segments:
         return self._aggregate(residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape), kept
 
     def _backward_block(self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool) -> Steps[Tensor]:
-        grad_TD = grad_BSD.flatten(0, 1)  # a sum hands its gradient on to each of its terms
+        grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
         if kept.dispatched is None:
             gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
         else:
-            travelling = self.exchange.start_combine_backward(self._for_the_way(grad_TD), kept.dispatched)
+            travelling = self.exchange.start_combine_backward(self._cast_for_exchange(grad_TD), kept.dispatched)
             grad_shared_TD = None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
             yield
             grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
@@ -206,12 +208,12 @@ class Segments:
             travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.dispatched)
             del grad_x_RD, grad_weights_RK
             if not defer:
-                entries = self.weight_gradients.take()  # if this chunk is closed where it stops, they go with it
+                entries = self.weight_gradients.take()  # dropped if the generator is closed at the yield
                 yield
                 WeightGradients.run(entries)
             yield
             grad_normed_TD, grad_weights_TK = travelling_back.wait()
-            if grad_shared_TD is not None:  # nobody else's, and no narrower than what travelled
+            if grad_shared_TD is not None:  # may be changed in place: nothing else uses it, and its dtype is wide enough
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
             gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *_loss_gradients(kept.losses, batch)]
         (grad_in_BSD,) = self._back(kept.attend, gradients, defer=defer)
@@ -219,7 +221,8 @@ class Segments:
         return grad_in_BSD
 
     def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> tuple[Cut, Attended]:
-        """Segment 1. Its differentiable outputs: residual, normed rows, and of an MoE block the router's weights and losses."""
+        """Run segment 1. Its differentiable outputs are the residual, the normed rows and, in an MoE block, the router's weights and
+        losses."""
         decision: list[Routing] = []
         again: list[Again | None] = []
 
@@ -239,7 +242,7 @@ class Segments:
         if decision:
             weights_TK, balance_loss, *z_loss = of_router
             routing = replace(decision[0], weights_TK=weights_TK, balance_loss=balance_loss, z_loss=z_loss[0] if z_loss else None)
-            decision[0] = replace(routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK))  # a second run makes them again
+            decision[0] = replace(routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK))  # a second run recomputes them
             attended.routing = routing
         return cut, attended
 
@@ -250,19 +253,19 @@ class Segments:
         return cut, shared_TD
 
     def _was_read(self, attended: Attended, tape: ChunkTape, *cuts: Cut | None) -> None:
-        """By these, and nobody else will read the normed rows: they are made again, or cuts keep them as what they are run again with."""
+        """Free the normed rows after their last reader, unless a cut keeps them as input of a recomputation."""
         if attended.again is not None:
             kept = [x for cut in cuts if cut is not None for x in cut.kept_inputs]
             self.frees.release(attended.normed_TD, *kept, held=tape.held)
 
-    def _for_the_way(self, x: Tensor) -> Tensor:
-        """Rows in the dtype that products round them to, if they travel: half the bytes on the way and after it."""
+    def _cast_for_exchange(self, x: Tensor) -> Tensor:
+        """Cast rows that travel to the autocast dtype, which halves the bytes of the exchange and of the received rows."""
         if self.autocast is None or self.exchange.num_ranks == 1 or x.dtype == torch.float64:
             return x
         return x.to(self.autocast)
 
     def _aggregate(self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape) -> Tensor:
-        """Segment 5: sums, whose backward needs no graph."""
+        """Run segment 5: sums, whose backward pass needs no graph."""
         total_TD = sum_TD if shared_TD is None else sum_TD + shared_TD
         out_BSD = residual_BSD + total_TD.view_as(residual_BSD)
         for term in (sum_TD, total_TD) if shared_TD is None else (sum_TD, shared_TD, total_TD):
@@ -277,7 +280,7 @@ class Segments:
         again: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reads: Attended | None = None,
     ) -> tuple[Cut, Outputs]:
-        """`again`: around a second run; `reads`: whose normed rows are among the inputs, if any are."""
+        """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the inputs, if any."""
         if self.autocast is not None:
             function = _in_precision(function, self.autocast)
         with record_function(f"lather.segment.{name}"):
@@ -309,7 +312,7 @@ def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
 
 
 def _way_back(dispatched: Dispatched) -> Dispatched:
-    """Without the tensors that the experts' cut has as its inputs."""
+    """Return `dispatched` without the tensors that the experts' cut holds as its inputs."""
     none = (dispatched.x_RD.new_empty(0, 0), dispatched.experts_RK.new_empty(0, 0), dispatched.weights_RK.new_empty(0, 0))
     return Dispatched(*none, way_back=dispatched.way_back)
 
@@ -319,13 +322,13 @@ def _losses(routing: Routing) -> Outputs:
 
 
 def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
-    """Gradients of `_losses`; None where a loss does not count."""
+    """Return the gradients of `_losses`; None for a loss with weight 0."""
     weights = (batch.balance_weight, batch.z_weight)
     return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(losses, weights, strict=False)]
 
 
 def _in_precision(function: Callable[..., Outputs], dtype: torch.dtype) -> Callable[..., Outputs]:
-    """Inside the function alone: a context around a generator's `yield` would be left on for whoever runs meanwhile."""
+    """Enable autocast inside the function only: around a generator's `yield` it would stay enabled for other code that runs meanwhile."""
 
     def run(*inputs: Tensor) -> Outputs:
         device = inputs[0].device.type

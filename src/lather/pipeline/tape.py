@@ -1,13 +1,13 @@
-"""The tape: what is kept between forward and backward, as pieces of autograd graph with cuts between them, and when tensors are given back.
+"""The tape: pieces of autograd graph that are kept between forward and backward, and the early freeing of tensors.
 
-A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the graph's edges, not the outputs: these
-live only as long as somebody reads them. `Frees.release` says that nobody will, and gives the storage back at once, whoever still has a
-reference; a storage that something else lives in is left alone, which is decided by the storages and not by the configuration.
+A `Cut` is one segment: a function of detached inputs whose graph ends at its outputs. It keeps the graph's edges, not the outputs, which
+live only as long as they are referenced. `Frees.release` frees the storage of a tensor after its last reader, even if references remain; it
+never frees a storage that another live tensor shares, which it decides by comparing storages, not by the configuration.
 
-A segment that is recomputed keeps its inputs alone and runs a second time just before its backward.
+A recomputed segment keeps only its inputs and runs a second time just before its backward pass.
 
-Bits: where several cuts read a tensor, whoever runs them adds up its gradients, and each is the sum of one cut's own. That is autograd's
-sum for the whole graph, and in its order if each cut has one term and they are added last reader first.
+Rounding: if several cuts read a tensor, the caller adds their gradients, each of which is the sum within one cut. The result has the same
+bits as autograd's sum for the whole graph if each cut contributes one term and they are added in reverse order of reading.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Outputs = tuple[Tensor, ...]
 
 
 class Cut:
-    """One segment's graph, from detached inputs to its outputs; `run` it, then `backward` once."""
+    """The autograd graph of one segment, from detached inputs to its outputs; call `run`, then `backward` once."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._leaves = [x.detach().requires_grad_() for x in inputs]
         self._edges: list[GradientEdge | None] = []
-        """Where the graph of each output ends; None for an output without a gradient."""
+        """Gradient edge of each output; None for an output without a gradient."""
         self._again: Callable[..., Outputs] | None = None
-        """The work that has to run once more before backward."""
+        """The function to run again before backward."""
 
     @classmethod
     def run(
@@ -42,9 +42,9 @@ class Cut:
         *,
         recompute: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> tuple[Cut, Outputs]:
-        """The cut and the outputs of `function(*inputs)`, detached. Without grad mode nothing is kept.
+        """Run `function(*inputs)`; return the cut and the detached outputs. Without grad mode nothing is kept.
 
-        With `recompute` the inputs are kept, and the function; the second run is inside the context that it makes.
+        With `recompute` only the inputs and the function are kept; the second run is inside the context that `recompute` returns.
         """
         cut = cls(inputs)
         if not torch.is_grad_enabled():
@@ -60,7 +60,7 @@ class Cut:
 
     @property
     def kept_inputs(self) -> list[Tensor]:
-        """Those that will be read again as they are, by a second run. (What the graph keeps is the graph's.)"""
+        """Inputs that a second run will read; empty if the segment is not recomputed."""
         return self._leaves if self._again is not None else []
 
     def _record(self, function: Callable[..., Outputs]) -> Outputs:
@@ -69,9 +69,10 @@ class Cut:
         return outputs
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs (None: none reached it) from those of the outputs (None: zero); parameters' are added to their `.grad`.
+        """Compute the gradients of the inputs (None: no gradient) from those of the outputs (None: zero); add parameter gradients to
+        `.grad`.
 
-        The graph is gone afterwards.
+        The graph is freed.
         """
         if self._again is not None:
             with torch.enable_grad():
@@ -88,7 +89,7 @@ class Cut:
 
 
 def inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """The function, inside a context that is made for each call."""
+    """Return the function wrapped in a context that is created for each call."""
 
     def run(*inputs: Tensor) -> Outputs:
         with context():
@@ -99,17 +100,17 @@ def inside(context: Callable[[], AbstractContextManager[Any]], function: Callabl
 
 @dataclass(frozen=True)
 class Frees:
-    """Gives back tensors that nobody will read again."""
+    """Frees tensors that will not be read again."""
 
     enabled: bool = True
-    """False: what would be given back is held until its chunk's backward, as in an engine without early frees. For comparison."""
+    """False: keep the tensors until the chunk's backward pass, as without early frees, for comparison."""
     poison: bool = False
-    """Debug mode: what would be given back is filled by `poison_` instead, so that a later reader is found out."""
+    """Debug mode: instead of freeing a tensor, fill it with `poison_`, so that a later read is noticed."""
 
     def release(self, x: Tensor, *still_read: Tensor, held: list[Tensor]) -> None:
-        """Nobody reads x any more, nor anything else in its storage but perhaps `still_read`: if one of these is in it, nothing happens.
+        """Free the storage of `x`, which nothing reads any more, unless one of `still_read` shares it.
 
-        On CUDA whoever reads x on another stream must have been waited for by the current one. `held` is the chunk's.
+        On CUDA, the current stream must have waited for all other streams that read `x`. `held` is the chunk's list of unfreed tensors.
         """
         if not self.enabled:
             held.append(x)
@@ -119,7 +120,8 @@ class Frees:
             self.give_back(x)
 
     def give_back(self, x: Tensor) -> None:
-        """For a buffer that is nobody else's and no chunk's: an exchange's own. Not `enabled`: it goes with its last reference."""
+        """Free a buffer that belongs to no chunk, such as an exchange's own. If not `enabled`, it lives until its last reference is
+        gone."""
         storage = x.untyped_storage()
         if not self.enabled or not storage.nbytes():
             return
@@ -130,7 +132,7 @@ class Frees:
 
 
 def poison_(x: Tensor) -> None:
-    """In all of x's storage, whatever part of it x shows: NaN, or integers out of every range, whose bits are a NaN, too."""
+    """Fill the whole storage of `x` with NaN, or with the maximal integer, whose bits are a NaN too."""
     value = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max
     with torch.no_grad():
         torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).fill_(value)

@@ -1,10 +1,10 @@
-"""When a rank did what in a step: start and end of every action, on one clock for all ranks, for the picture and for `replay`.
+"""Records when a rank executes the actions of a step, on one clock for all ranks, for the picture and for `replay`.
 
-Actions begin once their input is there, so that waiting for another rank is no part of them. An overlapped pair may have to wait for its
-second input on the way; it is then two events, before and after.
+An action starts when its input has arrived, so it does not include waits for other ranks. An overlapped pair may have to wait for its
+second input; it is then recorded as two events, before and after the wait.
 
-On CUDA the times are those of the compute stream: events, read when the step is over, and nothing waits for the device in between.
-Communication on other streams takes no time of it. Every action is also a range for a profiler (NVTX), whether times are taken or not.
+On CUDA the times are those of the compute stream, from events that are read after the step, so the host never waits in between.
+Communication on other streams is not counted. Every action is also an NVTX range for profilers, whether times are recorded or not.
 
 Clocks start at a barrier. They differ by the time in which ranks leave it, fractions of a millisecond on one machine.
 """
@@ -26,14 +26,14 @@ from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
 Moment = Any
-"""Seconds on the CPU, an event of a stream on a GPU."""
+"""Seconds on a CPU, a stream's event on a GPU."""
 
 
 class TimelineRecorder:
-    """One rank's; given to `Executor` as `record`. Between `begin` and `end` it takes the times of actions."""
+    """Records the actions of one rank between `begin` and `end`; given to `Executor` as `record`."""
 
     def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
-        """`num_ranks` of the default process group, which need not be there for one."""
+        """`num_ranks`: size of the default process group, which is not needed for one rank."""
         self.device, self.rank, self.num_ranks = device, rank, num_ranks
         self._recording = False
         self._origin: Moment = 0.0
@@ -41,7 +41,7 @@ class TimelineRecorder:
         self._current: tuple[Action, Moment] | None = None
 
     def begin(self) -> None:
-        """Start the clock, on all ranks at once: every rank calls it."""
+        """Start the clock on all ranks at once; every rank calls this."""
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
         if self.num_ranks > 1:
@@ -50,7 +50,7 @@ class TimelineRecorder:
         self._origin, self._recording = self._now(), True
 
     def end(self) -> list[Event]:
-        """The events since `begin`, in order; times in seconds. Waits for the device."""
+        """Return the events since `begin` in order, with times in seconds. Waits for the device."""
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
         pieces, self._pieces, self._recording = self._pieces, [], False
@@ -58,7 +58,7 @@ class TimelineRecorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Around an action."""
+        """Record an action around the block."""
         with gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else nullcontext():
             if not self._recording:
                 yield
@@ -69,7 +69,7 @@ class TimelineRecorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for another rank, inside an action."""
+        """Exclude a wait for another rank, inside an action."""
         if not self._recording or self._current is None:
             yield
             return
@@ -96,7 +96,8 @@ class TimelineRecorder:
 
 
 def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[Event] | None:
-    """Those of all ranks, rank by rank, on rank 0; None elsewhere. Every rank of `group` calls it; None: one process."""
+    """Gather the events of all ranks on rank 0, rank by rank; return None elsewhere. Every rank of `group` calls this; None: a single
+    process."""
     if group is None:
         return events
     everybody: list[list[Event]] | None = [[] for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
@@ -105,7 +106,7 @@ def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[
 
 
 def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
-    """Add a step to a `timeline.jsonl`, which `lather.pipeline.picture.read_timeline` reads: a line per event, times in seconds."""
+    """Append a step to a `timeline.jsonl`, for `lather.pipeline.picture.read_timeline`: a line per event, times in seconds."""
     rows = [
         {"step": step, "rank": event.rank, "action": str(event.action), "start": round(event.start, 9), "end": round(event.end, 9)}
         for event in events

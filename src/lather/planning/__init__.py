@@ -1,1 +1,1 @@
-"""Memory plans: dry runs of a training step on tensors without storage, and the settings that fit."""
+"""Memory plans: dry runs of training steps on tensors without storage, and a search for settings that fit."""

@@ -1,11 +1,12 @@
-"""Which settings let a run fit into its devices, and what each costs.
+"""Searches settings with which a run fits into its devices, and their price.
 
-Settings are tried in this order, and each step of it to the end: other meshes of the same ranks; layers dealt by memory; with less kept of
-activations; with a lighter state of the optimizer; with rows of it on every rank; with a lighter rule. The search stops after the first
-step that leaves enough that fit. Replicas are not tried: they need more memory and, at these rates, save nothing. Sizes are estimated
-(`lather.planning.estimate`); the best by price are planned in full, and only what the plan says fits is advised.
+Settings are tried in this order, each kind completely: other meshes of the same ranks; layers assigned to stages by memory; fewer kept
+activations; smaller optimizer states; rows of the state on every rank; rules with less state. The search stops after the first kind with
+which enough settings fit. Replicas are not tried: they need more memory and, at the assumed rates, save nothing. Bytes are estimated
+(`lather.planning.estimate`); the cheapest settings are then planned in full, and only those that fit by their plan are advised.
 
-The price is flops, bytes sent and bubble. For the order these are made seconds, at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`): no promise.
+The price is flops, bytes sent and bubble. To order settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`),
+which are no prediction.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from lather.planning.workers import Assumed, Device
 FLOPS = 400e12
 """Assumed flops per second of a device."""
 LINK, EXCHANGE = 50e9, 300e9
-"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine; none of them hidden behind work."""
+"""Assumed bytes per second that a device sends to any rank, and to expert ranks of its machine; none of it overlaps with compute."""
 
 ENOUGH = 3
-"""Settings that are advised."""
+"""Number of advised settings."""
 MOST_PLANS = 6
-"""Settings that are planned in full."""
+"""Maximal number of settings that are planned in full."""
 MOST_DEALT = 2
-"""Settings whose layers are dealt by memory, each of which takes dry runs of its own."""
+"""Maximal number of settings whose layers are assigned by memory; each takes its own dry runs."""
 DEALING_SAVES = 0.15
-"""Share of the largest rank's bytes that dealing layers by memory may save; 0.13 was the most where it was tried."""
+"""Fraction of the largest rank's bytes that assigning layers by memory is assumed to save at most; the largest observed was 0.13."""
 LARGEST_WORLD = 64
-"""How many times as many ranks are tried where nothing fits."""
+"""Largest factor by which the number of ranks is multiplied if nothing fits."""
 
 Changes = dict[str, Any]
 
@@ -58,24 +59,24 @@ ACTIVATIONS: tuple[Changes, ...] = (
     {"moe.memory": "recompute", "train.recompute": ("attention",)},
     {"train.recompute": ("attention", "experts", "shared_experts")},
 )
-"""From more bytes to fewer."""
+"""Settings of kept activations, from more bytes to fewer."""
 STACKED = "stacked_soap"
 LIGHTER_RULES = (STACKED, "soap_muon", "muon")
-"""From more bytes to fewer."""
+"""Rules, from more bytes to fewer."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration, and how it differs from the one that was asked about."""
+    """A configuration, and its differences from the one that the user asked about."""
 
     changes: Changes
-    """By dotted name, as on the command line."""
+    """Changed values by dotted name, as on the command line."""
     config: Config
     estimate: Estimate
     bubble: float
-    """Share of the step in which a pipeline rank waits, if a layer's backward takes twice as long as its forward."""
+    """Fraction of the step in which a pipeline rank waits, if a layer's backward takes twice as long as its forward."""
     partition: Partition | None = None
-    """Where layers are dealt by memory."""
+    """The partition, if layers are assigned by memory."""
 
     @property
     def work(self) -> Work:
@@ -83,7 +84,7 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step at the assumed rates; for the order alone."""
+        """Seconds of a step at the assumed rates, used only to order settings."""
         return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
 
 
@@ -92,15 +93,15 @@ class Advice:
     """The result of a search."""
 
     settings: tuple[tuple[Setting, MemoryPlan], ...]
-    """Best first; all fit."""
+    """Settings that fit, best first."""
     number_tried: int
     least_flops: float
-    """The fewest flops of a step, of all settings that were tried."""
+    """Minimal flops of a step among all settings that were tried."""
     lightest: Setting
-    """The one that needs least."""
+    """The setting that needs the least memory."""
     world_that_fits: int | None
-    """Where nothing fits: the fewest ranks, twice, four times as many and so on, with which the lightest settings do; None: not even
-    LARGEST_WORLD times as many."""
+    """If nothing fits: the smallest number of ranks, among doublings, with which the lightest settings fit; None: not even `LARGEST_WORLD`
+    times as many are enough."""
 
 
 def advise(
@@ -116,11 +117,11 @@ def advise(
     """Search settings with which `world_size` ranks of `memory` bytes can train this model.
 
     Args:
-        config: not resolved, so that what follows from a rule can follow from another.
-        machine: devices of a machine; expert ranks, which exchange most, stay within one.
-        say: told what goes on.
+        config: not resolved, so that defaults that depend on the rule can follow another rule.
+        machine: devices per machine; expert ranks, which communicate most, stay within one.
+        say: called with a line of progress.
 
-    Raises ConfigError if no mesh of so many ranks can run the batch, or none can be estimated.
+    Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be estimated.
     """
     with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
         assumed = Assumed(device, imbalance, memory)
@@ -129,11 +130,11 @@ def advise(
         lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         best = sorted(search.fitting(), key=lambda setting: setting.seconds)
         if len(best) > MOST_PLANS:
-            best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # which fits if any does
+            best = [*(setting for setting in best[:MOST_PLANS] if setting is not lightest), lightest]  # fits if any does
         chosen: list[tuple[Setting, MemoryPlan]] = []
         for setting in best:
             for one in (setting, search.with_early_weight_gradients(setting)):
-                say(f"planning {as_options(one.changes) or 'as it is'}")
+                say(f"planning {as_options(one.changes) or 'the given configuration'}")
                 found = plan(one.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=one.partition)
                 if found.needed <= memory:
                     chosen.append((one, found))
@@ -146,7 +147,7 @@ def advise(
 
 
 class _Search:
-    """See the head of this file."""
+    """The search that the module docstring describes."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class _Search:
         meshes = list(self.meshes(self.world_size))
         if not meshes:
             raise ConfigError(f"no mesh of {self.world_size} ranks can run this model and batch: change --world or train.batch_size")
-        meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the first stands for all
+        meshes.sort(key=lambda mesh: mesh["parallel.pp"] != 2)  # the estimator measures other settings on the first mesh only
         kept = [*ACTIVATIONS, *({**one, "train.micro_batch_size": 1} for one in ACTIVATIONS)]
         self.try_all("meshes", meshes)
         if not self.tried:
@@ -174,16 +175,16 @@ class _Search:
         if not self.is_enough():
             self.deal_by_memory()
         for name, lighter in (
-            ("what activations are kept", [{}]),
-            ("a lighter state", self.lighter_states()),
-            ("a lighter state on all ranks", self.shared_states()),
-            ("a lighter rule", self.lighter_rules()),
+            ("fewer kept activations", [{}]),
+            ("smaller optimizer states", self.lighter_states()),
+            ("smaller optimizer states on all ranks", self.shared_states()),
+            ("rules with less state", self.lighter_rules()),
         ):
             if not self.is_enough() and lighter:
                 self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
 
     def deal_by_memory(self) -> None:
-        """Try the fastest of the pipelines that nearly fit once more, with their layers dealt so that the largest rank is smallest."""
+        """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest rank is as small as possible."""
         near = [
             setting
             for setting in self.tried
@@ -195,11 +196,11 @@ class _Search:
             changes: Changes = {**setting.changes, "parallel.partition": "memory"}
             config = changed(self.config, changes)
             assert config is not None
-            self.say(f"dealing layers by memory: {as_options(setting.changes) or 'as it is'}")
+            self.say(f"assigning layers by memory: {as_options(setting.changes) or 'the given configuration'}")
             try:
                 partition = memory_partition(config.resolved(), self.world_size, self.assumed)
             except (ConfigError, RuntimeError) as error:  # too few layers of a kind, or an operation that refuses these sizes
-                self.say(f"not dealt: {error}")
+                self.say(f"not assigned: {error}")
                 continue
             if partition is not None and partition.largest < partition.uniform_largest:
                 self.tried.append(_dealt(setting, changes, config, partition, self.world_size, self.assumed.device))
@@ -211,7 +212,7 @@ class _Search:
         return [setting for setting in self.tried if setting.estimate.needed <= self.memory]
 
     def meshes(self, world_size: int) -> Iterator[Changes]:
-        """Meshes that can run the model and the batch; the configured one first."""
+        """Yield the meshes that can run the model and the batch, the configured one first."""
         own = {"parallel.pp": self.config.parallel.pp, "parallel.ep": self.config.parallel.ep}
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -226,7 +227,7 @@ class _Search:
                 yield changes
 
     def has_room(self, parts: int) -> bool:
-        """Whether a rank's part of the model and its gradients, both whole while they are worked on, are less than its memory."""
+        """Return whether a rank's part of the model and its gradients, all of which it holds at a time, are smaller than its memory."""
         return 8 * self.num_parameters / parts < self.memory
 
     @cached_property
@@ -234,7 +235,7 @@ class _Search:
         return sum(p.numel() for p in build_model(self.config.model, None, torch.device("meta")).parameters())
 
     def lighter_states(self) -> list[Changes]:
-        """Lighter states of the same rule, from more bytes to fewer."""
+        """Return changes that make the state of the same rule smaller, from more bytes to fewer."""
         assert isinstance(self.config.optim, RuleOptimConfig)
         known = options_of(self.config.optim.rules[""])
         sides: list[Changes] = [{}, {"optim.sides": "smaller"}] if "sides" in known else [{}]
@@ -242,19 +243,19 @@ class _Search:
         return [one | two for one, two in product(sides, dtypes)][1:]
 
     def shared_states(self) -> list[Changes]:
-        """The same states, and the configured one, with rows of each matrix's state on every rank, where parameters are sharded."""
+        """Return the same changes, and none, each with rows of every matrix's state on every rank, if parameters are sharded."""
         is_sharded = data_ranks(self.config, self.world_size) > self.config.parallel.replicas
         return [{"optim.ownership": "replicated", **state} for state in [{}, *self.lighter_states()]] if is_sharded else []
 
     def lighter_rules(self) -> list[Changes]:
-        """Lighter rules than the configured one; one that sees all experts of a layer as a matrix only where a rank has them all."""
+        """Return rules with less state than the configured one; those that stack all experts of a layer only if every rank has them all."""
         assert isinstance(self.config.optim, RuleOptimConfig)
         own = name_of(self.config.optim.rules[""])
         lighter = LIGHTER_RULES[LIGHTER_RULES.index(own) + 1 if own in LIGHTER_RULES else 0 :]
         return [{"optim.name": name} for name in lighter if self.config.parallel.ep == 1 or name != STACKED]
 
     def try_all(self, name: str, several: Sequence[Changes], world_size: int | None = None) -> list[Setting]:
-        """Estimate the settings that are not known yet; those of this world are kept."""
+        """Estimate the settings that were not tried yet; keep them if they are for this number of ranks."""
         world_size = world_size or self.world_size
         known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
         new: list[tuple[Changes, Config]] = []
@@ -297,7 +298,7 @@ class _Search:
 
 
 def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
-    """The setting with its layers dealt like this: its estimate smaller by as much as the largest rank is."""
+    """Return the setting with this partition; its estimate shrinks by the factor by which the largest rank does."""
     factor = partition.largest / partition.uniform_largest
     peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
     estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
@@ -307,8 +308,8 @@ def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partit
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
-    """The configuration with other values, not resolved; None if they do not go together. With another rule, the options of the rule and
-    the rates are that one's own."""
+    """Return the configuration with other values, not resolved; None if they contradict each other. Another rule comes with its own default
+    options and rates."""
     try:
         if (rule := changes.get("optim.name")) is not None:
             shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
@@ -324,13 +325,13 @@ def changed(config: Config, changes: Changes) -> Config | None:
 
 
 def as_options(changes: Changes) -> str:
-    """As on the command line."""
+    """Write changes as command-line options."""
     parts = [f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
     return " ".join(parts)
 
 
 def bubble_of(config: Config, world_size: int) -> float:
-    """The bubble of a step with equally many layers on all stages."""
+    """Return the bubble of a step with equally many layers on all stages."""
     if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
         return 0.0
     layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)

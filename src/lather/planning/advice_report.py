@@ -1,4 +1,4 @@
-"""A table of advised settings, or why nothing fits."""
+"""Prints a table of advised settings, or the reason why nothing fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ GIB = 2**30
 
 
 def show(advice: Advice, memory: int, console: Console) -> None:
-    """The settings that fit, best first, with the price of each; if there are none, what is in the way, and the world that would do."""
+    """Print the settings that fit, best first, with their prices; or the lightest setting, and the number of ranks on which it would
+    fit."""
     if not advice.settings:
         _show_infeasible(advice, memory, console)
         return
@@ -23,12 +24,12 @@ def show(advice: Advice, memory: int, console: Console) -> None:
         table.add_column(name, justify="right")
     for setting, plan in advice.settings:
         sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
-        table.add_row(as_options(setting.changes) or "none: as it is", *sizes, *_price(setting, advice.least_flops))
+        table.add_row(as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops))
     console.print(table)
     if any("optim.name" in setting.changes for setting, _ in advice.settings):
         console.print("another rule has its own default options and rates: tune them", highlight=False)
     console.print(
-        "flops and bytes are those of the first pipeline rank, counted; flops more than the least of all that were tried; the order "
+        "flops and bytes of the first pipeline rank are counted; 'flops more' compares with the fewest of all settings tried; the order "
         f"assumes {FLOPS / 1e12:.0f} TFLOP/s, {EXCHANGE / 1e9:.0f} GB/s to experts and {LINK / 1e9:.0f} GB/s to others, not measured",
         highlight=False,
     )
@@ -45,7 +46,7 @@ def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:
     most = " and ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
     console.print(
         f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the lightest, "
-        f"{as_options(lightest.changes) or 'as it is'}, needs about {lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
+        f"{as_options(lightest.changes) or 'without changes'}, needs about {lightest.estimate.needed / GIB:.2f} GiB, most of it {most}",
         highlight=False,
     )
     world = advice.world_that_fits

@@ -1,8 +1,8 @@
-"""A rank's training steps on tensors without storage: the real engine, executor and optimizer, and which bytes are alive when.
+"""Runs training steps of one rank on tensors without storage, with the real engine, executor and optimizer, and records its live bytes.
 
-The device is the stand-in (`lather.standin`); the other ranks do not exist, and what they would send is over at once (torch's fake process
-group). Where the numbers of a step depend on values, they are made up: every label counts, gradients are finite, and experts have an even
-load, times `imbalance` at this rank.
+The device is the stand-in (`lather.standin`). The other ranks do not exist, and communication with them completes at once (torch's fake
+process group). Where a step depends on values, they are assumed: every label counts, gradients are finite, and the load of the experts is
+even, times `imbalance` on this rank.
 
 Letters: T tokens of a micro-batch, K experts per token, E experts of the model, P expert ranks.
 """
@@ -48,15 +48,15 @@ SETTLES = {
     Kind.RECV_F: "communication",
     Kind.RECV_B: "communication",
 }
-"""Kind of the bytes that an action leaves and that have none yet; all other actions leave activations."""
+"""Kind of the unlabelled bytes that an action leaves; all other actions leave activations."""
 
 BETWEEN = "between actions"
 
 SEGMENT, OPTIMIZER = "lather.segment.", "lather.optim."
-"""How the ranges of segments, and of the optimizer's phases, begin."""
+"""Prefixes of the ranges of segments, and of the optimizer's phases."""
 
 DOCUMENTS = 4
-"""Documents of a sequence, where attention stays within them."""
+"""Documents per sequence if attention stays within documents."""
 
 BUILDING = "building the model"
 FIRST = "the first optimizer step"
@@ -67,37 +67,37 @@ STEP = "a step"
 
 @dataclass(frozen=True)
 class RankRun:
-    """The memory of a rank over a few steps."""
+    """The memory of a rank during a few steps."""
 
     rank: int
     pp_rank: int
     layers: tuple[Sequence[int], ...]
-    """Layers of each of its stages."""
+    """Layers of each of the rank's stages."""
     steps: Mapping[str, MemoryTimeline]
-    """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; a
-    checkpoint; then whole steps, of which each refreshes all bases."""
+    """Timelines by name: building the model, whose part is unsharded at first; the first optimizer step alone, which creates the state; a
+    checkpoint; then complete steps, each of which refreshes all bases."""
     num_operations: int
     work: Mapping[str, Work]
-    """The work of a step of the run, all its micro-batches, by how often it comes (`WorkTally`)."""
+    """Work of one step with all micro-batches, by how often it occurs (`WorkTally`)."""
     state_bytes: Mapping[int, int]
-    """Optimizer state of spread matrices by rank, for the ranks at this position; empty if there are none."""
+    """Bytes of the optimizer state of spread matrices, by rank, for the ranks at this position; empty if there are none."""
     checkpoint_bytes: int = 0
-    """Bytes of weights, optimizer state and random state that the rank has for a checkpoint. Of those that several ranks have, one rank
-    writes each. An asynchronous checkpoint has a copy of them, which is in the plan of a CPU, and in the host's memory beside a GPU's."""
+    """Bytes of weights, optimizer state and random state that the rank contributes to a checkpoint; of copies on several ranks, one is
+    written. An asynchronous checkpoint keeps a copy of these bytes, in the plan of a CPU, or in the host's memory beside a GPU."""
 
     @property
     def peak(self) -> int:
-        """Bytes, of all steps."""
+        """Peak bytes over all steps."""
         return max(timeline.peak for timeline in self.steps.values())
 
     @property
     def peak_step(self) -> str:
-        """The first step that needs most."""
+        """The first step with the largest peak."""
         return max(self.steps, key=lambda name: self.steps[name].peak)
 
 
 class LedgerMode(StandInMode):
-    """Runs on the stand-in device, and keeps a ledger of it."""
+    """Runs operations on the stand-in device and records them in a ledger."""
 
     def __init__(self, ledger: Ledger, load: Load, tally: WorkTally) -> None:
         super().__init__(load.integers, load.trues)
@@ -138,7 +138,7 @@ class LedgerMode(StandInMode):
 
 
 class Bookkeeper:
-    """Tells a ledger what bytes are for, as a step goes on: a `Recorder` of the executor's actions."""
+    """Labels the bytes in a ledger during a step, as a `Recorder` of the executor's actions."""
 
     def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
         self.ledger, self.tally = ledger, tally
@@ -146,7 +146,7 @@ class Bookkeeper:
 
     @contextmanager
     def _recorded(self, action: Action) -> Iterator[None]:
-        self.ledger.settle("gathered parameters", BETWEEN)  # they had been waited for
+        self.ledger.settle("gathered parameters", BETWEEN)  # allocated in the wait for them
         self.ledger.settle("activations")
         self.ledger.mark(str(action))
         self.tally.in_micro_batch = any(chunk.micro_batch is not None for chunk in action.chunks)
@@ -164,7 +164,7 @@ class Bookkeeper:
         yield
 
     def label_step(self) -> None:
-        """Gradients and rounded weights that are there now."""
+        """Label the current gradients and rounded weights."""
         assert self.engine is not None
         self.ledger.label("gradients", [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
@@ -181,13 +181,13 @@ class Bookkeeper:
 
 
 def kind_of_state(name: str) -> str:
-    """The kind of an entry of a parameter's optimizer state."""
+    """Return the kind of bytes of an entry in a parameter's optimizer state."""
     return {"factor": "optimizer factors", "basis": "optimizer bases"}.get(name.partition("_")[0], "optimizer moments")
 
 
 @dataclass(frozen=True)
 class Load:
-    """The integers that the host reads in a step."""
+    """The integers that the host reads during a step."""
 
     config: Config
     tokens: int
@@ -203,14 +203,15 @@ class Load:
 
     @property
     def rows(self) -> int:
-        """Number of an expert rank's tokens with an expert at this rank: the expectation for K different experts, drawn evenly."""
+        """Number of tokens of an expert rank that have an expert on this rank: the expectation for K different experts, drawn uniformly."""
         experts, chosen = num_routed_experts(self.config.model), self.config.model.num_experts_per_tok
         elsewhere = experts - experts // self.config.parallel.ep
         none_here = math.prod((elsewhere - i) / (experts - i) for i in range(chosen)) if elsewhere >= chosen else 0.0
         return min(self.tokens, math.ceil(self.tokens * (1 - none_here) * self.imbalance))
 
     def integers(self, x: Tensor) -> Tensor:
-        """Values of x by who reads it: hashes that ranks compare; indices that are checked; sizes of an exchange; ends of experts' rows."""
+        """Return the values of `x` for its reader: hashes that ranks compare, indices that are checked, sizes of an exchange, or ends of
+        experts' rows."""
         reader = " < ".join(islice(places(), 2))
         if "_check_same" in reader:
             return torch.tensor([1, -1])
@@ -224,14 +225,15 @@ class Load:
         return (torch.arange(1, x.numel() + 1) * pairs // max(1, x.numel())).view(x.shape)
 
     def trues(self, x: Tensor) -> int:
-        """How many flags are true of pairs of a row and a slot of the router: those whose expert is at this rank, or is one of these."""
+        """Return how many flags are true, of pairs of a row and a slot of the router: those whose expert is on this rank, or is a single
+        expert."""
         pairs = min(x.numel(), self.pairs * self.config.parallel.ep)
         of_one_expert = next(places(), "").startswith("models/experts.py")
         return pairs * self.config.parallel.ep // num_routed_experts(self.config.model) if of_one_expert else pairs
 
 
 def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Have all bases be renewed at every step from the first or second on; returns whether there are any."""
+    """Make the optimizer refresh all bases at every step, from the first or second on; return whether it has bases."""
     refreshing = [group for group in optimizer.param_groups if "precondition_frequency" in group]
     for group in refreshing:
         group["precondition_frequency"] = 1
@@ -242,7 +244,7 @@ def refresh_at_every_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step alone, which makes state and first bases: passes forward and backward need less before there is any."""
+    """Run the optimizer's step alone, which creates state and first bases. Forward and backward passes before it need less memory."""
     for entry in engine.parameters:
         if entry.source.requires_grad:
             entry.source.grad = torch.empty_like(entry.source)
@@ -258,7 +260,7 @@ def step_without_passes(engine: Engine, optimizer: torch.optim.Optimizer) -> Non
 
 
 def batch_of(config: Config, sequences: int) -> Batch:
-    """A rank's batch; where documents stay apart, of `DOCUMENTS` documents in each sequence."""
+    """Return a rank's batch; if documents are separated, each sequence has `DOCUMENTS` documents."""
     length = config.train.sequence_length
     batch = Batch.of_tokens(torch.zeros(sequences, length + 1, dtype=torch.long))
     begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(sequences, -1)
@@ -275,9 +277,9 @@ def run_rank(
     do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
-    """The memory of one of `world_size` ranks in a training run with this configuration. Call it in a process without a process group.
+    """Dry-run one of `world_size` ranks of a training run and return its memory. Call this in a process without a process group.
 
-    `do`: which of FIRST, SAVE, PASSES and STEP are run after the model is built. `layers`: of every stage; None: equally many.
+    `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of every stage; None: equally many.
     """
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
@@ -326,16 +328,16 @@ def run_rank(
 
 
 class Checkpoints:
-    """A rank's checkpoints, which nobody writes."""
+    """Makes a rank's checkpoints without writing them."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, copied: bool) -> None:
-        """`copied`: to the stand-in device, which is a CPU then; the copies stay to the end of the run."""
+        """`copied`: copy them to the stand-in device, which is then a CPU; the copies are kept until the end of the run."""
         self.engine, self.optimizer, self.copied = engine, optimizer, copied
         self.num_bytes = 0
         self._staging = Staging(torch.device("cpu"))
 
     def save(self) -> Iterable[Tensor]:
-        """Collect what the rank has to write; returns the copies."""
+        """Collect the tensors that the rank would write; return their copies."""
         state = TrainingState.of_engine(self.engine, self.optimizer)
         pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
         written = {piece.key: piece.value for piece in pieces if piece.counts}
@@ -347,7 +349,8 @@ class Checkpoints:
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
-    """Bytes of state by rank. What this rank's experts have, those of the other expert ranks, which it does not see, have, too."""
+    """Return bytes of state by rank. This rank does not see the other expert ranks; their experts are assumed to have the same state as its
+    own."""
     found: dict[int, int] = {}
     for ranks, of_owners in optimizer.state_bytes_of_owners().items():
         is_of_experts = len({one % expert_ranks for one in ranks}) == 1
@@ -359,13 +362,13 @@ def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) ->
 
 
 def data_ranks(config: Config, world_size: int) -> int:
-    """Ranks with sequences of their own."""
+    """Return the number of ranks with their own sequences."""
     return config.parallel.data_ranks(world_size) * config.parallel.ep
 
 
 def shortened(config: Config, world_size: int) -> Config:
-    """With as few micro-batches, each as large as before, as have the same peak but for their tokens and labels, which are there from the
-    start: a pipeline of P ranks has at most 2 P + 1 chunks alive at a time; one rank alone has gradients from the second on."""
+    """Reduce the number of micro-batches, keeping their size, as far as the peak stays the same except for tokens and labels, which exist
+    from the start: a pipeline of P ranks has at most 2 P + 1 live chunks; a single rank has gradients from the second micro-batch on."""
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     each = config.train.batch_size // (data_size * number)
@@ -376,7 +379,7 @@ def shortened(config: Config, world_size: int) -> Config:
 
 @contextmanager
 def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
-    """A default process group whose other ranks do not exist; none for one rank."""
+    """Create a default process group whose other ranks do not exist; none for a single rank."""
     if world_size == 1:
         yield
         return

@@ -1,7 +1,9 @@
-"""A rank's memory and work in seconds: dry runs of a few layers, extrapolated to all of them. For searches; `plan` is for certainty.
+"""Estimates a rank's memory and work within seconds, from dry runs of a few layers that are extrapolated to all. For searches; `plan` is
+exact.
 
-Bytes and work grow evenly with the layers of a stage, so that two sizes give all others; the first pipeline rank, which has embedding and
-head, is run. Passes and optimizer are run apart, as each has settings that the other does not notice, and what was run is kept.
+Bytes and work grow linearly with the layers of a stage, so two numbers of layers suffice. The first pipeline rank is run, which has
+embedding and head. Forward and backward passes are run separately from the optimizer, since each depends on settings that do not affect the
+other; the results of dry runs are cached.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Estimate:
     peak: Bytes
     allowance: float
     work: Work
-    """The work of a step, with its share of a refresh."""
+    """Work of a step, including its share of a refresh."""
 
     @property
     def needed(self) -> float:
@@ -55,7 +57,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Half:
-    """One half of an estimate: passes, or the optimizer's step and the state that it leaves."""
+    """One half of an estimate: the forward and backward passes, or the optimizer's step and the state that it leaves."""
 
     peak: Bytes
     building: Bytes
@@ -64,7 +66,7 @@ class _Half:
     refresh: Work
 
     def scaled(self, own: _Half, base: _Half, kinds: Sequence[str]) -> _Half:
-        """With the bytes of these kinds, and the work, by the factors from `base` to `own`."""
+        """Return a copy whose bytes of these kinds, and whose work, are multiplied by the ratios of `own` to `base`."""
 
         def bytes_(of: Callable[[_Half], Bytes]) -> Bytes:
             mine, theirs, others = (of(half).kinds for half in (self, own, base))
@@ -80,10 +82,10 @@ class _Half:
 
 
 class Estimator:
-    """Estimates of configurations that differ from one in mesh, activations kept and optimizer; a context, as it has processes.
+    """Estimates configurations that differ from `base` in mesh, kept activations and optimizer. A context manager, since it has processes.
 
-    Each mesh is run as the one configuration keeps activations and with its optimizer. What another way of keeping them, or another
-    optimizer, makes of bytes and work is run on one mesh, the first that is asked about, and taken to be the same factor on all.
+    Every mesh is run with the activations and the optimizer of `base`. How other activations, or another optimizer, change bytes and work
+    is measured on one mesh, the first that is asked about, and assumed to be the same factor on all meshes.
     """
 
     def __init__(self, base: Config, device: Device = "gpu", *, imbalance: float = 1.0, memory: int | None = None) -> None:
@@ -100,7 +102,7 @@ class Estimator:
         self._pool.shutdown(cancel_futures=True)
 
     def estimates(self, configs: Sequence[Config], world_size: int) -> list[Estimate | None]:
-        """One for each; None where a dry run failed, such as for sizes that an operation refuses."""
+        """Return an estimate for each configuration; None if a dry run failed, for example because an operation refuses its sizes."""
         if self._first is None and configs:
             self._first = (configs[0], world_size)
         wanted = {self._key(*part): part for config in configs for part in self._parts(config, world_size)}
@@ -114,8 +116,8 @@ class Estimator:
         return [half for half in self._known.values() if isinstance(half, str)]
 
     def _parts(self, config: Config, world_size: int) -> tuple[tuple[Config, int, str], ...]:
-        """Dry runs that an estimate is made of, for passes and for the optimizer: the base on this mesh; on the first mesh the base, and
-        this configuration."""
+        """Return the dry runs of an estimate, for passes and for the optimizer: `base` on this mesh, `base` on the first mesh, and this
+        configuration on the first mesh."""
         assert self._first is not None
         mesh, (first, first_world) = config.parallel, self._first
 
@@ -159,7 +161,7 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _Half | str:
-    """Run one half of an estimate, in a process of its own; the error's message where it cannot be run."""
+    """Run one half of an estimate in a process of its own; return the error's message if it cannot be run."""
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
     try:
@@ -191,7 +193,7 @@ def _summary(run: RankRun, name: str) -> _Half:
     last = steps[-1].at(-1)
     state = {kind: float(last.get(kind, 0)) for kind in STATE}
     most = max(run.state_bytes.values(), default=0) - run.state_bytes.get(run.rank, 0)
-    state[STATE[0]] += most  # of the owner that has most
+    state[STATE[0]] += most  # plan for the owner with the largest state
     building = run.steps[BUILDING]
     rest = sum((work for when, work in run.work.items() if when != REFRESH), Work())
     return _Half(
@@ -204,7 +206,7 @@ def _summary(run: RankRun, name: str) -> _Half:
 
 
 def with_layers(config: Config, number: int) -> Config:
-    """The same with fewer layers: those at the front, one of them dense if any is."""
+    """Return the configuration with the first `number` layers only, one of them dense if the model has dense layers."""
     model: Any = config.model
     changes: dict[str, Any] = {"num_hidden_layers": number}
     for one in fields(model):

@@ -1,8 +1,9 @@
-"""Which bytes are alive when, and what for: a record of every storage's birth, changes of size and death.
+"""Records which bytes are alive at which operation, and their purpose: the creation, changes of size and deletion of every storage.
 
-A `Ledger` is told of each operation's tensors (`note`) and numbers operations as time goes. What a storage is for is often known only later
-(what a forward pass makes and nobody drops is an activation), so that kinds are set by `label` and `settle` at any time while it lives, and
-hold from its birth on. Storages are told apart by identity, and count with their size of the moment, which `resize_` may change.
+A `Ledger` is given the tensors of each operation (`note`), and counts operations as time. The purpose of a storage is often known only
+later (a tensor that a forward pass creates and nothing deletes is an activation), so `label` and `settle` may set its kind at any time
+while it lives, and the kind applies from its creation on. Storages are distinguished by identity and count with their current size, which
+`resize_` may change.
 """
 
 from __future__ import annotations
@@ -33,42 +34,42 @@ KINDS = (
     "checkpoint copies",
     "temporaries",
 )
-"""Purposes of bytes; activations have a segment, too."""
+"""Kinds of bytes; activations also have a segment."""
 
 
 @dataclass
 class StorageRecord:
-    """A storage."""
+    """The history of a storage."""
 
     born: int
     size: int
-    """Bytes now; 0 when it is gone."""
+    """Current bytes; 0 after it was deleted."""
     phase: str
-    """Action of the schedule, or phase of the optimizer, that made it."""
+    """Action of the schedule, or phase of the optimizer, that created it."""
     segment: str
-    """Segment of a block's pass that made it; empty between them."""
+    """Segment of a block's pass that created it; empty outside of segments."""
     kind: str = ""
-    """One of KINDS; empty: not known yet."""
+    """One of KINDS; empty while not known."""
     travels: bool = False
-    """Whether it was sent to other ranks, or received."""
+    """Whether it was sent to or received from other ranks."""
     changes: list[tuple[int, int]] = field(default_factory=list)
-    """(time, bytes more or less)."""
+    """(time, change in bytes)."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something begins."""
+    """The start of an action or phase."""
 
     time: int
     name: str
 
 
 class Ledger:
-    """See the head of this file. `with ledger:` follows sizes; there can be one at a time."""
+    """The record that the module docstring describes. `following_sizes` sees `resize_`; only one ledger can do so at a time."""
 
     def __init__(self) -> None:
         self.time = 0
-        """Operations so far."""
+        """Number of operations so far."""
         self.phase, self.segment = "", ""
         self.records: list[StorageRecord] = []
         self.marks: list[Mark] = []
@@ -77,7 +78,7 @@ class Ledger:
     # --- what happens -----------------------------------------------------------------------------------------------------------------
 
     def note(self, tensors: Iterable[Tensor], *, travels: bool = False) -> None:
-        """An operation made or used these."""
+        """Record an operation that created or used these tensors."""
         self.time += 1
         for x in tensors:
             storage = x.untyped_storage()
@@ -93,12 +94,12 @@ class Ledger:
             record.travels |= travels
 
     def mark(self, name: str) -> None:
-        """Something begins now; what is born from here on belongs to it."""
+        """Start an action or phase, to which storages belong that are created from now on."""
         self.phase = name
         self.marks.append(Mark(self.time, name))
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """These, as far as they are known and have no kind yet, are of this kind."""
+        """Set the kind of those of these tensors that are known and have none yet."""
         assert kind in KINDS
         for x in tensors:
             known = self._alive.get(id(x.untyped_storage()))
@@ -106,7 +107,7 @@ class Ledger:
                 known[1].kind = kind
 
     def settle(self, kind: str, phase: str | None = None) -> None:
-        """Everything alive that has no kind yet is of this kind; `phase`: only what was born in it."""
+        """Set the kind of all live storages that have none yet; with `phase`, only of those created in it."""
         assert kind in KINDS
         for _, record in self._alive.values():
             if not record.kind and record.size and phase in (None, record.phase):
@@ -116,14 +117,14 @@ class Ledger:
         self._resized(self._alive.pop(key)[1], 0, self.time + 1)
 
     def _resized(self, record: StorageRecord, size: int, time: int) -> None:
-        """Note a change of size. Bytes that are freed after an operation are there during it, and gone at the next."""
+        """Record a change of size. Bytes that are freed after an operation count during it, and not at the next."""
         if size != record.size:
             record.changes.append((time, size - record.size))
             record.size = size
 
     @contextmanager
     def following_sizes(self) -> Iterator[None]:
-        """Inside, `resize_` of storages is seen when it happens."""
+        """Record `resize_` of storages when it happens, inside the block."""
         cls: Any = torch.UntypedStorage
         own = cls.resize_
 
@@ -148,7 +149,7 @@ class Ledger:
         return sum(record.size for _, record in self._alive.values())
 
     def timeline(self, start: int = 0, stop: int | None = None) -> MemoryTimeline:
-        """The bytes of each kind from one time to another; by default to now."""
+        """Return the bytes of each kind from `start` to `stop`; by default until now."""
         stop = self.time if stop is None else stop
         curves = np.zeros((len(KINDS), stop - start + 1), np.int64)
         segments: dict[str, np.ndarray[Any, Any]] = {}
@@ -170,9 +171,9 @@ class MemoryTimeline:
     """Bytes by kind and operation."""
 
     curves: np.ndarray[Any, Any]
-    """(kinds, times), bytes, rows as KINDS."""
+    """(kinds, times), in bytes, with rows as in KINDS."""
     segments: dict[str, np.ndarray[Any, Any]]
-    """Activations by the segment that made them, (times,)."""
+    """(times,): bytes of activations, by the segment that created them."""
     marks: Sequence[Mark]
 
     @property
@@ -186,11 +187,11 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes at the peak."""
         return int(self.total.max())
 
     def thinned(self, points: int) -> MemoryTimeline:
-        """The same with at most so many times: of neighbours the one with most bytes, so that the peak stays."""
+        """Return a copy with at most `points` times; each interval keeps its time with the most bytes, so that the peak stays."""
         length = self.curves.shape[1]
         if length <= points:
             return self
@@ -202,15 +203,15 @@ class MemoryTimeline:
         return MemoryTimeline(self.curves[:, kept], {name: row[kept] for name, row in self.segments.items()}, marks)
 
     def at(self, time: int) -> dict[str, int]:
-        """Bytes by kind, those that there are."""
+        """Return the bytes of each kind that is present."""
         return {kind: int(row[time]) for kind, row in zip(KINDS, self.curves, strict=True) if row[time]}
 
     def segments_at(self, time: int) -> dict[str, int]:
-        """Activations by segment, largest first."""
+        """Return the bytes of activations by segment, largest first."""
         found = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def doing_at(self, time: int) -> str:
-        """The name of the last mark by then."""
+        """Return the name of the last mark up to this time."""
         i = bisect_right(self.marks, time, key=lambda mark: mark.time)
         return self.marks[i - 1].name if i else ""

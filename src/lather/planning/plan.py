@@ -1,10 +1,10 @@
-"""A training run's memory, rank by rank: a dry run of one rank at each pipeline position, each in a process of its own.
+"""Plans the memory of a training run, rank by rank: dry-runs one rank at each pipeline position, each in a process of its own.
 
-Ranks at one position differ in what they have least: rows are dealt out so that the first one has most of every parameter, and whole
-matrices go to owners by cost. So the first data rank is run, and, where another owns more optimizer state, that one, too.
+Ranks at the same position differ little: the first one has the most rows of every parameter, and whole matrices are assigned to owners by
+cost. So the first data rank is run, and also the rank that owns the most optimizer state, if that is another one.
 
-What a dry run does not see is added as an allowance, which is an assumption and no measurement: a GPU's context, libraries and
-communication buffers, and fragmentation.
+An allowance is added for memory that a dry run does not see: a GPU's context, libraries and communication buffers, and fragmentation. It is
+assumed, not measured.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from lather.planning.stage_bytes import memory_partition
 from lather.planning.workers import Assumed, Device, thinned_dry_run, worker_processes
 
 CONTEXT_BYTES = 3 * 2**29
-"""Allowance on a GPU: CUDA's context and kernels, cuBLAS's workspace, NCCL's buffers."""
+"""Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
 FRAGMENTATION = 0.03
-"""Allowance on a GPU, as a share of the peak: memory that the allocator holds and cannot give out."""
+"""Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot use."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A run's memory."""
+    """The planned memory of a run."""
 
     world_size: int
     device: Device
     imbalance: float
     ranks: tuple[RankRun, ...]
-    """The one with the largest peak of each pipeline position."""
+    """The rank with the largest peak at each pipeline position."""
     partition: Partition | None = None
-    """Where the layers were dealt by memory."""
+    """The partition, if layers were assigned by memory."""
     num_micro_batches: int = 1
-    """Those of a data rank in a step."""
+    """Micro-batches of a data rank in a step."""
     asynchronous: bool = False
-    """Whether checkpoints are written while training goes on, from copies."""
+    """Whether checkpoints are written from copies while training continues."""
     early_weight_gradients: bool = False
-    """Whether weight gradients are computed as soon as they can be (`parallel.schedule_memory`)."""
+    """Whether weight gradients are computed as early as possible (`parallel.schedule_memory`)."""
 
     @property
     def largest(self) -> RankRun:
@@ -51,7 +51,7 @@ class MemoryPlan:
 
     @property
     def allowance(self) -> int:
-        """Bytes beside the largest rank's peak."""
+        """Bytes in addition to the largest rank's peak."""
         return allowance_for(self.largest.peak, self.device)
 
     @property
@@ -67,12 +67,12 @@ class MemoryPlan:
         return not self.early_weight_gradients and re.search(r"\d[IW]\d", doing) is not None
 
     def bubbles(self, partition: Partition) -> tuple[float, float]:
-        """The share of a step in which a pipeline rank waits, if all layers take equally long: with these layers on the stages, and with
-        equally many."""
+        """Return the fraction of a step in which a pipeline rank waits, if all layers take equally long: with this partition, and with the
+        uniform one."""
         return self._bubble(partition.layers, self.early_weight_gradients), self._bubble(partition.uniform_layers, False)
 
     def bubbles_of_weight_gradients(self) -> tuple[float, float]:
-        """The same with the layers of this plan: with weight gradients as early as they can be, and where they fill bubbles."""
+        """Return the same fraction with the layers of this plan: with weight gradients as early as possible, and with the normal table."""
         own = [run.layers for run in self.ranks]
         layers = (*(len(first) for first, _ in own), *(len(second) for _, second in reversed(own)))
         return self._bubble(layers, True), self._bubble(layers, False)
@@ -90,13 +90,13 @@ def plan(
     memory: int | None = None,
     partition: Partition | None = None,
 ) -> MemoryPlan:
-    """The memory of `world_size` ranks that train with this configuration.
+    """Plan the memory of `world_size` ranks that train with this configuration.
 
     Args:
-        device: the kind of device that each rank has.
-        imbalance: rows of the busiest rank's experts, relative to an even load.
-        memory: bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's.
-        partition: what `memory_partition` found for these arguments, if that is known; None: it is asked.
+        device: kind of device that the ranks have.
+        imbalance: rows of the experts of the busiest rank, relative to an even load.
+        memory: bytes of a GPU; the optimizer sizes its batches by the free part. None: an H200's.
+        partition: result of `memory_partition` for these arguments, if known; None: it is computed.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
@@ -126,7 +126,7 @@ def plan(
 
 
 def _others(runs: list[RankRun]) -> Iterator[int]:
-    """The rank at each position with the most optimizer state, where it is another than the one that was run."""
+    """Yield, for each position, the rank with the most optimizer state if it is not the one that was run."""
     for run in runs:
         own = run.state_bytes.get(run.rank, 0)
         rank = max(run.state_bytes, key=lambda rank: run.state_bytes[rank], default=run.rank)
@@ -135,5 +135,5 @@ def _others(runs: list[RankRun]) -> Iterator[int]:
 
 
 def allowance_for(peak: float, device: Device) -> int:
-    """Bytes beside a rank's peak."""
+    """Return the bytes needed in addition to a rank's peak."""
     return CONTEXT_BYTES + int(FRAGMENTATION * peak) if device == "gpu" else 0

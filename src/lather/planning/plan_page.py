@@ -1,5 +1,5 @@
-"""A memory plan as one HTML page that needs nothing else: verdict, table, bars, and each rank's bytes over every step, to be looked into
-with the pointer. The page (`plan_page.html`) draws what `page_data` says."""
+"""Writes a memory plan as one HTML page without further files: verdict, table, bars, and each rank's bytes over every step, which can be
+explored with the mouse. The template `plan_page.html` draws the values of `page_data`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lather.planning.plan_picture import COLORS, doings, kinds_of
 from lather.planning.plan_report import dealt, layers_of, needs, verdict
 
 POINTS = 700
-"""Points kept of each curve; more are not told apart on a screen."""
+"""Points of each curve; a screen cannot show more."""
 
 
 def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path) -> None:
-    """Write the page; `configuration`: as TOML. Raises UserError if `out` cannot be written."""
+    """Write the page; `configuration` is TOML. Raises UserError if `out` cannot be written."""
     template = files("lather.planning").joinpath("plan_page.html").read_text("utf-8")
     data = json.dumps(page_data(plan, memory), separators=(",", ":")).replace("</", "<\\/")
     texts = {"title": html.escape(title), "configuration": html.escape(configuration), "version": __version__, "data": data}
@@ -34,7 +34,7 @@ def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: 
 
 
 def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
-    """Plain values: kinds with their colors, and of each rank its layers and steps."""
+    """Return the values of the page: kinds with their colors, and the layers and steps of each rank."""
     unit, scale = unit_of(max(plan.largest.peak, memory or 0))
     kinds = kinds_of(plan)
     notes = [verdict(plan, memory)] if memory is not None else []
@@ -62,7 +62,7 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
 
 
 def _step(timeline: MemoryTimeline, kinds: list[str]) -> dict[str, Any]:
-    """Curves in bytes; what is done, by its start; the boxes of the strip below."""
+    """Return the curves in bytes, the marks with their times, and the boxes of the strip."""
     return {
         "curves": [timeline.curves[KINDS.index(kind)].tolist() for kind in kinds],
         "peak": timeline.peak_time,

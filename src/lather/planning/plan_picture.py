@@ -1,5 +1,5 @@
-"""A picture of a memory plan: the peaks of all pipeline ranks as bars, and each rank's bytes over the operations of its largest step,
-stacked by kind, over a strip of what the rank does then."""
+"""Draws a memory plan: the peaks of all pipeline ranks as bars, and each rank's bytes during its largest step, stacked by kind, with a
+strip of the rank's actions below."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ COLORS = dict(
         strict=True,
     )
 )
-"""A color per kind, told apart with any color vision."""
+"""A color for each kind, distinguishable with any color vision."""
 OPTIMIZER = "#b39ddb"
 OTHER = "#d0d0d0"
 STRIP = 0.07
-"""Height of the strip, as a share of the panel's."""
+"""Height of the strip as a fraction of the panel's."""
 
 
 @dataclass(frozen=True)
 class Doing:
-    """An action or phase of a rank, from one point of a timeline to another."""
+    """An action or phase of a rank, with its interval of a timeline."""
 
     start: int
     stop: int
     name: str
-    """As the timeline says it, such as "3B2"."""
+    """Name in the timeline, such as "3B2"."""
     colors: tuple[str, ...]
-    """One; of an overlapped pair two, the forward chunk's first."""
+    """One color; for an overlapped pair two, the forward chunk's first."""
 
 
 def doings(timeline: MemoryTimeline) -> Iterator[Doing]:
-    """The schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's phases; nothing where there is neither."""
+    """Yield the schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's phases."""
     length = timeline.curves.shape[1]
     starts = [min(mark.time, length) for mark in timeline.marks]
     actions = [_action(mark.name) for mark in timeline.marks]
@@ -68,7 +68,7 @@ def doings(timeline: MemoryTimeline) -> Iterator[Doing]:
 
 
 def _action(name: str) -> Action | None:
-    """The computation of that name."""
+    """Parse the name of a computation; return None for any other name."""
     try:
         action = Action.from_text(name)
     except ValueError:
@@ -77,13 +77,13 @@ def _action(name: str) -> Action | None:
 
 
 def draw(plan: MemoryPlan, memory: int | None, title: str, out: Path) -> None:
-    """Write a PNG of the plan; `memory`: bytes of a device, a dashed line. Raises UserError if `out` cannot be written."""
+    """Write a PNG of the plan; `memory`, the bytes of a device, is a dashed line. Raises UserError if `out` cannot be written."""
     with whole_file(out, "--out") as aside:
         figure_of(plan, memory, title).savefig(aside, dpi=110, format="png")
 
 
 def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
-    """The picture: a panel of bars, and one for each pipeline rank."""
+    """Return the figure: a panel of bars, and a panel for each pipeline rank."""
     ranks = len(plan.ranks)
     bars = 0.5 + 0.32 * ranks
     figure = Figure(figsize=(11, 1.4 + bars + 2.6 * ranks), layout="constrained")
@@ -102,7 +102,7 @@ def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
 
 
 def kinds_of(plan: MemoryPlan) -> list[str]:
-    """The kinds of bytes that there are in it."""
+    """Return the kinds of bytes that occur in the plan."""
     return [
         kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
     ]
@@ -149,7 +149,7 @@ def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: 
 
 
 def _draw_strip(panel: Axes, timeline: MemoryTimeline, bottom: float) -> None:
-    """Draw what the rank does, from `bottom` to 0."""
+    """Draw the rank's actions from `bottom` to 0."""
     corners, colors = [], []
     for doing in doings(timeline):
         height = bottom / len(doing.colors)

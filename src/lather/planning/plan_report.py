@@ -1,4 +1,5 @@
-"""A memory plan as a table of every pipeline rank's peak by kind, and as JSON. (Pictures: `lather.planning.plan_picture`, `plan_page`.)"""
+"""Reports a memory plan as a table of every pipeline rank's peak by kind, and as JSON. (Pictures: `lather.planning.plan_picture`,
+`plan_page`.)"""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "travelling": ("communication",),
     "temporaries": ("temporaries", "checkpoint copies"),
 }
-"""Columns of the table, and the kinds that they add up."""
+"""Columns of the table, and the kinds that each sums."""
 
 GIB = 2**30
 
 
 def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
-    """A line per pipeline rank at its peak, what the largest one's activations are, and whether it all fits in `memory` bytes."""
+    """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether the run fits in `memory` bytes."""
     unit, scale = unit_of(plan.largest.peak)
     table = Table(title=_title(plan, unit), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("rank")
@@ -61,7 +62,7 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
 
 
 def needs(plan: MemoryPlan) -> str:
-    """The bytes of a GPU, and what they are made of."""
+    """Describe the bytes that a GPU needs, and what they consist of."""
     return (
         f"a GPU needs {_in(plan.needed, GIB)} GiB: the peak of rank {plan.largest.rank}, {CONTEXT_BYTES / GIB:.1f} GiB for context and "
         f"libraries and {FRAGMENTATION:.0%} for fragmentation (assumed, not measured)"
@@ -69,24 +70,24 @@ def needs(plan: MemoryPlan) -> str:
 
 
 def checkpoint(plan: MemoryPlan) -> str:
-    """The bytes that a rank writes into a checkpoint, and the memory that copies of them take."""
+    """Describe the bytes that a rank writes into a checkpoint, and the memory that copies of them take."""
     most = max(plan.ranks, key=lambda run: run.checkpoint_bytes)
     unit, scale = unit_of(most.checkpoint_bytes)
-    text = f"a checkpoint takes {_in(most.checkpoint_bytes, scale)} {unit} of rank {most.rank}, at most"
+    text = f"a checkpoint has at most {_in(most.checkpoint_bytes, scale)} {unit} from a rank, rank {most.rank}"
     if not plan.asynchronous:
-        return f"{text}, and no memory beside it"
-    return f"{text}, and as much {'of its memory' if plan.device == 'cpu' else 'memory of the host'} while training goes on"
+        return f"{text}, and takes no further memory"
+    return f"{text}, and takes as much {'of its memory' if plan.device == 'cpu' else 'memory of the host'} while it is written"
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
-    """Whether the run fits in `memory` bytes, and how much is left."""
+    """Say whether the run fits in `memory` bytes, and how many remain or are missing."""
     fits = plan.needed <= memory
-    word, rest = ("fits", "left") if fits else ("does not fit", "too much")
+    word, rest = ("fits", "left") if fits else ("does not fit", "missing")
     return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
 
 
 def dealt(plan: MemoryPlan, partition: Partition) -> str:
-    """A line on layers that were dealt by memory."""
+    """Describe a partition by memory in one line."""
     unit, scale = unit_of(partition.uniform_largest)
     counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
     if partition.layers == partition.uniform_layers:
@@ -105,12 +106,12 @@ def early_weight_gradients(plan: MemoryPlan) -> str:
 
 
 def write(plan: MemoryPlan, out: Path) -> None:
-    """Every number as JSON. Raises UserError if the file cannot be written."""
+    """Write all numbers as JSON. Raises UserError if the file cannot be written."""
     write_json(to_json(plan), out)
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """Plain values: peaks by kind and segment of each step of each pipeline rank, bytes."""
+    """Return plain values: the bytes at the peak by kind and segment, for each step of each pipeline rank."""
     return {
         "world_size": plan.world_size,
         "device": plan.device,
@@ -155,7 +156,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
 
 
 def layers_of(run: RankRun) -> str:
-    """Such as "0-11, 36-47"."""
+    """Return the layers of a rank as a text such as "0-11, 36-47"."""
     return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
 
 

@@ -1,8 +1,8 @@
-"""The bytes that each layer adds to a pipeline rank, phase by phase, and the partition that makes the largest rank smallest.
+"""Measures the bytes that each layer adds to a pipeline rank, phase by phase, and finds the partition whose largest rank is smallest.
 
-A rank is run with one layer in each of its stages, and once more for each kind of layer and each stage, with one of that kind added there.
-What a layer adds is taken to be the same whatever else there is, which is nearly so: the optimizer works on matrices of a shape together,
-so that its temporaries grow by less. The plan of the partition that is found runs all layers.
+A rank is dry-run with one layer in each of its stages, and again for each kind of layer and each stage, with one such layer added there.
+The bytes that a layer adds are assumed not to depend on the other layers. This is nearly so: the optimizer batches matrices of equal shape,
+so its temporaries grow by less. The plan with the resulting partition runs all layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Phases = Mapping[str, int]
 
 
 def memory_partition(config: Config, world_size: int, assumed: Assumed) -> Partition | None:
-    """The partition that `parallel.partition = "memory"` asks for; None where layers are dealt uniformly, or there is one way alone.
+    """Return the partition for `parallel.partition = "memory"`; None if layers are assigned uniformly, or if only one partition is
+    possible.
 
     Raises ConfigError if the ranks cannot be divided as the configuration says.
     """
@@ -49,27 +50,28 @@ class _Sample:
     """A dry run with few layers."""
 
     position: int
-    """The pipeline rank's, from 0."""
+    """Position of the pipeline rank, from 0."""
     layers: tuple[tuple[int, ...], ...]
-    """The layers of every stage; stages of other ranks have none."""
+    """Layers of every stage; stages of other ranks have none."""
     added: tuple[int, int] | None = None
-    """The kind of layer that this run has more than the first, and in which of the rank's two stages; None: this is the first."""
+    """Kind of the layer that this run has in addition to the base run, and its stage (0 or 1 of the rank); None: the base run."""
 
 
 def _kinds_of(config: Config) -> tuple[int, ...]:
-    """The kind of each layer, the commonest being 0."""
+    """Return the kind of each layer; the most common one is 0."""
     groups = sorted(block_kinds(build_model(config.model, None, torch.device("meta")).layers), key=len, reverse=True)
     return tuple(next(kind for kind, group in enumerate(groups) if layer in group) for layer in range(config.model.num_hidden_layers))
 
 
 def _samples(kinds: Sequence[int], position: int, pp: int) -> list[_Sample]:
-    """Layers are taken from anywhere in the model. Raises ConfigError if there are not three of a kind."""
+    """Return the dry runs of a position; layers are taken from anywhere in the model. Raises ConfigError unless three layers are of one
+    kind."""
     of_kind: defaultdict[int, list[int]] = defaultdict(list)
     for layer, kind in enumerate(kinds):
         of_kind[kind].append(layer)
     if len(of_kind[0]) < 3:
         raise ConfigError(
-            f"parallel.partition = 'memory' is not valid: it needs three layers of a kind to measure, and {len(kinds)} layers of "
+            f"parallel.partition = 'memory' is not valid: it needs three layers of one kind to measure, and {len(kinds)} layers of "
             f"{len(of_kind)} kinds have at most {len(of_kind[0])}: set parallel.partition = 'uniform'"
         )
 
@@ -86,13 +88,13 @@ def _samples(kinds: Sequence[int], position: int, pp: int) -> list[_Sample]:
 
 
 def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sample) -> Phases:
-    """The peaks of a sample's run."""
+    """Dry-run a sample and return its peaks."""
     rank = sample.position * (world_size // config.parallel.pp)
     return phase_peaks(dry_run(config, world_size, assumed, rank, layers=sample.layers))
 
 
 def phase_peaks(run: RankRun) -> Phases:
-    """The peak of each phase of each step; with the optimizer state of the rank at this position that owns most of it."""
+    """Return the peak of each phase of each step, with the optimizer state of the rank at this position that owns the most."""
     most = max(run.state_bytes.values(), default=0) - run.state_bytes.get(run.rank, 0)
     found: defaultdict[str, int] = defaultdict(int)
     for step, timeline in run.steps.items():
@@ -104,7 +106,7 @@ def phase_peaks(run: RankRun) -> Phases:
 
 
 def _rank_peaks(kinds: Sequence[int], samples: Mapping[_Sample, Phases]) -> RankPeaks:
-    """A rank's, from its samples; without the phases that are never its largest."""
+    """Combine the samples of a rank, without phases that can never be its largest."""
     shared = set.intersection(*(set(phases) for phases in samples.values()))
     names = sorted(shared)
     bytes_of = {sample.added: np.array([phases[name] for name in names], np.float64) for sample, phases in samples.items()}
@@ -118,7 +120,7 @@ def _rank_peaks(kinds: Sequence[int], samples: Mapping[_Sample, Phases]) -> Rank
 
 
 def _is_dominated(columns: np.ndarray[tuple[int, int], np.dtype[np.float64]], i: int) -> bool:
-    """Whether another phase has at least as many bytes whatever the layers; of equal ones the first counts."""
+    """Return whether another phase has at least as many bytes for any layers; of equal phases the first is kept."""
     least = (columns >= columns[:, i : i + 1]).all(0)
     equal = (columns == columns[:, i : i + 1]).all(0)
     return bool((least & ~equal).any() or equal[:i].any())

@@ -1,6 +1,6 @@
-"""The work that a rank's step asks for: flops of products, attention and factorisations, and bytes that it sends to other ranks.
+"""Counts the work of a rank's step: flops of matrix products, attention and factorizations, and bytes sent to other ranks.
 
-Counted by a dry run (`lather.planning.dry_run`), operation by operation. What Triton kernels multiply is not counted.
+A dry run (`lather.planning.dry_run`) counts it, operation by operation. Products inside Triton kernels are not counted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's work."""
+    """Work of one rank."""
 
     flops: float = 0.0
     sent: float = 0.0
-    """Bytes to other ranks, by rings where all ranks take part, but for `exchanged`."""
+    """Bytes sent to other ranks, without `exchanged`; collectives are assumed to use rings."""
     exchanged: float = 0.0
-    """Bytes of rows of tokens to and from the experts of other ranks."""
+    """Bytes of token rows sent to the experts of other ranks, and back."""
 
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.sent + other.sent, self.exchanged + other.exchanged)
@@ -34,10 +34,10 @@ class Work:
 
 @dataclass
 class WorkTally:
-    """Adds up a step's work by how often it comes: with every micro-batch, with every refresh of the bases, once."""
+    """Sums the work of a step by how often it occurs: for every micro-batch, for every refresh of the bases, or once."""
 
     repeats: float
-    """Micro-batches of the run, for each that is walked."""
+    """Micro-batches of the run per micro-batch of the dry run."""
     in_micro_batch: bool = False
     refreshing: bool = False
     found: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
@@ -50,17 +50,17 @@ class WorkTally:
         self.found[when] += work * (self.repeats if self.in_micro_batch else 1.0)
 
     def travels(self, name: str, args: Sequence[Any]) -> None:
-        """An operation of a process group, named as torch does."""
+        """Add an operation of a process group, by torch's name for it."""
         size = sent_bytes(name, args)
         is_exchange = self.in_micro_batch and name.startswith("alltoall")
         self.add(Work(exchanged=size) if is_exchange else Work(sent=size))
 
 
 def sent_bytes(name: str, args: Sequence[Any]) -> int:
-    """Bytes that a rank sends in an operation of a process group, named as torch does; 0 for receiving and for waiting."""
+    """Return the bytes that a rank sends in an operation of a process group, by torch's name for it; 0 for receives and waits."""
     sizes = [sum(map(nbytes, tensors_in(x))) for x in (*args[:2], (), ())]
     if name in ("_allgather_base_", "allgather_"):
-        return sizes[0] - sizes[1]  # what it gathers less what it had: a ring hands that on
+        return sizes[0] - sizes[1]  # in a ring, a rank forwards everything but one part
     if name in ("_reduce_scatter_base_", "reduce_scatter_"):
         return sizes[1] - sizes[0]
     if name == "allreduce_":

@@ -1,4 +1,4 @@
-"""Dry runs in processes of their own: torch keeps what it knows of a mesh for a whole process, and each run has another."""
+"""Runs dry runs in processes of their own, since torch caches meshes for a whole process and each run has another mesh."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lather.standin.device import module, standin
 Device = Literal["gpu", "cpu"]
 
 POINTS = 1500
-"""Points kept of each curve."""
+"""Points of each curve that are kept."""
 
 
 def worker_processes() -> ProcessPoolExecutor:
-    """A pool of as many processes as there are cores, each for one call."""
+    """Return a pool with as many processes as cores; a process runs one call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lather.planning.dry_run"])
     return ProcessPoolExecutor(os.cpu_count() or 1, context, max_tasks_per_child=1)
@@ -31,13 +31,13 @@ def worker_processes() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumptions of a dry run: the devices and the experts' load."""
+    """Assumptions of a dry run about devices and the load of the experts."""
 
     device: Device = "gpu"
     imbalance: float = 1.0
-    """Rows of the busiest rank's experts, relative to an even load."""
+    """Rows of the experts of the busiest rank, relative to an even load."""
     memory: int | None = None
-    """Bytes of a GPU, by whose free part the optimizer chooses how much it works on at a time; None: an H200's."""
+    """Bytes of a GPU; the optimizer sizes its batches by the free part. None: an H200's."""
 
 
 def dry_run(
@@ -49,8 +49,8 @@ def dry_run(
     do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
-    """`run_rank`, in a process that is for it alone."""
-    os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted would look at values
+    """Call `run_rank`, in a process that is used for this call alone."""
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     module.memory = assumed.memory or module.memory
@@ -61,6 +61,6 @@ def dry_run(
 def thinned_dry_run(
     config: Config, world_size: int, assumed: Assumed, rank: int, *, layers: Sequence[Sequence[int]] | None = None
 ) -> RankRun:
-    """`dry_run` with `POINTS` of each timeline, among them its peak."""
+    """Call `dry_run`, and keep `POINTS` points of each timeline, including its peak."""
     found = dry_run(config, world_size, assumed, rank, layers=layers)
     return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})

@@ -1,1 +1,1 @@
-"""A device that torch and Lather take for a GPU, without memory or arithmetic, on which the real code can be run anywhere."""
+"""A device without memory or arithmetic that torch and Lather treat as a GPU, for running the real code anywhere."""

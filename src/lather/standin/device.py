@@ -1,9 +1,7 @@
-"""A device without memory or arithmetic that torch and Lather take for a GPU: what branches on the device branches as on CUDA. Or for a
-CPU: then it branches as there.
+"""A device without memory or arithmetic that torch and Lather treat as a GPU, so that code branches as on CUDA; or as a CPU.
 
-It is registered with torch under the name "standin", or "cpu_standin". Its tensors are fake ones (shape, dtype, device, no elements),
-made by `mode`.
-Streams and events exist, order nothing, and tell a listener when the host waits for them.
+It is registered with torch as "standin", or as "cpu_standin". Its tensors are fake (shape, dtype and device, but no elements); `mode`
+creates them. Streams and events exist but order nothing; they report waits of the host to a listener.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from lather.device import CPU_STANDIN
 from lather.torch_private import register_python_device
 
 NAMES: dict[str, str] = {"gpu": "standin", "cpu": CPU_STANDIN}
-"""Name of the device by what it stands for."""
+"""Name of the device, by the kind of device that it replaces."""
 
 HOPPER = (9, 0)
-"""The compute capability that the device says it has."""
+"""Compute capability that the device reports."""
 
 
 class StandInStream:
@@ -50,7 +48,7 @@ class StandInStream:
 
 
 class StandInEvent:
-    """A moment that has passed."""
+    """An event that has always occurred already."""
 
     def __init__(self, enable_timing: bool = False, **options: bool) -> None:
         self.options = {"enable_timing": enable_timing, **options}
@@ -70,20 +68,20 @@ class StandInEvent:
 
 
 class StandIn:
-    """The module that `torch.get_device_module("standin")` gives: the part of `torch.cuda` that a training step asks for."""
+    """The module that `torch.get_device_module("standin")` returns: the part of `torch.cuda` that a training step uses."""
 
     Stream, Event = StandInStream, StandInEvent
     nvtx = SimpleNamespace(range=lambda *_: nullcontext(), range_push=lambda *_: 0, range_pop=lambda: 0, mark=lambda *_: None)
 
     def __init__(self) -> None:
         self.waited: Callable[[str], None] = lambda what: None
-        """Listener to waits of the host."""
+        """Called when the host waits."""
         self.peak: Callable[[], int] = lambda: 0
-        """Where `max_memory_allocated` is known."""
+        """Returns the value of `max_memory_allocated`."""
         self.memory = 141 * 10**9
-        """Bytes of the device; an H200's."""
+        """Bytes of the device; those of an H200."""
         self.taken: Callable[[], int] = lambda: 0
-        """How many of them are not free."""
+        """Returns the number of bytes in use."""
         self.capability = HOPPER
         self._current = StandInStream()
 
@@ -123,7 +121,7 @@ class StandIn:
     memory_allocated = max_memory_allocated
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        """Free bytes, and all."""
+        """Return free bytes and total bytes."""
         return max(0, self.memory - self.taken()), self.memory
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
@@ -169,10 +167,10 @@ module = StandIn()
 
 
 def standin(stands_for: Literal["gpu", "cpu"] | None = None) -> torch.device:
-    """The device, registered with torch at the first call; None: as it was registered, else for a GPU.
+    """Return the device, which is registered with torch at the first call; None: the kind that is registered, else a GPU.
 
-    That cannot be undone, and there can be one in a process, which is then for counting and planning only: RuntimeError if it was
-    registered for the other.
+    Registration cannot be undone, and a process has only one such device, so use the process for counting and planning only. Raises
+    RuntimeError if the device is registered as the other kind.
     """
     registered = next((kind for kind, name in NAMES.items() if hasattr(torch, name)), None)
     if registered is None:

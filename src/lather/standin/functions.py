@@ -1,4 +1,4 @@
-"""Decisions above torch's operations, made as on CUDA or on a CPU: attention's kernel, Triton's launches, compiled functions."""
+"""Emulates decisions above torch's operations as CUDA or a CPU would make them: attention kernels, Triton launches, compiled functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Functions(TorchFunctionMode):
-    """Gives attention the kernel that it takes on CUDA, or on a CPU."""
+    """Runs the attention kernel that CUDA, or a CPU, would choose."""
 
     def __init__(self, mode: StandInMode) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else with (S, S) elements; on a CPU its own kernel."""
+        """Run FlashAttention in bf16 and fp16, the memory-efficient kernel in fp32, else attention with (S, S) elements; on a CPU its own
+        kernel."""
         aten, widths = torch.ops.aten, {x.shape[-1] for x in (query, key, value)}
         is_dense, alike = all(x.stride(-1) == 1 for x in (query, key, value)), len(widths) == 1
         y: Tensor
@@ -83,14 +84,14 @@ class Functions(TorchFunctionMode):
 
 @contextmanager
 def unmarked_for_streams() -> Iterator[None]:
-    """Marks for the allocator, that a stream reads a tensor, are passed over: torch would take no stream but its own."""
+    """Ignore `record_stream`, since torch accepts only its own streams."""
     with patch.object(Tensor, "record_stream", lambda x, stream: None):
         yield
 
 
 @contextmanager
 def counted_triton(mode: StandInMode) -> Iterator[None]:
-    """Triton's kernels are counted in place of being compiled and launched."""
+    """Count launches of Triton kernels instead of compiling and launching them."""
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:
@@ -126,12 +127,12 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Bytes of the tensors that a kernel's source loads and stores; those that it does neither with by name are read."""
+    """Return the bytes of the tensors that a kernel's source loads and stores; a tensor whose name is in neither counts as loaded."""
     read, written, seen = 0, 0, set[tuple[int, int]]()
     for name, x in tensors.items():
         place = (id(x.untyped_storage()), int(x.storage_offset()))
         if place in seen:
-            continue  # given twice, for a pointer that is not followed
+            continue  # the same tensor, passed again for an unused pointer
         seen.add(place)
         stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
         loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
@@ -142,7 +143,8 @@ def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 @contextmanager
 def counted_compile(mode: StandInMode) -> Iterator[None]:
-    """`torch.compile` gives flex attention as a kernel forward and two backward, a block mask as one; anything else runs as it is."""
+    """Make `torch.compile` return flex attention as one forward and two backward kernels, a block mask as one kernel, and other functions
+    unchanged."""
     before = torch.compile
 
     def compiled(function: Any = None, **options: Any) -> Any:
@@ -181,7 +183,7 @@ def _flex_attention(
 
 
 class _Flex(torch.autograd.Function):
-    """Shapes, bytes and flops of flex attention, every block counted as seen."""
+    """Shapes, bytes and flops of flex attention; every block counts as visible."""
 
     @staticmethod
     def forward(ctx: Any, mode: StandInMode, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +208,7 @@ class _Flex(torch.autograd.Function):
 def _block_mask(
     mode: StandInMode, rule: Callable[..., Tensor], batch: int | None, heads: int | None, queries: int, keys: int, device: Any
 ) -> object:
-    """Runs the rule, to see that it can be. (Scalars would be read when they are indices.)"""
+    """Run the mask's rule once, to check that it runs. (Scalars would be read if they are used as indices.)"""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     if not mode.is_here(rule(zero, zero, zero, zero)):
         raise RuntimeError("the rule of a block mask answers on another device")

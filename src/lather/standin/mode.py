@@ -1,9 +1,11 @@
 """Runs the real code on the stand-in device: `with StandInMode() as mode: ...` around work on `mode.device`.
 
-What the CPU does is done, on real tensors. Tensors on the device are fake ones: an operation gives shape, dtype and strides. What the host
-reads from them is made up: finite, no flag set, integers as `StandInMode.integers` says. Operations of process groups are over at once.
+CPU operations run on real tensors. Tensors on the device are fake: an operation yields shape, dtype and strides. Values that the host reads
+from them are assumed: numbers are finite, flags are not set, and integers are those of `StandInMode.integers`. Operations of process groups
+complete at once.
 
-A subclass is told of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and oddity (`note`), with the place in Lather.
+A subclass is notified of every operation (`ran`), kernel (`launch`), wait of the host (`wait`) and remark (`note`), with the place in
+Lather.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_b
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
 BESIDES = tuple(SOURCE + name for name in ("torch_private.py", "memory", "planning", "standin"))
-"""Code that watches, and is not watched."""
+"""Code that observes, and is left out of the places."""
 
 
 class StandInMode(TorchDispatchMode):
-    """See the head of this file. The device is for one mode at a time."""
+    """The mode that the module docstring describes. Only one can use the device at a time."""
 
     def __init__(self, integers: Callable[[Tensor], Tensor] | None = None, trues: Callable[[Tensor], int] | None = None) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: how many elements of a tensor
-        of flags are true, where the size of a result depends on it; None: all."""
+        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on. `trues`: the number of true elements of
+        a tensor of flags that determines the size of a result; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.standin()
         self.trues = trues or Tensor.numel
@@ -57,37 +59,37 @@ class StandInMode(TorchDispatchMode):
         device.module.waited, device.module.peak = lambda what: None, lambda: 0
 
     def is_here(self, x: object) -> bool:
-        """Whether x is a tensor on the device."""
+        """Return whether x is a tensor on the device."""
         return isinstance(x, self.fake) and x.device.type == self.device.type
 
     # --- what a subclass is told ------------------------------------------------------------------------------------------------------
 
     @property
     def peak_bytes(self) -> int:
-        """`max_memory_allocated` of the device."""
+        """Value of `max_memory_allocated` of the device."""
         return 0
 
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
+        """Called when the host waits for the device."""
 
     def note(self, what: str) -> None:
-        """Something is odd."""
+        """Called for something remarkable, such as a slow path."""
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
-        """A kernel that is no operation of torch's is launched."""
+        """Called when a kernel is launched that is not one of torch's operations."""
 
     def entered(self, name: str) -> None:
-        """A `record_function` range begins."""
+        """Called when a `record_function` range begins."""
 
     def left(self) -> None:
-        """The innermost range ends."""
+        """Called when the innermost range ends."""
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on fake tensors."""
         return func(*args, **kwargs)
 
     def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
-        """An operation on the device was run on `inputs`, and gave `out`, which has the tensors `made`."""
+        """Called after an operation on the device with its `inputs` and its result `out`, which contains the tensors `made`."""
 
     # --- operations -------------------------------------------------------------------------------------------------------------------
 
@@ -119,11 +121,11 @@ class StandInMode(TorchDispatchMode):
             self._pinned[id(pinned.untyped_storage())] = pinned.untyped_storage()
             return pinned
         if name in operations.RANDOM and isinstance(args[0], Tensor):
-            return args[0]  # weights that nobody will read
+            return args[0]  # random weights, whose values do not matter
         return func(*args, **kwargs)
 
     def _copied(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """From here to the host, from the host to here, or neither."""
+        """Run a copy, which may be from the device to the host, from the host to the device, or neither."""
         source, to = (args[1], args[0].device) if name == "copy_" else (args[0], torch.device(kwargs.get("device") or args[0].device))
         waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
         if self.is_here(source) == (to.type == self.device.type) or source.device.type == "meta":
@@ -141,13 +143,14 @@ class StandInMode(TorchDispatchMode):
         return self._run(func, name, args, kwargs)
 
     def _values(self, x: Tensor) -> Tensor:
-        """The values that the host is told of a tensor."""
+        """Return the assumed values of a tensor that the host reads."""
         if x.dtype == torch.bool:
             return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
         return torch.ones(x.shape, dtype=x.dtype) if x.is_floating_point() else self.integers(x).to(x.dtype)
 
     def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """An index may be on the CPU: then it is copied first, and waited for. So may a scalar. Else torch raises."""
+        """Report tensors on the CPU among operands on the device: an index is copied, which the host waits for, and so may be a scalar.
+        Torch raises for all others."""
         for x in tensors:
             if x.device.type == "cpu" and x.dim() and name in operations.TAKE_INDICES:
                 self.wait("index on the CPU")
@@ -171,7 +174,7 @@ class StandInMode(TorchDispatchMode):
         return out
 
     def _of_flags(self, name: str, args: list[Any]) -> Any:
-        """The result of an operation whose size depends on flags; masks in `args` that are indices become what they stand for."""
+        """Return the result of an operation whose size depends on flags; replace masks in `args` that are indices by positions."""
         if name == "nonzero":
             return args[0].new_empty(self.trues(args[0]), args[0].dim(), dtype=torch.int64)
         if name in operations.TAKE_INDICES and any(x is not None and x.dtype == torch.bool for x in args[1]):
@@ -189,12 +192,12 @@ class StandInMode(TorchDispatchMode):
 
 
 def place() -> str:
-    """Where Lather's own code is, from the innermost frame outward; in backward, what autograd runs."""
+    """Return the innermost place in Lather's own code; in backward, autograd."""
     return next(places(), "backward: autograd")
 
 
 def places() -> Iterator[str]:
-    """ "file:line function" of Lather's frames, innermost first, without those that watch."""
+    """Yield "file:line function" of Lather's frames, innermost first, without code that observes."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

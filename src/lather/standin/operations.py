@@ -1,4 +1,4 @@
-"""Facts about torch's operations that the stand-in device needs, and helpers for tensors in nested values."""
+"""Tables of torch's operations for the stand-in device, and helpers for tensors in nested values."""
 
 from __future__ import annotations
 
@@ -58,35 +58,35 @@ WITHOUT_KERNEL = frozenset(
         "_record_function_exit",
     ]
 )
-"""Those that make memory, or ask."""
+"""Operations that only allocate or query."""
 COPIES = frozenset(("_to_copy", "copy_"))
 RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
 SHAPES: dict[str, Callable[..., Any]] = {
     "_grouped_mm": lambda a, b, offs=None, bias=None, out_dtype=None: _grouped_product(a, b, offs, out_dtype),
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
-"""Results of operations for which torch has no shapes on the meta device, or not for all dtypes that the CPU takes."""
+"""Results of operations for which torch has no shape function on the meta device, or not for all dtypes that the CPU accepts."""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 CARRY_FLAGS = frozenset(
     ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
 )
-"""Their flags say what those of their operands say."""
+"""Operations whose flags are those of their operands."""
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """A product per group: groups are the leading dim, or runs of the dim that 2-D operands have in common with `offs`."""
+    """Return the result of a product per group: groups are the leading dim, or runs, by `offs`, of the dim that 2-D operands share."""
     groups = offs.numel() if offs is not None and a.dim() == b.dim() == 2 else 0
     leading = (groups,) if groups else a.shape[:1] if a.dim() == 3 and b.dim() == 3 else ()
     return a.new_empty((*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
 def name_of(func: Any) -> str:
-    """Without namespace and overload."""
+    """Return the name without namespace and overload."""
     return str(func._schema.name).partition("::")[2]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Yield all tensors in nested lists, tuples and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -97,7 +97,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """The same nested values, with other tensors."""
+    """Return the same nested values with the function applied to every tensor."""
     if isinstance(values, Tensor):
         return function(values)
     if isinstance(values, list | tuple):
@@ -108,13 +108,13 @@ def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def nbytes(x: Tensor) -> int:
-    """Bytes of elements that differ in their place: an expanded dim counts once."""
+    """Return the bytes of elements at different places: an expanded dim counts once."""
     return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
 
 
 def truth(name: str, args: Sequence[Any]) -> bool | None:
-    """The value that a tensor of flags is said to have: all is finite. Of other comparisons nothing is known (None), and a reader finds
-    that none holds."""
+    """Return the assumed value of a tensor of flags: everything is finite. The results of other comparisons are not known (None), and a
+    reader gets false."""
     known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
     if name == "isfinite":
         return True
@@ -128,17 +128,17 @@ def truth(name: str, args: Sequence[Any]) -> bool | None:
 
 
 ATTENTION = "_scaled_dot_product_"
-"""How the names of fused attention begin. torch 2.11's table refuses fewer heads of keys than of queries."""
+"""Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys than of queries."""
 
 
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Flops of products, attention and factorisations; causal masks save nothing, elementwise work counts nothing."""
+    """Return the flops of products, attention and factorizations; causal masks save nothing, and elementwise work counts nothing."""
     formula = None if name.startswith(ATTENTION) else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
 
 def _other_flops(name: str, args: Sequence[Any]) -> int:
-    """Flops of operations that torch's own table (`torch.utils.flop_counter`) lacks."""
+    """Return the flops of operations that torch's own table (`torch.utils.flop_counter`) lacks."""
     if name.startswith(ATTENTION):
         backward = name.endswith("_backward")
         q_BHSU, k_BGTU, v_BGTV = args[1:4] if backward else args[:3]

@@ -1,1 +1,1 @@
-"""The trainer: configuration, data, step, loop, checkpoints, metrics, pictures."""
+"""The trainer: run directory, training loop, metrics, forks and pictures."""

@@ -1,7 +1,7 @@
-"""The files that belong to a run's tokenizer and model besides these: chat template, settings, what generation ends with.
+"""Companion files of a run's tokenizer and model: chat template, tokenizer settings, generation settings.
 
-They are where the weights or the tokenizer came from. A run keeps a copy from its start, because those places may go, and is exported with
-it.
+They are found where the weights or the tokenizer came from. A run copies them when it starts, because those folders may disappear later; an
+export includes them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lather.errors import DataError
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_companions
 
 COMPANION_FOLDER = "huggingface"
-"""Folder of a run with the copy."""
+"""Folder in the run directory that holds the copies."""
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 def companion_folders(run: Path, config: Config) -> Iterator[Path]:
-    """The folders in which such files may be: the run's own first, then those that its configuration and its data sets name."""
+    """Yield the folders that may hold companion files: first the run's own, then those that its configuration and its data sets name."""
     folders = [run]
     if config.data.tokenizer:
         folders.append(Path(config.data.tokenizer).parent)
@@ -38,13 +38,13 @@ def companion_folders(run: Path, config: Config) -> Iterator[Path]:
 
 
 def manifests(config: Config) -> list[Manifest]:
-    """The manifests of the data sets that a run names, as far as they are still there."""
+    """Return the manifests of those data sets of a run that still exist."""
     folders = [Path(folder) for folder in (*config.data.path, *config.data.validation.values())]
     return [read_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
 
 def keep_companions(run: Path, config: Config) -> None:
-    """Copy such files, of the tokenizer that the run has, into its `COMPANION_FOLDER`, if there is none and they are found."""
+    """Copy the companion files of the run's tokenizer to `COMPANION_FOLDER`, if they are found and the folder does not exist yet."""
     target, own = run / COMPANION_FOLDER, run / TOKENIZER_FILE
     if target.exists() or not own.is_file():
         return
@@ -62,13 +62,14 @@ def keep_companions(run: Path, config: Config) -> None:
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether both are there and encode alike; not by their bytes: training writes the tokenizer that it was given anew."""
-    read = [load_tokenizer(path, "put it back").to_str() for path in (one, other) if path.is_file()]
+    """Return whether both files exist and encode alike. Their bytes may differ, because training rewrites the tokenizer that it is
+    given."""
+    read = [load_tokenizer(path, "restore it").to_str() for path in (one, other) if path.is_file()]
     return len(read) == 2 and read[0] == read[1]
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a chat template is in the folder. Raises DataError if that cannot be said."""
+    """Return whether the folder has a chat template. Raises DataError if its settings cannot be read."""
     if (folder / TEMPLATE_FILE).is_file():
         return True
     settings = folder / SETTINGS_FILE

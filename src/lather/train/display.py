@@ -1,4 +1,4 @@
-"""How a run shows itself: a live bar on a terminal, plain lines in a pipe or file."""
+"""Progress displays of a run: a live bar on a terminal, plain lines in a pipe or file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lather.train.metrics import StepRow
 
 
 class PlainDisplay:
-    """A line per `every` steps. A reader that has closed the pipe does not end the run."""
+    """Prints a line every `every` steps. The run continues if the reader closes the pipe."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -37,7 +37,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A bar with step, loss, tokens per second and time left; notes scroll above it."""
+    """Shows a bar with step, loss, tokens per second and remaining time; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

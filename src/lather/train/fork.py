@@ -1,8 +1,8 @@
-"""Forks: a run that goes on from a checkpoint of another one, in a directory of its own.
+"""Forks: a new run directory in which a run continues from a checkpoint of another run.
 
-What is copied is the checkpoint (its files are linked where the file system can), the rows of the metrics up to its step, the record of the
-data, and history and configuration as they were at that step. From there on the fork is a run like any other: it is resumed, and what its
-configuration has otherwise is a change (`lather.config.changes`).
+A fork copies the checkpoint (its files are linked where the file system allows it), the rows of the metrics up to its step, the record of
+the data sets, and the history and configuration as they were at that step. After that the fork is a run like any other: it is resumed, and
+where its configuration differs, that is a change (`lather.config.changes`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lather.train.companions import COMPANION_FOLDER
 from lather.train.resume import check_fork, config_at
 
 ASIDE = ".fork"
-"""Folder in which a copy is made; it is there as long as the copy is not complete."""
+"""Folder in which the copy is built; it exists only while the copy is incomplete."""
 COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", COMPANION_FOLDER, "config.toml")
-"""In the order in which they are put in place: a folder with a config.toml is a run."""
+"""Copied files, in the order in which they are moved into place: config.toml is last, because a folder with a config.toml is a run."""
 
 
 def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
-    """Return the run and the checkpoint that are to be copied to `path`; None: nothing is, or it was done before.
+    """Return the run and the checkpoint to copy to `path`; None if there is nothing to copy, or it was copied before.
 
-    Raises RunError if `path` holds something else, or `config` may not go on from there.
+    Raises RunError if `path` holds something else, or if `config` cannot continue from that checkpoint.
     """
     if not config.fork_from:
         return None
@@ -40,22 +40,22 @@ def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
         _check_same_fork(path, config.fork_from)
         return None
     if path.is_dir() and not (path / ASIDE).exists() and any(not child.name.startswith(".") for child in path.iterdir()):
-        raise RunError(f"run_dir = {str(path)!r} holds files: give a --run-dir for the fork that is empty, or not there")
+        raise RunError(f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does not exist")
     source, checkpoint = find_fork(config.fork_from)
     check_fork(source, checkpoint, config)
     return source, checkpoint
 
 
 def find_fork(name: str) -> tuple[Path, Path]:
-    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best means.
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names.
 
-    Raises RunError if there is no such one, or if both RUN and a folder named RUN@STEP are runs.
+    Raises RunError if there is none, or if RUN and a folder named RUN@STEP both are runs.
     """
     run, at, step = name.rpartition("@")
     if at and all((Path(folder) / "config.toml").exists() for folder in (name, run)):
         raise RunError(
             f"fork_from = {name!r} may mean checkpoint {step} of {run}, or the run {name}: "
-            f"rename that folder, or say {name}@STEP for a checkpoint of it"
+            f"rename that folder, or give {name}@STEP for one of its checkpoints"
         )
     try:
         return find_checkpoint(name)
@@ -64,15 +64,15 @@ def find_fork(name: str) -> tuple[Path, Path]:
 
 
 def _check_same_fork(path: Path, name: str) -> None:
-    """Raise RunError unless the run was forked from what `name` says; one without a step, or as the best one, may mean any of its steps."""
+    """Raise RunError unless the run was forked from `name`; RUN and RUN@best match any step of that run."""
     forked_from = History.read(path, {}).forked_from
     if not is_of_fork(forked_from, name):
-        was = f"was forked from {forked_from}" if forked_from else "is no fork"
+        was = f"was forked from {forked_from}" if forked_from else "is not a fork"
         raise RunError(f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave out --fork-from")
 
 
 def is_of_fork(forked_from: str, name: str) -> bool:
-    """Whether a run that was forked from "RUN@STEP" is what `name` asks for, however that spells the folder and the step."""
+    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, whichever way the folder and the step are spelled."""
     run, _, step = forked_from.rpartition("@")
     asked, at, asked_step = name.rpartition("@")
     readings = [(name, "")] + ([(asked, asked_step)] if at else [])
@@ -82,9 +82,9 @@ def is_of_fork(forked_from: str, name: str) -> bool:
 
 
 def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
-    """Make `target`, a folder without files, a copy of a run as it was at a checkpoint. It is no run before it is complete.
+    """Copy a run as it was at a checkpoint to `target`, a folder without files, which becomes a run only when the copy is complete.
 
-    Raises RunError if it cannot be written or read; nothing is left then.
+    Raises RunError if a file cannot be read or written; everything copied is then removed.
     """
     step, aside = step_of(checkpoint), target / ASIDE
     try:
@@ -110,11 +110,11 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         aside.rmdir()
     except OSError as error:
         remove_copy(target)
-        raise RunError(f"run_dir = {str(target)!r} cannot be made a copy of {checkpoint} ({error})") from None
+        raise RunError(f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({error})") from None
 
 
 def remove_copy(target: Path) -> None:
-    """Remove what `copy_run` has put there, complete or not; config.toml first."""
+    """Remove all that `copy_run` has copied, complete or not; config.toml first."""
     for name in reversed(COPIED):
         path = target / name
         if path.is_dir():
@@ -125,7 +125,7 @@ def remove_copy(target: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, which nobody changes, or copy it where that cannot be done."""
+    """Link a file, since checkpoint files never change; copy it if it cannot be linked."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The weights that a fresh run starts from: those of another run, or of a Hugging Face folder.
+"""The initial weights of a new run that are read from another run or from a Hugging Face folder.
 
-Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts from a model and has its own adapters.
+Every rank reads its own part. Adapters of the other run are merged into its weights: a run starts from a model and adds its own adapters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import together
 
 OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
-"""Fields of a model that do not change what its weights compute."""
+"""Fields of a model's configuration that do not change what its weights compute."""
 
 
 def find_start(config: Config) -> Path:
-    """A checkpoint of the run, or the Hugging Face folder, that `init_from` names.
+    """Return the checkpoint of a run, or the Hugging Face folder, that `init_from` names.
 
-    Raises ConfigError if it is of another model than `[model]`, CheckpointError if there is nothing to read, DataError if its tokens cannot
-    be the data's.
+    Raises ConfigError if its model differs from `[model]`, CheckpointError if it has no weights, DataError if no tokenizer is known for it.
     """
     source = folder_of(config.init_from)
     is_published = (source / CONFIG_FILE).is_file()
@@ -53,21 +52,21 @@ def find_start(config: Config) -> Path:
 
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Raise ConfigError, naming the first field that differs, unless both compute the same from the same weights."""
+    """Raise ConfigError, naming the first field that differs, unless both models compute the same from the same weights."""
     names = ["model_type"] if type(theirs) is not type(ours) else [one.name for one in fields(ours) if one.name not in OF_TRAINING]
     for name in names:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             raise ConfigError(
                 f"init_from = {init_from!r} is another model: model.{name} is {there!r} there and {here!r} here: "
-                "leave out [model] to take that one's, or give weights of this one"
+                "leave out [model] to train that model, or give weights of this one"
             )
 
 
 def load_start(path: Path, state: TrainingState) -> None:
-    """Load what `find_start` found into the weights of all ranks, each its own; adapters stay as they are. Every rank calls it.
+    """Load the weights that `find_start` found; every rank calls this and reads its own part. Adapters are not changed.
 
-    Raises CheckpointError or ExchangeError, on all ranks, if it is damaged or does not fit.
+    Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
     if (path / CONFIG_FILE).is_file():
         with together(state.group):
@@ -85,16 +84,16 @@ def load_start(path: Path, state: TrainingState) -> None:
 
 @torch.no_grad()
 def load_source(source: TensorSource, state: TrainingState) -> None:
-    """Copy this rank's part of every weight but adapters and balancing biases.
+    """Copy this rank's part of every weight except adapters and balancing biases.
 
-    Raises CheckpointError, before anything is changed, if the source has not the weights of the model.
+    Raises CheckpointError, before anything is changed, if the source lacks a weight or has one of another shape.
     """
     pieces = [piece for piece in state.weights() if not is_adapters(piece.name) and not piece.name.endswith(BIAS)]
     found = source.tensors
     for piece in pieces:
         there = found[piece.name].shape if piece.name in found else "absent"
         if there != piece.shape:
-            raise CheckpointError(f"{piece.name!r} is {there} in the weights to start from, but the model's {piece.shape}: give its own")
+            raise CheckpointError(f"{piece.name!r} is {there} in init_from, but {piece.shape} in the model: give weights of this model")
     for piece in pieces:
         rows = (slice(piece.offset[0], piece.offset[0] + len(piece.value)),) if piece.shape else ()
         assert piece.value.shape[1:] == piece.shape[1:], piece.name

@@ -1,7 +1,7 @@
-"""A training run from start, or from where it was left, to its end.
+"""A training run, from its start or from its newest checkpoint, to its end.
 
-The order of a step's records makes a kill harmless at any moment: metrics row, validation row, then the checkpoint. A run that is started
-again cuts its metrics to the newest complete checkpoint and goes on from there.
+A step is recorded in an order that makes a kill harmless at any time: metrics row, validation row, then the checkpoint. A run that is
+started again cuts its metrics to the newest complete checkpoint and continues from there.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ TIMELINE = "timeline.jsonl"
 
 
 class DivergedError(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
+    """Too many consecutive steps had a loss or gradient that was not finite."""
 
 
 @runtime_checkable
 class Display(Protocol):
-    """Where a run shows how it is going."""
+    """Shows the progress of a run."""
 
     def note(self, text: str) -> None:
-        """A line for the reader."""
+        """Show a line of text."""
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        """A training step is done."""
+        """Show a completed training step."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RunOutcome:
     """The result of a run."""
 
     finished: bool
-    """False if a signal ended it early; the same command goes on."""
+    """False if a signal ended the run early; the same command resumes it."""
     step: int
     seconds: float
     first_validation_loss: float | None
@@ -89,7 +89,7 @@ class RunOutcome:
 
 
 class StopSignal:
-    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second one ends it as usual."""
+    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second signal ends it as usual."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -108,13 +108,13 @@ class StopSignal:
 
 
 def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> RunOutcome:
-    """Run `config` to its end, resuming what its run directory holds; between steps `stop` is asked whether to save and end early.
+    """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop` returns whether to save and end early.
 
-    On a mesh every rank calls it; rank 0 writes and shows. It stops when any rank is asked to. Without a mesh: one process.
+    On a mesh every rank calls this; rank 0 writes and displays. The run stops if `stop` is true on any rank. Without a mesh: one process.
 
     Raises:
-        UserError: something that the user can put right; nothing was overwritten.
-        DivergedError: `train.max_skipped_steps` steps in a row were not finite.
+        UserError: an error that the user can correct; nothing was overwritten.
+        DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
     is_first, rate_is_given = mesh.rank == 0, config.optim.lr is not None
@@ -161,9 +161,9 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
 
 
 def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) -> None:
-    """Say what has changed, and the rate that it leads to; warn of a rate that nobody has chosen for trained weights."""
+    """Report the changes and the new learning rate; warn if trained weights are to be trained with the default rate."""
     if starts_from_weights and not begin.config.lora.rank:
-        display.note("the rate is that of fresh weights, which may undo what these have learned: give --optim.lr, a tenth or less")
+        display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
     if begin.changes:
         number = begin.step + 1
         rate = learning_rate(number, begin.config.optim, begin.config.train.steps)
@@ -171,7 +171,7 @@ def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) ->
 
 
 def build_model(config: Config, device: torch.device) -> Decoder:
-    """The model with the fresh weights that the seed gives, and what the configuration says of its experts."""
+    """Build the model with random weights from the seed, and prepare its experts as `[moe]` says."""
     generator = torch.Generator().manual_seed(config.seed)
     model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(weights_dtype(config))
     prepare_experts(model, config.moe)
@@ -179,21 +179,21 @@ def build_model(config: Config, device: torch.device) -> Decoder:
 
 
 def _start(config: Config) -> Path | None:
-    """The checkpoint of another run, or the Hugging Face folder, that a fresh one starts from."""
+    """Return the checkpoint of another run, or the Hugging Face folder, from which a new run starts; None if it does not."""
     if not config.init_from or list_checkpoints(Path(config.run_dir) / "checkpoints"):
         return None
     return find_start(config)
 
 
 def _check_same_tokenizer(source: Path, ours: Path) -> None:
-    """Weights mean nothing to another tokenizer's numbers."""
+    """Raise DataError if the initial weights were trained with another tokenizer."""
     theirs = source / "tokenizer.json"
     if theirs.exists() and not same_tokenizer(theirs, ours):
         raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
 class _TrainingRun:
-    """One rank's side of a run."""
+    """One rank of a run."""
 
     def __init__(self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None) -> None:
         self.config, self.path, self.mesh, self.display = config, Path(config.run_dir), mesh, display
@@ -265,7 +265,7 @@ class _TrainingRun:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        with together(self.mesh.control_group):  # the first rank draws, and reads the model for the sample
+        with together(self.mesh.control_group):  # rank 0 draws, and loads the model for the sample
             return self._outcome(checkpoint)
 
     def _outcome(self, checkpoint: Path) -> RunOutcome:
@@ -290,11 +290,11 @@ class _TrainingRun:
         return self._any(self.metrics is not None and bool(read_rows(self.metrics.path)))
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is true on any rank, so that all go the same way."""
+        """Return whether `flag` is true on any rank; all ranks get the same answer."""
         return self._most(float(flag)) > 0
 
     def _most(self, value: float) -> float:
-        """The largest value of all ranks'."""
+        """Return the maximum of `value` over all ranks."""
         if self.mesh.size == 1:
             return value
         most = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
@@ -321,13 +321,13 @@ class _TrainingRun:
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
                 f"{in_a_row} steps in a row, the last of them step {number}, had a loss or gradient that was not finite: "
-                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and go on from an earlier checkpoint "
-                f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start anew there"
+                f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, and continue from an earlier checkpoint "
+                f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
 
     @contextlib.contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Around a step, of which a timeline is written if it is due."""
+        """Write the timeline of the step inside the block if it is due."""
         every = self.config.log.timeline_every
         if not every or step % every:
             yield
@@ -361,14 +361,14 @@ class _TrainingRun:
         )
 
     def _keep_best(self, best: tuple[float, int] | None) -> None:
-        """From now on the checkpoint of this validation loss and step is kept."""
+        """Keep the checkpoint of this (validation loss, step) from now on."""
         if best is not None:
             self.lowest_loss, step = best
             self.saver.retention = replace(self.saver.retention, best=step)
 
     def _validate(self) -> bool:
-        """Evaluate on the same held-out sequences every time; returns whether a checkpoint is to be made because the loss of the first set,
-        which is the run's, is the lowest."""
+        """Evaluate on the held-out sequences, the same ones every time. Returns whether to save a checkpoint because the loss of the first
+        set, which is the run's validation loss, is the lowest so far."""
         ranks = self.mesh.data_rank, self.mesh.data_size
         losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
         if not losses:
@@ -392,11 +392,11 @@ class _TrainingRun:
         return self.saver.save(self.progress)
 
     def _can_sample(self) -> bool:
-        """Whether a sample is asked for, and there is a tokenizer to write it with; data sets of token files may have none."""
+        """Return whether a sample is wanted and the run has a tokenizer; data sets of token files may have none."""
         return bool(self.config.log.sample_tokens) and (self.path / "tokenizer.json").exists()
 
     def _sample(self, checkpoint: Path) -> str:
-        """On a mesh no rank has the whole model: the first one reads it back."""
+        """Generate the sample. On a mesh no rank has the whole model, so rank 0 loads it from the checkpoint."""
         log, model = self.config.log, build_model(self.config, self.mesh.device)
         load_checkpoint(checkpoint, TrainingState.of_model(model))
         return sample_text(model, self.config, self.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)

@@ -1,8 +1,8 @@
-"""A run's memory plan: said before the first step, and held against what the ranks had at the end (`memory.json`).
+"""A run's memory plan: reported before the first step, and compared at the end with the memory that the ranks used (`memory.json`).
 
-Where `parallel.partition` is "memory", rank 0 first deals the layers to stages. It plans in processes beside the start of the run
-(`lather.planning.plan`), and waits for them before the first step. Kinds that stay from step to step are compared on every rank that was
-planned; the peak only on GPUs, whose allocator counts it. Nothing is refused.
+With `parallel.partition = "memory"`, rank 0 first assigns the layers to stages. It makes the plan in separate processes while the run
+starts (`lather.planning.plan`), and waits for it before the first step. Kinds of memory that persist between steps are compared on every
+planned rank; the peak only on GPUs, whose allocator records it. A run that does not fit is not refused.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from lather.planning.workers import Assumed, Device
 
 FILE = "memory.json"
 TOLERANCE = 0.05
-"""Share of a planned size by which the seen one may differ before the reader is warned."""
+"""Fraction of the planned bytes by which the measured bytes may differ without a warning."""
 PATIENCE = 180.0
-"""Seconds that the first step waits for the plan: others wait for this rank meanwhile, at most `parallel.timeout`."""
+"""Seconds that the first step waits for the plan. The other ranks wait for rank 0 meanwhile, at most `parallel.timeout`."""
 GIB = 2**30
 
 
 class MemoryCheck:
-    """One rank's side of it. All ranks call the same methods in the same order."""
+    """The memory check on one rank. All ranks call the same methods in the same order."""
 
     def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None], partition: Partition | None = None) -> None:
-        """`partition`: what `agreed_partition` found."""
+        """`partition`: the result of `agreed_partition`."""
         self.mesh, self.note, self.path = mesh, note, Path(config.run_dir) / FILE
         self.timeout = config.parallel.timeout
         wanted = config.log.memory_plan
         self.is_on = wanted == "always" or (wanted == "auto" and is_gpu(mesh.device))
         self.peak = 0
-        """Bytes, the most that this rank's allocator ever had in a step."""
+        """Peak bytes of this rank's allocator over all steps."""
         self._plan: Future[MemoryPlan] | None = None
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
@@ -57,7 +57,7 @@ class MemoryCheck:
             thread.shutdown(wait=False)
 
     def before_first_step(self) -> None:
-        """Say what the run will need, and whether that is more than there is."""
+        """Report the bytes that the run will need, and whether they exceed the device's memory."""
         if (found := self._planned(min(PATIENCE, self.timeout / 2))) is None:
             return
         rank, needed = found.largest.rank, found.needed / GIB
@@ -68,16 +68,17 @@ class MemoryCheck:
         else:
             self.note(
                 f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its device has {self._memory / GIB:.2f}; "
-                "lather plan --memory says what would"
+                "lather plan --memory finds settings that do"
             )
 
     def saw(self, peak: int) -> None:
-        """A step's peak, bytes, as `take_peak_memory_bytes` found it; on a CPU that is the process's and no step's."""
+        """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the peak of the whole process and is
+        ignored."""
         if is_gpu(self.mesh.device):
             self.peak = max(self.peak, peak)
 
     def finish(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Write planned and seen bytes, and warn where they differ."""
+        """Write planned and measured bytes, and warn where they differ."""
         if not self.is_on:
             return
         own = (self.mesh.rank, dict(seen_bytes(engine, optimizer)), self.peak)
@@ -94,23 +95,24 @@ class MemoryCheck:
             self.note(f"memory plan: {warning}")
 
     def _planned(self, seconds: float) -> MemoryPlan | None:
-        """The plan, waited for so long. None on other ranks, where it is not done by then, which is said, or failed, which is said once."""
+        """Wait at most `seconds` for the plan and return it. None on ranks other than 0, if it is not finished, or if it failed; the last
+        two are reported, the failure once."""
         if self._plan is None:
             return None
         try:
             return self._plan.result(seconds)
         except TimeoutError:
-            self.note(f"memory plan: not done after {seconds:.0f} s; lather plan takes its time")
+            self.note(f"memory plan: not finished after {seconds:.0f} s; run lather plan, which has no time limit")
             return None
         except Exception as error:
-            self.note(f"memory plan: none could be made: {type(error).__name__}: {error}")
+            self.note(f"memory plan: failed: {type(error).__name__}: {error}")
             self._plan = None
             return None
 
 
 def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
-    """The partition that `parallel.partition = "memory"` asks for, which rank 0 searches while the others wait; None: layers are dealt
-    uniformly. Raises ConfigError on all ranks if the model cannot be dealt by memory."""
+    """Return the partition for `parallel.partition = "memory"`, which rank 0 searches while the others wait; None if layers are assigned
+    uniformly. Raises ConfigError on all ranks if the search is not possible for this model."""
     if config.parallel.partition == "uniform" or mesh.pp == 1:
         return None
     return on_first(
@@ -124,12 +126,12 @@ def device_kind(device: torch.device) -> Device:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of the device, if it is a GPU."""
+    """Return the memory of the device in bytes if it is a GPU, else None."""
     return int(gpu_module(device).get_device_properties(device).total_memory) if is_gpu(device) else None
 
 
 def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Bytes of this rank's parameters and optimizer state, by the kinds of a plan; each storage counts once."""
+    """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each storage counts once."""
     found: Counter[str] = Counter()
     known: set[int] = set()
 
@@ -149,7 +151,7 @@ def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]
 
 
 def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
-    """A row of memory.json: bytes planned and seen, of kinds that stay; the peak where it was seen."""
+    """Return a row of memory.json: planned and measured bytes of persistent kinds, and of the peak if it was measured."""
     last = list(run.steps.values())[-1].at(-1)
     row: dict[str, Any] = {"rank": run.rank, "kinds": {name: {"planned": last.get(name, 0), "seen": size} for name, size in kinds.items()}}
     row["peak"] = {"planned": run.peak, "seen": peak or None}
@@ -157,7 +159,7 @@ def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
 
 
 def differences(row: dict[str, Any]) -> list[str]:
-    """A sentence for each size of a row that is further from the plan than `TOLERANCE`."""
+    """Describe each entry of a row that differs from the plan by more than `TOLERANCE`."""
     sizes = {**row["kinds"], "peak": row["peak"]}
     found = []
     for name, size in sizes.items():

@@ -1,8 +1,8 @@
-"""The measurements of a run: a row per step in `metrics.jsonl`, and in TensorBoard and Weights & Biases when asked.
+"""The measurements of a run: rows in `metrics.jsonl`, and in TensorBoard and Weights & Biases if they are enabled.
 
-Rows of training steps have all fields of `StepRow` (a number that is not finite becomes null); rows of validations have `step`, `seconds`
-and `validation_loss`; rows of `log.expert_load_every` have `expert_load`, a list per MoE block. Rows up to the last checkpoint are on disk
-before it is; a resumed run drops what is later and goes on, so the file is the uninterrupted run's.
+A row of a training step has all fields of `StepRow` (a number that is not finite becomes null). A row of a validation has `step`, `seconds`
+and `validation_loss`. A row of `log.expert_load_every` has `expert_load`, a list for each MoE block. All rows up to a checkpoint are on
+disk before the checkpoint is. A resumed run drops later rows, so the file equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_secon
 
 @dataclass(frozen=True)
 class StepRow:
-    """One training step."""
+    """Measurements of one training step."""
 
     step: int
-    """1 for the first."""
+    """Number of the step; the first is 1."""
     loss: float
-    """Cross entropy, nats per token, mean over the step."""
+    """Cross entropy in nats per token, averaged over the step."""
     balance_loss: float
-    """Load-balancing loss, mean over the MoE blocks, coefficient divided out; 1 is even."""
+    """Load-balancing loss, averaged over the MoE blocks and without its coefficient; 1 for an even load."""
     lr: float
     """Learning rate of this step."""
     grad_norm: float
@@ -47,29 +47,30 @@ class StepRow:
     tokens_per_second: float
     """Tokens per second of this step."""
     seconds: float
-    """Since the start of training, over all processes that worked on the run."""
+    """Seconds of training so far, in all processes that have worked on the run."""
     step_seconds: float
     """Seconds of this step."""
     optimizer_seconds: float
     """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
-    """On a GPU the most allocated there since the row before, else the most the process ever had resident."""
+    """On a GPU the peak of allocated memory since the previous row; otherwise the peak resident memory of the process so far."""
     expert_load_min: float
-    """Rows of the least used expert of any block, as a share of the even load."""
+    """Rows of the least loaded expert of any block, relative to an even load."""
     expert_load_max: float
-    """Rows of the most used expert of any block, as a share of the even load."""
+    """Rows of the most loaded expert of any block, relative to an even load."""
     expert_load_entropy: float
-    """Entropy of the load, mean over blocks, as a share of the even load's."""
+    """Entropy of the load, averaged over blocks, relative to that of an even load."""
     refreshes_done: int
-    """Eigenbases refreshed in this step, on all ranks together."""
+    """Eigenbases refreshed in this step, on all ranks."""
     refreshes_skipped: int
-    """Eigenbases left alone by the criterion or for want of tokens."""
+    """Eigenbases not refreshed because of the adaptive criterion or because there were no tokens."""
     skipped: bool
-    """Loss or gradient was not finite, and nothing was changed."""
+    """Whether the step changed nothing because its loss or gradient was not finite."""
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
-    """Least and greatest load as shares of the even load, and mean entropy as a share of ln E, from rows per block and expert."""
+    """Return the least and greatest load relative to an even load, and the mean entropy as a fraction of ln E, from rows per block and
+    expert."""
     if not counts_LE.numel():
         return 1.0, 1.0, 1.0
     share = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
@@ -79,13 +80,13 @@ def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
 
 
 def load_per_expert(counts_LE: Tensor) -> list[list[float]]:
-    """Each expert's rows as a share of its block's even load, to four digits."""
+    """Return the rows of each expert relative to the even load of its block, to four decimal places."""
     load_LE = counts_LE.double() / counts_LE.double().mean(1, keepdim=True).clamp(min=1e-12)
     return [[round(load, 4) for load in load_E] for load_E in load_LE.tolist()]
 
 
 def take_peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU the most that was allocated there since the last call, else the most memory that the process ever had resident."""
+    """Return, on a GPU, the peak of allocated memory since the last call; otherwise the peak resident memory of the process so far."""
     if is_gpu(device):
         peak = int(gpu_module(device).max_memory_allocated(device))
         gpu_module(device).reset_peak_memory_stats(device)
@@ -95,9 +96,9 @@ def take_peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and to the other places asked for.
+    """Appends rows to `metrics.jsonl` and to the other enabled destinations.
 
-    On construction the file is cut to the rows of steps up to `resume_step` (none for a fresh run).
+    When it is constructed, it cuts the file to the rows of steps up to `resume_step` (to none for a new run).
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None, *, tensorboard: bool = False, wandb_project: str = "") -> None:
@@ -119,7 +120,7 @@ class MetricsWriter:
             sink.write(_scalars(values))
 
     def sync(self) -> None:
-        """Have all rows on disk."""
+        """Flush all rows to disk."""
         os.fsync(self.file.fileno())
         sync(self.path.parent)
 
@@ -130,14 +131,14 @@ class MetricsWriter:
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, Any]:
-    """With one entry for each number of `expert_load`: `expert_load/block/expert`."""
+    """Replace `expert_load` by one entry for each of its numbers: `expert_load/block/expert`."""
     loads = values.get("expert_load", [])
     flat = {f"expert_load/{block}/{expert}": load for block, loads_E in enumerate(loads) for expert, load in enumerate(loads_E)}
     return {**{key: value for key, value in values.items() if key != "expert_load"}, **flat}
 
 
 def cut_rows(path: Path, resume_step: int | None) -> None:
-    """Leave the rows of steps up to `resume_step` (none for a fresh run) in a file of rows."""
+    """Keep only the rows of steps up to `resume_step` (none for a new run) in a file of rows."""
     kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
     aside = path.with_name(f".tmp-{path.name}")
     aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -147,7 +148,7 @@ def cut_rows(path: Path, resume_step: int | None) -> None:
 
 
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows of training steps that changed something."""
+    """Return the rows of training steps that were not skipped."""
     return (row for row in rows if "loss" in row and not row.get("skipped"))
 
 
@@ -168,7 +169,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases with an id of its own in the run directory, so that a resumed run continues it."""
+    """A run of Weights & Biases whose id is stored in the run directory, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss over steps, loss over seconds, and where the time went."""
+"""Pictures of runs: loss over steps, loss over seconds, and time per step."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from lather.train.metrics import training_rows
 Array = npt.NDArray[np.float64]
 
 SMOOTHING = 0.9
-"""Decay of the moving average through the training losses."""
+"""Decay of the moving average of the training losses."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's rows as arrays."""
+    """The rows of one run as arrays."""
 
     name: str
     steps: Array
     seconds: Array
     loss: Array
     validation: Array
-    """(n, 3): step, seconds, loss."""
+    """(n, 3): step, seconds and loss of each validation."""
     changes: tuple[tuple[int, str], ...]
-    """Steps after which the run was changed or forked, and how, by a few words."""
+    """Steps after which the run was changed or forked, each with a short description."""
     optimizer_share: float
-    """Share of the time of all steps."""
+    """Fraction of the time of all steps that the optimizer takes."""
     median_step_seconds: float
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Raises RunError if the run has no training step to show."""
+    """Read a run's metrics. Raises RunError if the run has no training steps."""
     try:
         return _curves(run_dir)
     except RunError:
@@ -69,7 +69,8 @@ def _curves(run_dir: Path) -> Curves:
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:
-    """One picture of all runs: training loss (smoothed line over the raw one) with validation points, and a bar of time per step."""
+    """Draw all runs in one picture: training loss (raw, with a smoothed line over it), validation losses, and a bar of the time per
+    step."""
     runs = [read_curves(run_dir) for run_dir in run_dirs]
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     over_steps, over_seconds, time_share = figure.subplots(1, 3, width_ratios=(3, 3, 2))
@@ -102,7 +103,7 @@ def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column:
 
 
 def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
-    """A line at each step after which the run was changed, with a few words along it."""
+    """Draw a line at each step after which the run was changed, with a short description along it."""
     for step, text in run.changes:
         axes.axvline(step, color=color, linestyle=":", linewidth=1)
         label = axes.annotate(
@@ -113,7 +114,7 @@ def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
 
 
 def _smooth(values: Array) -> Array:
-    """Exponential moving average without the pull of its start."""
+    """Compute the exponential moving average, corrected for its start at zero."""
     average, weight, smoothed = 0.0, 0.0, np.empty(len(values))
     for index, value in enumerate(values):
         average = SMOOTHING * average + (1 - SMOOTHING) * value

@@ -1,4 +1,4 @@
-"""The start of a run: from nothing, from its newest checkpoint, or as a fork of another run; and what its configuration may change."""
+"""The start of a run, new, resumed or forked, and the check of which configuration fields may have changed."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from lather.errors import ConfigError, RunError
 
 @dataclass(frozen=True)
 class Start:
-    """The step after which a run goes on, and its configuration from then on."""
+    """The step after which a run starts or resumes, and its configuration from then on."""
 
     config: Config
-    """Resolved, in the terms of the time when the run was begun."""
+    """Resolved configuration; an old run's is in its old form."""
     step: int = 0
-    """Steps that are done."""
+    """Number of completed steps."""
     history: History = field(default_factory=History)
-    """The changes, those at this step included."""
+    """History of changes, including those of this start."""
     num_data_sets: int = 0
-    """So many of the run's data sets have been learned from, the first ones."""
+    """Number of data sets, the first ones, on which the run has trained already."""
     is_new: bool = True
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to train, so that nothing changes either."""
+        """Whether nothing is left to train; changes are then ignored."""
         return 0 < self.step == self.config.train.steps
 
     @property
     def changes(self) -> str:
-        """The changes of this start, in a line for the reader; empty: there is none."""
+        """The changes of this start in one line; empty if there are none."""
         row = self.history.rows[-1] if self.history.rows else None
         return row.describe() if row is not None and row.changes and row.step == self.step and not self.is_finished else ""
 
 
 @dataclass(frozen=True)
 class _Words:
-    """The beginning of a refusal, and its remedy."""
+    """The beginning and the remedy of an error message."""
 
     subject: str
     remedy: str
 
 
 def start_of(path: Path, config: Config) -> Start:
-    """Return the start of `config` in this directory.
+    """Return the start of a run of `config` in this directory.
 
-    Raises RunError if the directory is not such a run's.
+    Raises RunError if the directory holds something else, or a run that cannot continue with `config`.
     """
     if not (path / "config.toml").exists():
         if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
@@ -70,13 +70,13 @@ def start_of(path: Path, config: Config) -> Start:
 
 
 def check_fork(source: Path, checkpoint: Path, config: Config) -> None:
-    """Raise RunError unless `config` may go on from another run's checkpoint."""
-    words = _Words(f"fork_from = {config.fork_from!r}", "a fork has it as it is there: give that value")
+    """Raise RunError unless a fork with `config` can continue from another run's checkpoint."""
+    words = _Words(f"fork_from = {config.fork_from!r}", "give the fork the same value")
     _going_on(source, config, step_of(checkpoint), words)
 
 
 def config_at(path: Path, step: int) -> tuple[Config, History]:
-    """Return the configuration that a run had when `step` steps were done, and its history. Raises ConfigError if it cannot be read."""
+    """Return the configuration of a run after `step` completed steps, and its history. Raises ConfigError if it cannot be read."""
     history = History.read(path, values_of(load_run(path).resolved()))
     return config_of_run(_nested(history.values_at(step))).resolved(), history
 
@@ -96,7 +96,7 @@ def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
     if config.train.steps < step:
         raise RunError(
             f"train.steps = {config.train.steps} is not valid: {words.subject} has done {step} steps: give as many or "
-            "more, or go on from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
+            "more, or continue from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
         )
     if step and "data.path" in changes:
         _check_added(*changes["data.path"], config, words)
@@ -109,7 +109,7 @@ def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
 def _refuse_fixed(changes: dict[str, Change], words: _Words) -> None:
     different = [key for key in changes if class_of(key) == "fixed"]
     in_both = [key for key in different if None not in changes[key]]
-    different = in_both or different  # another family, or rule, has other keys
+    different = in_both or different  # name a key of both sides first: another family or rule has other keys
     if different:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
@@ -120,21 +120,21 @@ def _refuse_fixed(changes: dict[str, Change], words: _Words) -> None:
 
 
 def _check_added(before: Sequence[str], now: Sequence[str], config: Config, words: _Words) -> None:
-    """Raise RunError if a run has lost a data set, or has more of them and no weights."""
+    """Raise RunError if data sets were removed, or if some were added without `data.weights`."""
     counts = max(1, len(before)), max(1, len(now))
     if counts[1] < counts[0]:
         raise RunError(
-            f"{words.subject} has learned from {counts[0]} data sets, and data.path names {counts[1]}: leave those of "
-            "before in it, first and in their order; a weight of 0 in data.weights leaves one out"
+            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: name the earlier ones "
+            "first, in their order; a weight of 0 in data.weights leaves one out"
         )
     if not config.data.weights:
         raise RunError(
-            f"{words.subject} has learned from {counts[0]} data sets, and there are {counts[1]} now: give data.weights, a number for each"
+            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: give data.weights, a number for each"
         )
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as sections in sections."""
+    """Turn values by dotted key into nested sections."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")

@@ -1,4 +1,4 @@
-"""The data of a run: the data sets that its configuration names, or, of a run that was begun long ago, the one that it was begun with."""
+"""The data of a run: the data sets that its configuration names, or, for a run that started with data sets of format 1, that data set."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lather.errors import DataError
 
 @dataclass(frozen=True)
 class RunData:
-    """The batches that a run learns, and the sequences that it is evaluated on."""
+    """Batches to train on, and held-out sequences to evaluate on."""
 
     batches: Batches
     held_out: dict[str, HeldOut]
-    """By name; the first one's loss is the run's."""
+    """Held-out sets by name; the loss of the first one is the run's validation loss."""
     tokenizer: Path | None
     identities: dict[str, str]
-    """The identity of each data set, by its folder."""
+    """Identity of each data set, by its folder."""
 
 
 def open_run_data(
     config: Config, report: Callable[[str], None], begun_with: str | None = None, phases: Sequence[MixturePhase] = ()
 ) -> RunData:
-    """Open the data sets, made now if need be. `begun_with`: the name of a data set of format 1, with which the run goes on; `phases`: the
-    mixtures that the run has had; none: it has had one.
+    """Open the data sets; those that do not exist yet are made. `begun_with`: name of the data set of format 1 with which the run started;
+    `phases`: the data mixtures that the run has had; empty: only one.
 
-    Raises DataError if one is missing or damaged, or its tokenizer is.
+    Raises DataError if a data set or its tokenizer is missing or damaged.
     """
     data = _of_format_1(config, begun_with, report) if begun_with else _of_configuration(config, report, phases)
     if data.tokenizer is not None:
@@ -44,11 +44,11 @@ def open_run_data(
 
 
 def check_same_data(data: RunData, identities: dict[str, str]) -> None:
-    """Raise DataError unless this rank's data sets are those of the first rank."""
+    """Raise DataError unless this rank has the same data sets as rank 0."""
     if list(data.identities.values()) != list(identities.values()):
         raise DataError(
-            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of the first rank "
-            f"({', '.join(identities)}): give all ranks the same, copied or on a file system that they share"
+            f"the data sets on {platform.node()} ({', '.join(data.identities)}) are not those of rank 0 "
+            f"({', '.join(identities)}): give all ranks the same ones, as copies or on a shared file system"
         )
 
 
@@ -67,7 +67,7 @@ def _of_format_1(config: Config, name: str, report: Callable[[str], None]) -> Ru
     train, apart = config.train, config.data.packed_attention
     if config.data.path:
         raise DataError(
-            f"data.path = {list(config.data.path)} in a run that was begun with data.source: it goes on with that, leave data.path out"
+            f"data.path = {list(config.data.path)} in a run that was started with data.source and continues with it: leave data.path out"
         )
     folder = data_set_of_format_1(config.data, config.model.vocab_size, name, report)
     tokenizer = folder / TOKENIZER

@@ -1,10 +1,10 @@
-"""The run directory: whose it is, who is writing it, and where everything in it lies.
+"""The run directory: its files, its lock, and the records of configuration and data.
 
-config.toml        the resolved configuration        metrics.jsonl   a row per step
-provenance.json    versions, commit, data sets       loss.png        the picture
-tokenizer.json     the data set's                    checkpoints/    complete ones only
-huggingface/       what belongs to the tokenizer     changes.jsonl   what was changed, and when
-memory.json        planned and seen bytes
+config.toml        resolved configuration               metrics.jsonl   a row per step
+provenance.json    versions, commit, data sets          loss.png        picture of the losses
+tokenizer.json     tokenizer of the data set            checkpoints/    complete checkpoints only
+huggingface/       companion files of the tokenizer     changes.jsonl   history of changes
+memory.json        planned and measured bytes
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lather.train.run_data import RunData
 
 
 class RunDirectory:
-    """An open run directory, locked until the process ends or `close`."""
+    """An open run directory, locked until `close` or the end of the process."""
 
     def __init__(self, path: Path, lock: IO[str], start: Start, *, is_made: bool) -> None:
-        """`is_made`: whether this start has made the folder."""
+        """`is_made`: whether this start created the folder."""
         self.path, self.start = path, start
         self._lock, self._is_made = lock, is_made
         self._is_fork = False
 
     @classmethod
     def open(cls, config: Config) -> RunDirectory:
-        """Make it, fork it from `config.fork_from`, or take up the one that is there.
+        """Create a run, fork it from `config.fork_from`, or open the existing one.
 
-        A run that is there is not changed before `record`. Raises RunError if the folder cannot be written, is in use, holds something
-        else, or if a field that is fixed for a run is another one.
+        An existing run is not changed before `record`. Raises RunError if the folder is not writable, is in use, holds something else, or
+        if a fixed field of the configuration has changed.
         """
         path = Path(config.run_dir)
         if fork_source(path, config) is None:
@@ -54,7 +54,7 @@ class RunDirectory:
         is_made = not path.exists()
         opened = cls(path, _lock(path), Start(config, is_new=is_made), is_made=is_made)
         try:
-            source = fork_source(path, config)  # another process may have been first
+            source = fork_source(path, config)  # again, now under the lock: another process may have forked meanwhile
             if source is not None:
                 opened._is_fork = True
                 copy_run(*source, path)
@@ -73,28 +73,28 @@ class RunDirectory:
         return self.start.config
 
     def begun_with(self) -> str | None:
-        """The data set of a run that was begun when data sets had format 1 (`lather.data.format1`)."""
+        """The data set of a run that started when data sets had format 1 (`lather.data.format1`); None for other runs."""
         record = self._record()
         return None if record is None else record.get("dataset")
 
     def check_data(self, data: RunData) -> None:
-        """Raise RunError if the run has learned from other data sets than the first of these."""
+        """Raise RunError if the run has trained on other data sets than the first of these."""
         record = self._record()
         if record is None or "dataset" in record:
             return
         before, now = data_sets_of(record)[: self.start.num_data_sets], list(data.identities.items())
         if [identity for _, identity in now[: len(before)]] != [identity for _, identity in before]:
             raise RunError(
-                f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(folder for folder, _ in before)}) than there are "
-                f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; data sets that are added to a run come "
-                "after its own in data.path, and a weight of 0 leaves one out"
+                f"run_dir = {str(self.path)!r} was trained on other tokens ({', '.join(folder for folder, _ in before)}) than it has "
+                f"now ({', '.join(data.identities)}): restore the text, or give another --run-dir; added data sets come after the first "
+                "ones in data.path, and a weight of 0 leaves one out"
             )
 
     def record(self, data: RunData) -> None:
-        """Record what the run is from now on: its configuration and what changed in it, its data sets, and their tokenizer.
+        """Record the configuration, its changes, the data sets and their tokenizer, as they are from now on.
 
-        History and configuration are replaced in one go, so that a start that is killed in here does not change what the next one takes
-        for the past. Raises RunError, before anything is written, as `check_data` does.
+        History and configuration are replaced by one atomic write, so that a start that is killed here does not change what the next start
+        reads. Raises RunError, before anything is written, as `check_data` does.
         """
         self.check_data(data)
         mine, theirs = self.path / "tokenizer.json", data.tokenizer
@@ -114,7 +114,7 @@ class RunDirectory:
             write_aside(self.path / "provenance.json", json.dumps({**record, "data": data_sets}, indent=1))
 
     def _record(self) -> dict[str, Any] | None:
-        """The record of what the run was begun with. Raises RunError if it is damaged."""
+        """Read the record of versions and data sets; None for a new run. Raises RunError if it is damaged."""
         file = self.path / "provenance.json"
         if not file.exists():
             return None
@@ -127,7 +127,7 @@ class RunDirectory:
         return record
 
     def abandon(self) -> None:
-        """Leave no trace of a run that could not start; one that was there before stays as it is."""
+        """Remove the files of a run that could not start; a run that existed before is not changed."""
         if self._is_fork:
             remove_copy(self.path)
         elif self.start.is_new:
@@ -145,7 +145,7 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> IO[str]:
-    """Make the folder, and hold it against other processes. Raises RunError if it cannot be written, or is held."""
+    """Create the folder and lock it against other processes. Raises RunError if it is not writable or locked."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("a")
@@ -160,19 +160,19 @@ def _lock(path: Path) -> IO[str]:
 
 
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Folder and identity of each data set in a run's provenance.json, which had them as a mapping once."""
+    """Return folder and identity of each data set in a provenance.json; earlier versions stored a mapping."""
     data = record["data"]
     return [(str(folder), str(identity)) for folder, identity in (data.items() if isinstance(data, dict) else data)]
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace the file in one go, unless it has this text already."""
+    """Replace the file atomically, unless it has this text already."""
     if not path.exists() or path.read_text("utf-8") != text:
         write_aside(path, text)
 
 
 def provenance() -> dict[str, Any]:
-    """The versions and the machine, on which the numbers of a run may depend besides its configuration."""
+    """Return versions and hardware on which the numbers of a run may depend besides its configuration."""
     return {
         "lather": lather.__version__,
         "commit": _commit(),
@@ -185,7 +185,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is tracked in, if it is in one."""
+    """Return the commit of the checkout in which this file is tracked; None if there is none."""
     here = Path(__file__)
     try:
         _git(here.parent, "ls-files", "--error-unmatch", here.name)

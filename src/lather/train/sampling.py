@@ -1,4 +1,4 @@
-"""The sample that a run ends with."""
+"""Generates the sample text at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lather.models.generate import generate
 
 
 def sample_text(model: Decoder, config: Config, run_dir: Path, prompt: str, num_tokens: int, *, seed: int) -> str:
-    """`prompt` and what the model makes of it, reading the last `train.sequence_length` tokens.
+    """Return `prompt` and its continuation by the model, which reads the last `train.sequence_length` tokens.
 
-    Raises DataError if the prompt encodes to nothing.
+    Raises DataError if the prompt has no tokens.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer.json", "`lather train` with the run's configuration puts it back")
     tokens = encode_prompt(tokenizer, prompt)

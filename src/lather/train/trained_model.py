@@ -1,4 +1,4 @@
-"""A run's product, to be read with: a checkpoint's model, the tokenizer, the chat template, and the tokens that end a text."""
+"""A trained model, for evaluation and generation: a checkpoint's weights, the tokenizer, the chat template and the stop tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lather.train.loop import build_model
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint of a run. Its weights are read by `decoder`, into one process; all else is light."""
+    """A checkpoint of a run. Only `decoder` reads the weights, into one process."""
 
     run: Path
     checkpoint: Path
@@ -36,7 +36,8 @@ class TrainedModel:
 
     @classmethod
     def find(cls, run_at_step: str, step: int = -1) -> TrainedModel:
-        """The checkpoint that RUN, RUN@STEP or RUN@best means, or `step` if it is not negative. Raises UserError if there is none."""
+        """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not negative. Raises UserError if there is
+        none."""
         run, checkpoint = find_checkpoint(run_at_step, step)
         return cls(run, checkpoint, load_config(run / "config.toml"))
 
@@ -45,7 +46,8 @@ class TrainedModel:
         return step_of(self.checkpoint)
 
     def context(self, asked: int, option: str = "--context") -> int:
-        """Tokens that the model reads at most: what `option` asks for, or with 0 those of a training sequence.
+        """Return how many tokens the model reads at most: the value `asked` of `option`, or, if that is 0, the length of a training
+        sequence.
 
         Raises ConfigError if the model has fewer positions.
         """
@@ -55,11 +57,11 @@ class TrainedModel:
         return asked or self.config.train.sequence_length
 
     def tokenizer(self) -> Tokenizer:
-        """The run's. Raises DataError if it has none."""
+        """Load the run's tokenizer. Raises DataError if it has none."""
         return load_tokenizer(self.run / "tokenizer.json", "`lather train` with the run's configuration puts it back")
 
     def chat_template(self) -> ChatTemplate:
-        """The template that came with the tokenizer, or else the one with which the run's conversations were written, or else ChatML."""
+        """Return the template that belongs to the tokenizer, else the one that formatted the run's conversations, else ChatML."""
         folders = list(companion_folders(self.run, self.config))
         for folder in (*filter(has_template, folders), *(folder for folder in folders if (folder / SETTINGS_FILE).is_file())):
             return ChatTemplate.beside(folder / "tokenizer.json")
@@ -67,19 +69,19 @@ class TrainedModel:
         return ChatTemplate(sources[0], {}) if sources else ChatTemplate.beside(self.run / "tokenizer.json")
 
     def stop_tokens(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The tokens that end a text."""
+        """Return the tokens that end a text."""
         names = {self.config.data.end_of_text, self.chat_template().special_tokens.get("eos_token", "")}
         names |= {manifest.end_of_text for manifest in manifests(self.config)}
         tokens = (tokenizer.token_to_id(name) for name in names if name)
         return frozenset(token for token in tokens if token is not None)
 
     def decoder(self, device: str = "auto") -> Decoder:
-        """The model with the checkpoint's weights. Raises CheckpointError if it is damaged."""
+        """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint is damaged."""
         model = build_model(self.config, pick_device(device))
         with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
             load_checkpoint(checkpoint, TrainingState.of_model(model))
         return model.requires_grad_(False)
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Products in bfloat16 inside the block, if the run was trained so."""
+        """Return an autocast block for bfloat16 if the run was trained with it."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")

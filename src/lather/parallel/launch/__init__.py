@@ -1,1 +1,1 @@
-"""Starting ranks on one machine or joining those of several, watching them, and ending them as one."""
+"""Starts ranks on one machine, or joins those of several machines; watches them, and ends all of them if one fails."""

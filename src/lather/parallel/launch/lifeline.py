@@ -1,12 +1,12 @@
-"""A line from every rank to one hub, so that a job ends as one: a death, a failure or a request to stop reaches every rank at once.
+"""Connections from every rank to one hub, by which a death, a failure or a request to stop reaches every rank at once.
 
-The kernel closes a process's sockets when the process dies, whatever it was doing, and each rank listens on a thread of its own: a rank
-that is blocked in a collective, where no signal handler of Python's runs, still hears the end and leaves. There are no heartbeats, so a
-rank that is merely slow is never taken for dead; keep-alive probes, which the kernel answers, find a machine that is gone.
+The kernel closes a process's sockets when the process dies, whatever it was doing. Each rank listens on a thread of its own, so a rank that
+is blocked in a collective, where Python runs no signal handler, still receives the end of the job and exits. There are no heartbeats, so a
+slow rank is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-What is said, one JSON object per line: a rank says `hello`, `failed` and `done`; the hub says `stop` (a signal's number) and `end`.
-When one rank fails the others soon fail too, because their connections to it break. So the hub waits for a moment, and then names as
-the cause the first failure that is not such a consequence.
+Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done`; the hub sends `stop` (the number of a signal) and `end`.
+When one rank fails, the others soon fail too, because their connections to it break. So the hub waits for a moment, and then reports as the
+cause the first failure that is not such a consequence.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ import torch.distributed as dist
 from lather.errors import UserError
 
 SETTLE_SECONDS = 0.5
-"""How long the hub waits, after the first failure, for one that may be its cause."""
+"""Time that the hub waits after the first failure for another one that may be its cause."""
 UNWIND_SECONDS = 3.0
-"""How long instead after a UserError, which as a rule every rank raises, so that the others can tidy up what they have begun."""
+"""Time that it waits after a UserError instead. Usually every rank raises the error, and needs time to remove what it has started."""
 TICK_SECONDS = 0.1
 CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "gloo", "NCCL", "TCPStore")
-"""In the text of errors that a rank gets because another one has died."""
+"""Parts of the messages of errors that a rank raises because another rank has died."""
 COPY = "This is a copy of what another rank raised."
-"""The note (`add_note`) of an exception that a rank raises only because another one did."""
+"""Note (`add_note`) on an exception that a rank raises only because another rank has raised it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended."""
+    """The reason why a rank ended."""
 
     rank: int
-    """-1: one that had not yet said which it is."""
+    """-1 if the process had not yet reported its rank."""
     kind: Literal["user", "space", "error", "died", "connection"]
-    """A UserError; a full disk; any other exception; none at all; a consequence of another rank's end, such as a broken connection."""
+    """user: a UserError. space: a full disk. error: any other exception. died: no exception was reported. connection: a consequence of
+    another rank's end."""
     text: str
-    """The user's line, the disk's error, or the traceback."""
+    """The message of the UserError or of the disk's error, or the traceback."""
     when: float
     """Seconds since the epoch."""
     number: int = 0
@@ -57,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The failure as which `error`, which ended `rank`, is to be reported."""
+        """Return the report of `error`, which ended `rank`."""
         now = time.time()
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)
@@ -68,16 +69,16 @@ class Failure:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The least is the cause: connections that broke come after everything else, however early they were noticed."""
+        """Sort key: the smallest is the cause. Broken connections come after everything else, however early they were noticed."""
         return self.kind == "connection", self.when
 
     def describe(self) -> str:
-        """For standard error."""
+        """Return the text for standard error."""
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank that was starting"
         if self.kind == "user":
             return f"lather: error: {' '.join(self.text.split())}"
         if self.kind == "died":
-            return f"lather: stopped: {who} {self.text}; the run goes on from its last checkpoint when it is started again"
+            return f"lather: stopped: {who} {self.text}; the same command resumes the run from its last checkpoint"
         return f"lather: stopped: {who} failed:\n{self.text.rstrip()}"
 
 
@@ -91,7 +92,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 
 class _JsonSocket:
-    """A socket that carries JSON objects."""
+    """A socket that sends and receives JSON objects."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -112,7 +113,7 @@ class _JsonSocket:
         return True
 
     def receive(self) -> list[dict[str, object]] | None:
-        """Whole messages that have come, waiting for some bytes; None: the other end is gone."""
+        """Wait for data and return the complete messages; None if the connection is closed."""
         try:
             data = self.socket.recv(1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -122,10 +123,10 @@ class _JsonSocket:
 
 
 class Hub:
-    """Holds the lines of all ranks, on a thread; in the parent of local ranks, or in rank 0 where another launcher started them.
+    """Holds the connections of all ranks, on a thread in the parent of local ranks, or in rank 0 if another launcher started the ranks.
 
-    `on_end` is called once, on that thread, with the failure that ends the job. `watch` gives processes that
-    have died, and how, among them those that had no line yet.
+    `on_end` is called once, on that thread, with the failure that ends the job. `watch` returns the processes that have died, with a text,
+    also those that had not connected yet.
     """
 
     def __init__(
@@ -135,9 +136,9 @@ class Hub:
         on_end: Callable[[Failure], None],
         *,
         watch: Callable[[], Mapping[int, str]] = dict,
-        died: Callable[[int], str] = lambda pid: "died without a word",
+        died: Callable[[int], str] = lambda pid: "died without an error message",
     ) -> None:
-        """`host` is where to listen, "": everywhere; `died` says how the process of a rank whose line broke has ended."""
+        """`host`: address to listen on, "" for all; `died` returns how the process of a rank whose connection broke has ended."""
         two_stacks = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if two_stacks else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=two_stacks, backlog=num_ranks)
@@ -147,36 +148,36 @@ class Hub:
         self._num_ranks, self._on_end, self._watch, self._died = num_ranks, on_end, watch, died
         self._lines: list[_JsonSocket] = []
         self._known: set[int] = set()
-        """Processes that have, or had, a line, or whose death was noticed."""
+        """Processes that are or were connected, or whose death was noticed."""
         self._stop = 0
         self._num_done = 0
         self._is_closed = False
         self._since = time.monotonic()
-        """When there was no failure yet."""
+        """Last time at which there was no failure."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="lather-hub", daemon=True)
 
     def start(self, unblocked: tuple[signal.Signals, ...] = ()) -> Hub:
-        """The thread takes the signals `unblocked`, which all others may have blocked."""
+        """Start the thread, which unblocks the signals `unblocked`; all other threads may block them."""
         self._unblocked = unblocked
         self._thread.start()
         return self
 
     def stop(self, number: signal.Signals) -> None:
-        """Ask every rank, and those that are still to come, to stop after the step."""
+        """Ask every rank, including those that connect later, to stop after the current step."""
         with self._lock:
             self._stop = number
             for line in self._lines:
                 line.send(stop=int(number))
 
     def wait(self, seconds: float) -> None:
-        """Until all ranks are done, or the job has ended."""
+        """Wait until all ranks are done, or the job has ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._num_done < self._num_ranks and self._thread.is_alive():
             time.sleep(0.02)
 
     def close(self, seconds: float = UNWIND_SECONDS + SETTLE_SECONDS) -> None:
-        """End the thread; a failure that has come is still dealt with."""
+        """End the thread; failures that were received are still handled."""
         self._is_closed = True
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -216,7 +217,7 @@ class Hub:
         selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _hear(self, line: _JsonSocket) -> bool:
-        """Whether the line is still there."""
+        """Handle the messages of a connection; return whether it is still open."""
         messages = line.receive()
         for message in messages or ():
             match message:
@@ -253,12 +254,13 @@ class Hub:
 
 
 class Lifeline:
-    """A rank's line to the hub. Its thread calls `on_end` with the failure that ends the job, or None if the hub is gone."""
+    """A rank's connection to the hub. Its thread calls `on_end` with the failure that ends the job, or None if the connection to the hub is
+    lost."""
 
     def __init__(self, address: tuple[str, int], rank: int, on_end: Callable[[Failure | None], None]) -> None:
         self.rank = rank
         self.stop: signal.Signals | None = None
-        """The signal that the hub has passed on."""
+        """Signal that the hub has forwarded."""
         self._on_end = on_end
         self._line = _JsonSocket(socket.create_connection(address, timeout=30))
         self._line.socket.settimeout(None)
@@ -266,13 +268,13 @@ class Lifeline:
         threading.Thread(target=self._listen, name="lather-lifeline", daemon=True).start()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Report what ended this rank, and leave with the others."""
+        """Report the error that ended this rank, and exit with the other ranks."""
         self._line.send(failed=asdict(Failure.of(self.rank, error)))
         time.sleep(2 * UNWIND_SECONDS)  # `on_end` ends the process meanwhile
         os._exit(1)
 
     def done(self) -> None:
-        """This rank's work is over; the end of the hub is no longer a reason to leave."""
+        """Report that this rank is done; it then no longer exits when the hub does."""
         self._line.is_done = True
         self._line.send(done=True)
 

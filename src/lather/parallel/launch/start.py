@@ -1,11 +1,11 @@
-"""Starts ranks on this machine, or joins those that torchrun or SLURM has started, and ends them all as one.
+"""Starts ranks on this machine, or joins ranks that torchrun or SLURM has started, and ends all of them if one fails.
 
-Torch's elastic launcher starts local ranks; what happens when one dies is decided here, because a rank that is blocked in a collective
-runs no signal handler: every rank holds a line to a hub (`lifeline`). When one fails, the parent kills the others at once and shows what
-happened in that rank. When the parent dies, the lines break and the ranks leave.
+torch's elastic launcher starts local ranks. This module decides what happens when one dies, because a rank that is blocked in a collective
+runs no signal handler: every rank has a connection to a hub (`lifeline`). When a rank fails, the parent kills the others at once and shows
+the error of that rank. When the parent dies, the connections break and the ranks exit.
 
-SIGTERM or SIGINT to the parent, or to all processes, as a terminal's Ctrl-C is, becomes a request that each rank reads in `World.stop`;
-a second one ends the job at once.
+SIGTERM or SIGINT, sent to the parent or to all processes (as Ctrl-C in a terminal does), becomes a request to stop that each rank reads
+from `World.stop`; a second signal ends the job at once.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 HUB_KEY = "lather/hub"
 
 Worker = Callable[..., int]
-"""Called as worker(*args, world) in every rank; returns the exit status, the same everywhere, or raises in any of them."""
+"""Called as worker(*args, world) on every rank. Returns the exit status, which is the same on all ranks; may raise on any rank."""
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How the ranks' process group is made."""
+    """Options of the default process group."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Kind of device; each rank takes its own."""
+    """Kind of device; each rank uses its own."""
     timeout: float = 600.0
-    """Time limit of a collective, seconds."""
+    """Timeout of a collective operation, in seconds."""
 
 
 def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
-    """The arguments without `--nproc N`, and N; "gpu" is the number of CUDA devices. Raises ConfigError if N is not a positive number."""
+    """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices. Raises ConfigError unless N is a positive
+    number."""
     rest, given = [], None
     left = iter(arguments)
     for argument in left:
@@ -74,14 +75,14 @@ def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
 
 
 def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions | None = None) -> int:
-    """Run `worker` in `nproc` ranks on this machine; returns what it returns in rank 0. For the main thread.
+    """Run `worker` in `nproc` ranks on this machine and return the result of rank 0. Call it from the main thread.
 
-    `worker` is a top-level function and `args` can be pickled. With one rank it is called here, without a process group.
+    `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this process, without a process group.
 
     Returns 1, after showing the traceback or the signal, if a rank raised or died; 128 + its number if a signal ended the launcher.
 
     Raises:
-        UserError: a rank raised it; or, before anything is started, there are too few devices or `check_connections` raised.
+        UserError: a rank raised it, there are too few devices, or `check_connections` raised; the last two before anything is started.
         OSError: a rank found the disk full.
     """
     if nproc == 1:
@@ -104,7 +105,7 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
         local_addr=LOCAL,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # it must have one; SIGTERM and SIGINT are dealt with here, SIGHUP keeps its action
+        signals_to_handle="SIGQUIT",  # one is required; SIGTERM and SIGINT are handled here, SIGHUP keeps its action
     )
     try:
         with _passing_signals_on(hub, processes), _silent_launcher():
@@ -122,10 +123,10 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
 
 
 def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions | None = None) -> int:
-    """Run `worker` in this process, one of the ranks that another launcher has started; returns what it returns.
+    """Run `worker` in this process, one of the ranks that another launcher has started, and return its result.
 
-    If any rank fails, every rank leaves: the process ends with status 1, or 2 after a UserError. The first rank of each machine shows why.
-    Raises ConfigError as `check_connections`.
+    If any rank fails, all ranks exit, with status 1, or 2 after a UserError; the first rank of each machine shows the error. Raises
+    ConfigError as `check_connections` does.
     """
     options = options or GroupOptions()
     check_connections(options.device, os.environ)
@@ -145,7 +146,7 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
 
 
 def _local_rank(worker: Worker, args: tuple[Any, ...], options: GroupOptions, hub_port: int) -> int:
-    """A rank that `launch` has started. Its parent shows what happened, so it leaves silently."""
+    """Run a rank that `launch` has started. It shows no errors; its parent does."""
     world = World.of_environment(os.environ)
     assert world is not None
     lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
@@ -165,7 +166,7 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
     try:
         _enter_group(world, options, store)
         status = worker(*args, world)
-        dist.all_reduce(torch.zeros(()))  # nobody leaves before the last has worked
+        dist.all_reduce(torch.zeros(()))  # no rank leaves before all have finished
         dist.destroy_process_group()
     except BaseException as error:
         sys.stdout.flush()
@@ -175,7 +176,7 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
 
 
 def _store(world: World, options: GroupOptions) -> Any:
-    """The key-value store of all ranks; torch's launcher keeps it, or else rank 0."""
+    """Return the key-value store of all ranks; torch's launcher hosts it, or else rank 0."""
     assert world.address is not None
     host, port = world.address
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -197,51 +198,52 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=options.timeout),
-        device_id=device if is_gpu(device) else None,  # communicators are then made here, by all ranks, and not at a first send of two
+        device_id=device if is_gpu(device) else None,  # all ranks then create communicators here, not two of them at their first send
     )
 
 
 def backends_for(device: torch.device) -> str:
-    """The backends of a group whose tensors are on `device`: gloo for those on the CPU, and the GPU's own beside it."""
+    """Return the backends of a group for tensors on `device`: gloo for the CPU, and for a GPU its own in addition."""
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if is_gpu(device) else "gloo"
 
 
 def check_connections(device: torch.device, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can wait for each other for ever.
+    """Raise ConfigError for `CUDA_DEVICE_MAX_CONNECTIONS=1`, with which ranks on GPUs can deadlock.
 
-    All streams of a GPU then share one hardware queue. A kernel of NCCL occupies it until the other ranks have launched the same operation,
-    and with several communicators (the pipeline's, the experts', the shards') two ranks may have launched two operations in either order.
+    All streams of a GPU then share one hardware queue. An NCCL kernel occupies it until the other ranks have launched the same operation,
+    and with several communicators (of the pipeline, the experts and the shards) two ranks may have launched two operations in opposite
+    order.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if is_gpu(device) and environment.get(name) == "1":
         raise ConfigError(
-            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several groups of ranks can wait for each other "
-            f"for ever, and none of them overlaps with compute: unset {name}, or set it to 8 (CUDA's default) or more"
+            f"the environment has {name}=1: with one queue per GPU, NCCL operations of several process groups can wait for each other "
+            f"forever, and none of them overlaps with compute: unset {name}, or set it to 8 (CUDA's default) or more"
         )
 
 
 def _leave(world: World, failure: Failure | None) -> None:
-    """End this process, which another launcher has started, with all others."""
-    failure = failure or Failure(0, "died", "is gone, and its machine's part of the job with it", 0.0)
+    """End this process, which another launcher has started, together with all others."""
+    failure = failure or Failure(0, "died", "cannot be reached any more", 0.0)
     if world.local_rank == 0 or (world.rank == 1 and failure.kind == "died"):
         print(failure.describe(), file=sys.stderr, flush=True)
     os._exit(2 if failure.kind == "user" else 1)
 
 
 def _show(failure: Failure) -> int:
-    """Show the user the error of the rank that ended the job, as if it had happened in this process."""
+    """Show the error of the rank that ended the job, as if it had happened in this process."""
     if failure.kind == "user":
         raise UserError(failure.text) from None
     if failure.kind == "space":
         raise OSError(failure.number, failure.text, failure.file or None) from None
     if sys.stdout.isatty():
-        print("\x1b[?25h", end="")  # rank 0's bar has hidden the cursor and could not show it again
+        print("\x1b[?25h", end="")  # show the cursor, which rank 0's progress bar has hidden
     print(failure.describe(), file=sys.stderr)
     return 1
 
 
 class _Processes:
-    """The local ranks' processes, watched without taking their exit statuses from the launcher, which waits for them too."""
+    """The processes of the local ranks, observed without reaping them, since the launcher waits for their exit statuses too."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -249,12 +251,12 @@ class _Processes:
         self._mine: dict[int, BaseProcess] = {}
 
     def failed(self) -> dict[int, str]:
-        """How each process that has failed so far ended, by its id."""
+        """Return how each process that has failed so far ended, by its id."""
         self._find()
         return {pid: _exit_text(status) for pid in self._mine if (status := self._status(pid))}
 
     def end_of(self, pid: int) -> str:
-        """How a process ends whose sockets were just closed."""
+        """Return how a process ended whose sockets were just closed."""
         self._find()
         deadline = time.monotonic() + SETTLE_SECONDS
         while pid in self._mine and (status := self._status(pid)) is None and time.monotonic() < deadline:
@@ -262,7 +264,7 @@ class _Processes:
         return _exit_text(status if pid in self._mine else None)
 
     def kill(self) -> None:
-        """End those that are left, whatever they are doing."""
+        """Kill the processes that still run."""
         self._find()
         for pid in self._mine:
             if self._status(pid) is None:
@@ -275,12 +277,12 @@ class _Processes:
             self._mine.update({process.pid: process for process in found if process.pid})
 
     def _status(self, pid: int) -> int | None:
-        """The exit status, negative for a signal; None: it runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         if not hasattr(os, "waitid"):
             return self._mine[pid].exitcode
         try:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # the launcher has taken it
+        except ChildProcessError:  # the launcher has reaped it
             return self._mine[pid].exitcode
         if end is None:
             return None
@@ -293,14 +295,15 @@ def _exit_text(status: int | None) -> str:
     if status > 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name
-    return f"was killed by {name}" + (", which is also what happens when memory runs out" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (", as the kernel also does when memory runs out" if name == "SIGKILL" else "")
 
 
 @contextlib.contextmanager
 def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
-    """SIGTERM and SIGINT ask the ranks to stop; the second one acts as it did before, once the ranks are gone.
+    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second, and let it act as before.
 
-    The signals are blocked in this thread, and so in the ranks from their birth until they can deal with them; the hub's thread takes them.
+    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
+    them.
     """
     resource_tracker.ensure_running()  # starting it later would unblock them
     asked = False
@@ -332,7 +335,7 @@ def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_launcher() -> Iterator[None]:
-    """Without the launcher's own log of what is shown here, and its environment variable."""
+    """Suppress the log of torch's launcher, whose contents are shown here, and restore its environment variable."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
     loud = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"

@@ -1,4 +1,4 @@
-"""Which of how many ranks this process is: said by torchrun's or SLURM's environment variables, or the only one.
+"""The rank of this process and the number of ranks, read from the environment variables of torchrun or SLURM.
 
 The variables are those of https://docs.pytorch.org/docs/stable/elastic/run.html and https://slurm.schedmd.com/srun.html.
 """
@@ -19,26 +19,26 @@ FIRST_SLURM_PORT, NUM_SLURM_PORTS = 20000, 20000
 
 @dataclass(frozen=True)
 class World:
-    """A process among the ranks of a job."""
+    """The rank of a process in a job."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among the ranks of this machine."""
+    """Rank among those on this machine."""
     local_size: int = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     address: tuple[str, int] | None = None
-    """Where rank 0's machine keeps the store by which the ranks meet; None: a single process."""
+    """Host and port of the store on rank 0's machine, through which the ranks find each other; None: a single process."""
     sees_own_device_alone: bool = False
-    """Where there is one CUDA device on the machine of several ranks, it is this rank's (srun with --gpus-per-task)."""
+    """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
-    """The signal by which the launcher was asked to stop; None: signals come to this process itself."""
+    """Returns the signal that asked the launcher to stop; None: signals reach this process directly."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> World | None:
-        """The world that torchrun or srun describes; None if neither has started this process, or it is the only one.
+        """Return the world that torchrun or srun describes; None if neither has started this process, or if it is the only one.
 
-        Raises ConfigError if they leave out what is needed.
+        Raises ConfigError if a required variable is missing.
         """
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
             world = cls._of_torchrun(environment)
@@ -71,7 +71,7 @@ class World:
         return cls(number["SLURM_PROCID"], size, number["SLURM_LOCALID"], local_size, address, sees_own_device_alone=True)
 
     def device(self, kind: torch.device) -> torch.device:
-        """This rank's own device among those of a kind. Raises ConfigError if there are more ranks than devices."""
+        """Return this rank's own device of a kind. Raises ConfigError if there are more ranks than devices."""
         if kind.type == "cpu" or self.size == 1:
             return kind
         num_devices = torch.cuda.device_count()
@@ -80,20 +80,20 @@ class World:
         if self.local_rank >= num_devices:
             raise ConfigError(
                 f"rank {self.local_rank} of {self.local_size} on this machine has no CUDA device, there are {num_devices}: "
-                "start as many ranks as there are devices, or give --train.device cpu"
+                "start at most one rank per device, or give --train.device cpu"
             )
         return torch.device("cuda", self.local_rank)
 
 
 class _Numbers:
-    """Environment variables as integers, with errors that name them."""
+    """Environment variables as integers; errors name the variable."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
 
     def text(self, name: str) -> str:
         if not self._environment.get(name):
-            raise ConfigError(f"the environment has RANK or SLURM_PROCID but no {name}: start through torchrun or srun, or unset them")
+            raise ConfigError(f"the environment has RANK or SLURM_PROCID but no {name}: start with torchrun or srun, or unset them")
         return self._environment[name]
 
     def __getitem__(self, name: str) -> int:
@@ -107,7 +107,7 @@ class _Numbers:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """The machine of SLURM's task 0: the first of the node list, such as "gpu07" of "gpu[07-12,15],cpu1"."""
+    """Return the machine of SLURM's task 0: the first in the node list, such as "gpu07" in "gpu[07-12,15],cpu1"."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
