@@ -2,8 +2,8 @@
 
     python examples/integrations/lightning_soap.py        (seconds on a CPU)
 
-Lightning runs forward and backward in a closure that it gives to `step`, clips in it, steps the schedule and saves. A second Trainer goes on
-from the checkpoint of the first of two epochs. Printed: the loss at the start, after an epoch, and at the end, and where the second one ends.
+Lightning runs forward and backward in a closure that it gives to `step`, clips in it, steps the schedule and saves. A second Trainer goes
+on from the checkpoint of the first of two epochs. Printed: the loss at the start, after an epoch and at the end, and where the second ends.
 """
 
 import tempfile

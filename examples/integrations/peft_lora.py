@@ -3,7 +3,7 @@
     python examples/integrations/peft_lora.py        (seconds on a CPU)
 
 Only the adapters have gradients, and only they get optimizer state. After half of the steps adapters and optimizer are saved, loaded beside
-a fresh base model, and go on. Printed: the loss at the start, in the middle and at the end, and bytes of optimizer state per weight trained.
+a fresh base model, and go on. Printed: the loss at the start, in the middle and at the end, and bytes of state per weight trained.
 """
 
 import tempfile

@@ -14,6 +14,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import hf_trainer_muon as example
 from comparing import Weights, assert_same_bits, assert_same_training, weights_of
+
 from lather.optim import SOAP, Muon, parameter_groups
 
 STEPS = 8
