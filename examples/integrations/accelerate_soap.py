@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DataLoaderConfiguration, broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +22,7 @@ STEPS, BATCH = 40, 32
 
 def make_accelerator():
     """`split_batches`: BATCH counts the rows of all processes, and the schedule steps once in a step."""
-    return Accelerator(cpu=not torch.cuda.is_available(), split_batches=True)
+    return Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=DataLoaderConfiguration(split_batches=True))
 
 
 def make(accelerator):

@@ -37,19 +37,19 @@ class Regression(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def make_data(num_ranks=1):
+def make_data():
     x = torch.randn(STEPS // 2 * BATCH, 16, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :4].sum(1, keepdim=True).tanh()), batch_size=BATCH // num_ranks)
+    return DataLoader(TensorDataset(x, x[:, :4].sum(1, keepdim=True).tanh()), batch_size=BATCH)
 
 
-def fit(folder, checkpoint=None, num_ranks=1, **options):
+def fit(folder, checkpoint=None, data=None, **options):
     """A module, trained; saved after each epoch."""
     torch.manual_seed(0)
     module = Regression()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=2, gradient_clip_val=1.0, callbacks=[saver], **quiet, **options)
-    trainer.fit(module, make_data(num_ranks), ckpt_path=checkpoint)
+    trainer.fit(module, data or make_data(), ckpt_path=checkpoint)
     return module
 
 

@@ -1,9 +1,12 @@
 """Comparisons of what two ways to train have made."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lather.optim import Muon
 
 Weights = Mapping[str, Tensor]
 
@@ -24,6 +27,11 @@ def assert_same_training(trained: Weights, plain: Callable[[float], Weights], to
     same, other = difference(trained, plain(1.0)), difference(trained, plain(1.01))
     assert same <= tolerance
     assert other > 10 * tolerance
+
+
+def muon(groups: Any, precondition_frequency: int, **options: Any) -> Muon:
+    """In SOAP's place where gradients differ by rounding: bases of gradients of low rank are arbitrary beyond their rank."""
+    return Muon(groups, **options)
 
 
 def assert_same_bits(one: object, other: object) -> None:

@@ -17,7 +17,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import accelerate_soap as example
 from accelerate.optimizer import AcceleratedOptimizer
-from comparing import Weights, assert_same_bits, assert_same_training, weights_of
+from comparing import Weights, assert_same_bits, assert_same_training, muon, weights_of
 from ranks import run_ranks
 
 from lather.optim import SOAP, Muon
@@ -132,11 +132,6 @@ def fsdp2_on_cpu(accelerator: Any) -> None:
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100, state_dict_type="SHARDED_STATE_DICT"
     )
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = accelerate.DistributedType.FSDP, plugin
-
-
-def muon(groups: Any, precondition_frequency: int, **options: Any) -> Muon:
-    """In SOAP's place where gradients differ by rounding: bases of gradients of low rank are arbitrary beyond their rank."""
-    return Muon(groups, **options)
 
 
 def under_fsdp2(rank: int, num_ranks: int) -> tuple[Weights, int]:

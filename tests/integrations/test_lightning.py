@@ -11,12 +11,13 @@ pytestmark = pytest.mark.integrations
 lightning = pytest.importorskip("lightning")
 
 import lightning_soap as example
-from comparing import Weights, assert_same_bits, assert_same_training, weights_of
+from comparing import Weights, assert_same_bits, assert_same_training, muon, weights_of
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lather.optim import SOAP, Muon, parameter_groups
+from lather.optim import SOAP, parameter_groups
 
 
 def plain_loop(factor: float, parts: int = 1) -> Weights:
@@ -37,7 +38,7 @@ def plain_loop(factor: float, parts: int = 1) -> Weights:
 
 
 def in_parts(x: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Rows in turn, as Lightning deals them."""
+    """Rows in turn, as a DistributedSampler deals them."""
     return [x[part::parts] for part in range(parts)]
 
 
@@ -95,7 +96,11 @@ def join(rank: int, num_ranks: int) -> dict[str, Any]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return {"accelerator": "cpu", "devices": num_ranks, "plugins": [TorchElasticEnvironment()], "num_ranks": num_ranks}
+    rows = example.make_data().dataset
+    sampler = DistributedSampler(rows, num_ranks, rank, shuffle=False)  # Lightning's own shuffles
+    data = DataLoader(rows, batch_size=example.BATCH // num_ranks, sampler=sampler)
+    own = {"data": data, "use_distributed_sampler": False}
+    return {"accelerator": "cpu", "devices": num_ranks, "plugins": [TorchElasticEnvironment()], **own}
 
 
 def under_ddp(rank: int, num_ranks: int, folder: str) -> tuple[Weights, Weights]:
@@ -110,11 +115,6 @@ def test_two_processes_under_ddp_are_one_process(tmp_path: Path) -> None:
     assert_same_bits(first, other)
     assert_same_bits(first, resumed)
     assert_same_training(first, lambda factor: plain_loop(factor, parts=2), 0.0)
-
-
-def muon(groups: Any, precondition_frequency: int, **options: Any) -> Muon:
-    """In SOAP's place where gradients differ by rounding: bases of gradients of low rank are arbitrary beyond their rank."""
-    return Muon(groups, **options)
 
 
 class Sharded(example.Regression):
