@@ -9,7 +9,7 @@ INSTALL ?= 1
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all test-integrations lint bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -33,6 +33,10 @@ test: $(READY)  ## the test suite
 
 test-all: $(READY)  ## the suite and the whole grid of meshes against one process: hours on two cores
 	$(BIN)/python -m pytest -m "grid or not grid" $(ARGS)
+
+test-integrations: $(READY)  ## the optimizers under other people's trainers (installs them)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	$(BIN)/python -m pytest -m integrations tests/integrations $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format, mypy in strict mode, the order of rooms, names and docstrings
 	$(BIN)/ruff check .

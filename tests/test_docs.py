@@ -67,6 +67,12 @@ def test_scripts_that_it_names_exist(page: Path) -> None:
         assert (ROOT / script).exists(), script
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_block_with_the_name_of_a_file_is_a_part_of_it(page: Path) -> None:
+    for name, block in re.findall(r'^```python title="([^"]*)"\n(.*?)^```$', page.read_text(), re.DOTALL | re.MULTILINE):
+        assert f"\n{block}" in (ROOT / name).read_text(), (name, block)
+
+
 # --- tables -------------------------------------------------------------------------------------------------------------------------------
 
 

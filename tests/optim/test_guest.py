@@ -1,9 +1,11 @@
 """A guest in other people's programs: what editors see, compiled steps, schedulers that come with keys of their own."""
 
+import gc
 import inspect
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,19 @@ def test_a_scheduler_that_cycles_momentum() -> None:
             scheduler.step()
             seen.append(str(optimizer.param_groups[0][key]))
         assert len(set(seen)) > 2
+
+
+def test_parameters_may_be_put_in_the_place_of_others_before_the_first_step() -> None:
+    """accelerate loads an optimizer's own state into it, then shards the model, and counts on it that nobody keeps the whole parameters."""
+    whole = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = SOAP([whole], lr=1e-2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    gone = weakref.ref(whole)
+    part = torch.nn.Parameter(whole.detach()[:3].clone())
+    optimizer.param_groups[0]["params"] = [part]
+    del whole
+    gc.collect()
+    assert gone() is None
+    part.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert optimizer.state[part]["factor_0"].shape == (3, 3)

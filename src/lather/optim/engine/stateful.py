@@ -190,6 +190,9 @@ class StatefulOptimizer(GroupedOptimizer):
         finally:
             for handle in handles:
                 handle.remove()
+        if not self.state:  # others may take the parameters' places before the first step, as under accelerate, which then frees them
+            self._roster = None
+            self._sharding.forget()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A saved optimizer, with the options of this one where it has none, and this one's way to keep state; raises ValueError if it does

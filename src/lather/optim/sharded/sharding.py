@@ -114,7 +114,11 @@ class Sharding:
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
         """All shares, if options on which one depends have changed: `plan` makes them anew. For loading, which replaces all state."""
         if not all(self._still_fits(one) for one in params):
-            self._shares.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """All shares; `plan` makes them anew."""
+        self._shares.clear()
 
     def _still_fits(self, one: ParamInfo) -> bool:
         share = self.share_of(one.param)
