@@ -41,6 +41,7 @@ def prepare(folder: Path) -> None:
         "my.toml": "[train]\nstepz = 5\n",
         "broken.toml": "[train\nsteps = 5\n",
         "notes/a.md": "text",
+        "broken.jsonl": '{"content": "text"}\nno JSON\n',
         "one/a.py": "print()",
         "base/config.json": '{"model_type": "llama"}',
         "my-model/config.json": "{}",

@@ -1,4 +1,4 @@
-"""docs/your-model.md: the first block prints what it says; its family trains, generates and is exported once the page's changes are made."""
+"""docs/your-model.md: the first block prints what it says; its family trains, generates and is exported once the changes are made."""
 
 import contextlib
 import io
