@@ -1,8 +1,8 @@
 """docs/troubleshooting.md quotes messages as they are printed: those that a command provokes, and the words of the others."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def test_a_message_that_has_changed_is_noticed() -> None:
 
 
 def test_the_words_of_all_other_messages_are_in_the_code() -> None:
-    patterns = list(patterns_of_the_source())
+    patterns = patterns_of_the_source()
     others = others_of(PAGE.read_text())
     assert len(others) >= 20
     for message in others:
@@ -42,7 +42,7 @@ def test_the_words_of_all_other_messages_are_in_the_code() -> None:
 
 
 def test_words_that_are_nowhere_are_noticed() -> None:
-    patterns = list(patterns_of_the_source())
+    patterns = patterns_of_the_source()
     message = "lather: error: data/web has a vocabulary of 32000 tokens, but model.vocab_size is 2048: they do not fit"
     assert any(pattern.search(message) for pattern in patterns)
     for wrong in (message.replace("do not fit", "fit badly"), message.replace("vocabulary", "dictionary"), "model.seed = 3: 4 and 5"):
@@ -56,8 +56,10 @@ def others_of(page: str) -> list[str]:
     return [block for block in blocks if not re.match(r"\w[\w.]*Error: ", block)]
 
 
-def patterns_of_the_source() -> Iterator[re.Pattern[str]]:
+@functools.cache
+def patterns_of_the_source() -> list[re.Pattern[str]]:
     """A pattern for every string in the package that may be a message: its words, with anything in place of a value."""
+    found = []
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -67,4 +69,5 @@ def patterns_of_the_source() -> Iterator[re.Pattern[str]]:
             else:
                 continue
             if sum(len(part) for part in parts if part) >= LEAST:
-                yield re.compile("(^|[ :])" + ".*".join("" if part is None else re.escape(part) for part in parts) + "$")
+                found.append(re.compile("(^|[ :])" + ".*".join("" if part is None else re.escape(part) for part in parts) + "$"))
+    return found
