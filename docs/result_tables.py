@@ -39,7 +39,7 @@ STUDIES = REPOSITORY / "benchmarks/studies"
 RESULTS = REPOSITORY / "benchmarks/results"
 BASELINES = ("adamw", "muon")
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl) "([^"]+)"\)')
+QUOTED = re.compile(r'\[([^\]]+)\]\(([^)\s]+\.jsonl?) "([^"]+)"\)')
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
@@ -86,6 +86,10 @@ def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
 
+def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
+    return size(json.loads(path.read_text())) / 2**30
+
+
 QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
     r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
@@ -96,6 +100,8 @@ QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(_cases(path), rule, peer),
     r"(\w+) of (\w+): least": lambda path, rule, peer: optimizer_report.least(_cases(path), rule, peer),
     r"([\w-]+): ([\w]+) of the quickstart": _quickstart,
+    r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
+    r"GiB of a checkpoint, largest rank": lambda path: _gib(path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])),
 }
 """Titles of links, as patterns, and what they stand for."""
 

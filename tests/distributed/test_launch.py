@@ -10,7 +10,11 @@ from collections.abc import Iterator
 
 import launch_workers
 import pytest
+import torch.distributed as dist
 from jobs import Job
+
+from lather.parallel.launch import start
+from lather.parallel.launch.world import World
 
 
 def slurm(num_ranks: int) -> list[dict[str, str]]:
@@ -72,3 +76,15 @@ def test_a_rank_that_another_launcher_started_ends_the_others_with_a_user_errors
     statuses, out, err = jobs["slurm"].end(nothing)
     assert (statuses, out) == ([2, 2], "")
     assert re.fullmatch(r"lather: error: parallel\.pp = 3 is not valid: it must be 2\n", err)
+
+
+def test_a_restart_by_torchrun_finds_nothing_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = dist.HashStore()
+    monkeypatch.setattr(start, "rendezvous", lambda *_, **__: iter([(kept, 0, 2)]))
+    world = World(0, 2, 0, 2, ("127.0.0.1", 29500))
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = start._store(world, start.GroupOptions())
+        assert not store.check([start.HUB_KEY])
+        store.set(start.HUB_KEY, "port")
+        assert store.check([start.HUB_KEY])

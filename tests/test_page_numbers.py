@@ -1,0 +1,42 @@
+"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of the row, or counted."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+from lather.config.config import num_routed_experts
+from lather.config.toml_file import load_config
+from lather.models.hf.model_folder import parameter_shapes
+
+ROOT = Path(__file__).parent.parent
+TOUR, SIZES = ((ROOT / "docs" / name).read_text() for name in ("tour.md", "size-a-run.md"))
+
+
+def test_the_training_that_the_tour_shows_is_that_of_the_row() -> None:
+    rows = map(json.loads, (ROOT / "benchmarks/results/quickstart.jsonl").read_text().splitlines())
+    row = next(row for row in rows if row["contestant"] == "muon")
+    block = re.search(r"^lather train configs/quickstart.toml\n```.*?```text\n(.*?)^```$", TOUR, re.MULTILINE | re.DOTALL)
+    assert block
+    shown = [(int(step), loss) for step, loss in re.findall(r"^step (\d+): validation loss ([\d.]+)$", block[1], re.MULTILINE)]
+    assert shown == [(step, f"{loss:.4f}") for step, loss in row["validation"]]
+    last = f"{row['first_loss']:.4f} before, {row['loss']:.4f} after {row['steps']} steps in {row['seconds']:.0f} s of training"
+    assert f"validation loss   {last}\n" in block[1]
+
+
+def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
+    presets = sorted((ROOT / "configs").glob("*.toml"))
+    assert len(presets) == 5
+    for preset in presets:
+        config = load_config(preset)
+        sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        idle = experts * (num_routed_experts(config.model) - config.model.num_experts_per_tok) // num_routed_experts(config.model)
+        active = sum(sizes.values()) - idle
+        assert f"| `configs/{preset.name}` | {sum(sizes.values()):,} | {active:,} | {experts:,} |\n" in SIZES
+
+        batch, length = config.train.batch_size, config.train.sequence_length
+        tokens = batch * length * config.train.steps
+        shown = f"{tokens / 1e6:.2f} M" if tokens < 1e9 else f"{tokens / 1e9:,.0f} B"
+        share = f"{tokens / active:.1f}" if tokens < active else f"{tokens / active:.0f}"
+        assert f"| {preset.stem} | {batch:,} x {length:,} | {shown} | {share} |\n" in SIZES
