@@ -180,7 +180,7 @@ class LogConfig:
     wandb_project: str = ""
     """Also report to this Weights & Biases project (extra `wandb`)."""
     picture: bool = True
-    """Draw loss.png at the end."""
+    """Draw loss.png at the end, and write report.html, a page of the run."""
     sample_prompt: str = "class Queue:"
     """The sample at the end continues this."""
     sample_tokens: int = 160

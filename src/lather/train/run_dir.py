@@ -4,7 +4,8 @@ config.toml        the resolved configuration        metrics.jsonl   a row per s
 provenance.json    versions, commit, data sets       loss.png        the picture
 tokenizer.json     the data set's                    checkpoints/    complete ones only
 huggingface/       what belongs to the tokenizer     changes.jsonl   what was changed, and when
-memory.json        planned and seen bytes
+memory.json        planned and seen bytes            sample.txt      the text at the end
+timeline.jsonl     who did what when                 report.html     a page of it all
 """
 
 from __future__ import annotations
