@@ -113,6 +113,7 @@ def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     console.print(table, highlight=False)
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")}
     warnings = f"{counts['warning']} {'warning' if counts['warning'] == 1 else 'warnings'}"
-    console.print(f"{counts['wrong'] or 'nothing'} wrong, {warnings}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
+    wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(counts["wrong"], f"{counts['wrong']} things are wrong")
+    console.print(f"{wrong}, {warnings}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
     if num_ranks == 1:
         console.print("links between ranks and their clocks are measured with --nproc 2 or more, or under torchrun", style="dim")

@@ -1,7 +1,7 @@
 """The checks of `lather doctor`: small functions from the ranks' facts, which may be made up, to findings with a verdict and a remedy.
 
-Limits of speed are there to find what is misconfigured (a network disk of the slow kind, NCCL over TCP, far too many threads): a machine that
-is in order is well on the right side of them.
+Limits of speed are there to find what is misconfigured (a slow network disk, NCCL over TCP, far too many threads). They are chosen, not
+measured: a machine in order should be far from them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from lather.doctor.links import LinkFacts
 Verdict = Literal["ok", "warning", "wrong"]
 
 GB, GIB = 10**9, 2**30
+SHOWN = ("lather", "python", "torch", "cuda", "nccl", "triton", "transformers")
+"""Packages that have a line of their own also when nothing is wrong with them."""
 MIN_CAPABILITY = (8, 0)
 """Compute capability from which GPUs multiply bf16, and for which the kernels are compiled in CI."""
 MIN_GPU_FREE, MIN_HOST_FREE = 0.9, 0.1
@@ -51,7 +53,7 @@ Check = Callable[[Sequence[RankFacts]], Iterator[Finding]]
 def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | None = None) -> Iterator[Finding]:
     """Every package is there if it is needed, new enough, and the same on all ranks."""
     needed = requirements() if needed is None else needed
-    own, missing = facts[0].versions, []
+    own, missing, others_there = facts[0].versions, [], []
     for name in dict.fromkeys([*own, *(one.name for one in needed)]):
         wanted = [one for one in needed if one.name == name]
         others = [f"{one.versions.get(name, 'none')} on rank {one.rank}" for one in facts if one.versions.get(name) != own.get(name)]
@@ -65,11 +67,16 @@ def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | N
                 yield Finding("versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'")
         elif old := [one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)]:
             remedy = f"pip install '{name}{old[0].specifier}'"
-            yield Finding("versions", name, f"{own[name]}, which is not {old[0].specifier}", "warning" if old[0].marker else "wrong", remedy)
-        else:
+            yield Finding(
+                "versions", name, f"{own[name]}, which is not {old[0].specifier}", "warning" if old[0].marker else "wrong", remedy
+            )
+        elif name in SHOWN:
             yield Finding("versions", name, own[name])
-    if missing:
-        yield Finding("versions", "extras", f"not installed: {', '.join(missing)}")
+        else:
+            others_there.append(f"{name} {own[name]}")
+    for name, several in {"others": others_there, "not installed": missing}.items():
+        if several:
+            yield Finding("versions", name, ", ".join(several))
 
 
 def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -104,7 +111,7 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks of a machine have no more threads than it has cores."""
     one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
-    found = f"{one.cores} cores, {one.ranks_here} {'rank' if one.ranks_here == 1 else 'ranks'} x {one.threads} threads{_on(one, facts)}"
+    found = f"{one.cores} cores, {one.ranks_here} x {one.threads} threads of torch{_on(one, facts)}"
     too_many = one.threads * one.ranks_here > one.cores
     remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks" if too_many else ""
     yield Finding("devices", "CPU", found, "warning" if too_many else "ok", remedy)
@@ -148,7 +155,7 @@ def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if len(facts) > 1:
         one = max(facts, key=lambda one: abs(one.clock))
         skew = abs(one.clock)
-        found = f"within {_time(skew)} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
+        found = f"within {_time(max(skew, 1e-3))} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
         verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
         yield Finding("clocks", "ranks", found, verdict, f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "")
 
@@ -161,13 +168,18 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
     for backend, operation in dict.fromkeys((link.backend, link.operation) for link in links):
         same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
         latency, *others = same
-        found = ", ".join([f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s of {_size(one.num_bytes)}" for one in others)])
+        found = ", ".join(
+            [f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s of {_size(one.num_bytes)}" for one in others)]
+        )
         verdict, remedy = "ok", ""
         if latency.seconds > MAX_LATENCY:
             verdict, remedy = "warning", "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
         if others and others[-1].bandwidth < MIN_BANDWIDTH[backend]:
             variable = f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
-            verdict, remedy = "warning", f"name the fast network in {variable}" + "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl")
+            verdict, remedy = (
+                "warning",
+                f"name the fast network in {variable}" + "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl"),
+            )
         if not all(one.is_right for one in same):
             found, verdict = f"wrong numbers arrived; {found}", "wrong"
             remedy = "a driver, a cable or a GPU is defective: try with NCCL_P2P_DISABLE=1, then run nccl-tests"
@@ -190,7 +202,7 @@ def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"
 
 
 def _size(num_bytes: int) -> str:

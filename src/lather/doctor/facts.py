@@ -1,4 +1,4 @@
-"""The facts that a rank finds out about where it runs: versions, GPUs, cores, memory, and the disk of the run directory. They judge nothing."""
+"""The facts that a rank finds out about where it runs: versions, GPUs, cores, memory, and the disk of the run directory."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def requirements() -> list[Requirement]:
 def versions() -> dict[str, str]:
     """Return the version of everything that a run's numbers may depend on."""
     own = provenance()
-    found = {"lather": own["lather"] + (f" at {own['commit']}" if own["commit"] else ""), "python": platform.python_version()}
+    commit = own["commit"] or ""
+    found = {"lather": f"{own['lather']} {commit[:12]}{commit[40:]}".rstrip(), "python": platform.python_version()}
     for name in dict.fromkeys(one.name for one in requirements()):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

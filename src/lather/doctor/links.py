@@ -66,7 +66,8 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, in
     "all-to-all": (_all_to_all, lambda size: (size - 1) / size, lambda rank, size: torch.arange(size)),
     "to the next rank": (_to_next, lambda size: 1.0, lambda rank, size: torch.tensor([(rank - 1) % size])),
 }
-"""The operation, the share of a message that a rank sends, and what a rank has to get if each sends its own number: equally many of each."""
+"""The operation, the share of a message that a rank sends, and the numbers that a rank has to get, equally many of each, if each rank sends
+its own number."""
 
 
 def measure_links(device: torch.device, sizes: tuple[int, ...] = ()) -> list[LinkFacts]:
@@ -95,11 +96,13 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
     wrong = float(not torch.equal(y.cpu(), right.repeat_interleave(count // len(right))))
     found = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return LinkFacts(name, "nccl" if device.type == "cuda" else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item())
+    return LinkFacts(
+        name, "nccl" if device.type == "cuda" else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item()
+    )
 
 
 def clock_offsets() -> list[float]:
-    """Seconds by which each rank's clock is ahead of rank 0's, in rank 0; every rank calls it. Off by half the time of an answer at most."""
+    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, give or take half the time of an answer; all call it."""
     rank, offsets = dist.get_rank(), [0.0]
     now = torch.zeros((), dtype=torch.float64)
     for other in range(1, dist.get_world_size()):

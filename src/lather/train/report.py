@@ -1,7 +1,7 @@
-"""A run as one HTML page: curves, experts' loads, memory, schedule, configuration, changes, versions and the sample, as far as the run has them.
+"""A run as one HTML page: curves, experts' loads, memory, schedule, sample, changes, versions and configuration.
 
-The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing leaves its part out; one that is damaged leaves
-a note in its place. A run may be writing meanwhile.
+The page (`report_page.html`) draws what `report_data` says. A file of the run that is missing leaves its part out; one that is damaged
+leaves a note in its place. A run may be writing meanwhile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.train.memory_check import FILE as MEMORY
-from lather.train.memory_check import differences
+from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
 from lather.train.plot import smooth
+from lather.train.run_dir import data_sets_of
 from lather.train.sampling import SAMPLE
 
 REPORT = "report.html"
@@ -75,7 +76,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "tiles": _part(notes, run_dir / "metrics.jsonl", lambda _: tiles(rows, planned), []),
         "finished": bool(steps) and planned is not None and steps[-1]["step"] >= planned,
         "curves": _part(notes, run_dir / "metrics.jsonl", lambda _: curves(rows), {}),
-        "validation": [_known(row, "step", "seconds", "validation_loss", "validation_losses") for row in rows if "validation_loss" in row],
+        "validation": [row for row in rows if "validation_loss" in row],
         "marks": [[row.step, row.brief()] for row in history.rows],
         "loads": _part(notes, run_dir / "metrics.jsonl", lambda _: loads(rows), None),
         "memory": _part(notes, run_dir / MEMORY, memory, None),
@@ -85,7 +86,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
             *(["", f"step {row['step']} was skipped: its loss or gradient was not finite"] for row in steps if row.get("skipped")),
             *([["", f"checkpoints: of step {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
-        "machine": _part(notes, run_dir / "provenance.json", lambda path: [*json.loads(path.read_text("utf-8")).items()], []),
+        "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
     finite: dict[str, Any] = _finite(data)
     return finite
@@ -100,7 +101,8 @@ def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]
     last, seconds = steps[-1], sum(row["step_seconds"] for row in steps)
     found = [["steps", f"{last['step']:,}" + (f" of {planned:,}" if planned else "")]]
     if validation:
-        found.append(["validation loss", f"{validation[0]:.4f} \N{RIGHTWARDS ARROW} {validation[-1]:.4f}"])
+        ends = [f"{loss:.4f}" for loss in (validation[0], validation[-1])]
+        found.append(["validation loss", " \N{RIGHTWARDS ARROW} ".join(ends if len(validation) > 1 else ends[:1])])
     if good := [row["loss"] for row in training_rows(list(rows))]:
         found.append(["training loss", f"{good[-1]:.4f}"])
     return [
@@ -150,7 +152,9 @@ def loads(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     size = sum(map(len, records[0]["expert_load"]))
     records = records[:: math.ceil(len(records) * size / MOST_LOADS)]
-    blocks = [[[round(load, 3) for load in row["expert_load"][block]] for row in records] for block in range(len(records[0]["expert_load"]))]
+    blocks = [
+        [[round(load, 3) for load in row["expert_load"][block]] for row in records] for block in range(len(records[0]["expert_load"]))
+    ]
     return {"steps": [row["step"] for row in records], "blocks": blocks}
 
 
@@ -158,13 +162,17 @@ def memory(path: Path) -> dict[str, Any]:
     """Bytes planned and seen, by rank and kind, and a sentence for each that differs."""
     ranks = json.loads(path.read_text("utf-8"))["ranks"]
     return {
-        "ranks": [[row["rank"], [[name, size["planned"], size["seen"]] for name, size in _sizes(row).items()]] for row in ranks],
+        "ranks": [[row["rank"], [[name, size["planned"], size["seen"]] for name, size in sizes_of(row).items()]] for row in ranks],
         "notes": [text for row in ranks for text in differences(row)],
     }
 
 
-def _sizes(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row["kinds"], "peak": row["peak"]}
+def machine(path: Path) -> list[list[str]]:
+    """The record of what the run was begun with: names and values, data sets with their identities."""
+    record = json.loads(path.read_text("utf-8"))
+    if "data" in record:
+        record["data"] = ", ".join(f"{folder} ({identity})" for folder, identity in data_sets_of(record))
+    return [[str(name), "none" if value is None else str(value)] for name, value in record.items()]
 
 
 def schedule(path: Path) -> dict[str, Any]:
@@ -181,10 +189,6 @@ def schedule(path: Path) -> dict[str, Any]:
         "bars": bars,
         "key": picture.color_key(timeline),
     }
-
-
-def _known(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: row[name] for name in names if name in row}
 
 
 def _part(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T) -> T:
