@@ -117,4 +117,4 @@ def test_every_finding_is_a_line_with_its_remedy_below(width: int) -> None:
     at = next(index for index, line in enumerate(lines) if "[free]" in line)
     assert lines[at].split() == ["wrong", "[free]", "0", "GiB"]
     assert lines[at + 1] == "\N{RIGHTWARDS ARROW} make room"
-    assert "1 thing is wrong, 0 warnings" in lines
+    assert "1 thing is wrong; warnings: 0" in lines

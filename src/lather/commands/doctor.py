@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
@@ -92,7 +92,7 @@ def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
 
 
 def _write(out: Path, findings: Sequence[Finding], facts: Sequence[RankFacts], links: Sequence[LinkFacts]) -> None:
-    lists = {"findings": findings, "ranks": facts, "links": links}
+    lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
     with whole_file(out, "--json") as aside:
         aside.write_text(json.dumps({name: [asdict(one) for one in several] for name, several in lists.items()}, indent=1) + "\n")
 
@@ -112,8 +112,7 @@ def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
         table.add_row(f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}")
     console.print(table, highlight=False)
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")}
-    warnings = f"{counts['warning']} {'warning' if counts['warning'] == 1 else 'warnings'}"
     wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(counts["wrong"], f"{counts['wrong']} things are wrong")
-    console.print(f"{wrong}, {warnings}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
+    console.print(f"{wrong}; warnings: {counts['warning']}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
     if num_ranks == 1:
         console.print("links between ranks and their clocks are measured with --nproc 2 or more, or under torchrun", style="dim")

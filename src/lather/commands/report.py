@@ -14,7 +14,7 @@ from lather.errors import UserError
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write an HTML page of a run without other files: curves, experts' loads, memory, schedule, sample, changes, versions, configuration."""
+    """Write a page of a run, one file of HTML: curves, experts' loads, memory, schedule, sample, changes, versions, configuration."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory."""

@@ -111,7 +111,7 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks of a machine have no more threads than it has cores."""
     one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
-    found = f"{one.cores} cores, {one.ranks_here} x {one.threads} threads of torch{_on(one, facts)}"
+    found = f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with {_count(one.threads, 'thread')}{_on(one, facts)}"
     too_many = one.threads * one.ranks_here > one.cores
     remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks" if too_many else ""
     yield Finding("devices", "CPU", found, "warning" if too_many else "ok", remedy)
@@ -169,7 +169,7 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
         same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
         latency, *others = same
         found = ", ".join(
-            [f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s of {_size(one.num_bytes)}" for one in others)]
+            [f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others)]
         )
         verdict, remedy = "ok", ""
         if latency.seconds > MAX_LATENCY:
@@ -199,6 +199,10 @@ def _least_free(share: float, least: float, remedy: str) -> tuple[Verdict, str]:
 def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:
     """Name the machine, if there are several."""
     return f" on {one.host}" if len({other.host for other in facts}) > 1 else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _time(seconds: float) -> str:

@@ -124,7 +124,7 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
     found["torch"] = torch.__version__  # with the build, such as +cu128
     if torch.cuda.is_available():
-        found["cuda"], found["nccl"] = str(torch.version.cuda), ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["cuda"], found["nccl"] = str(torch.version.cuda), ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 

@@ -102,7 +102,7 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
 
 
 def clock_offsets() -> list[float]:
-    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, give or take half the time of an answer; all call it."""
+    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, within half the time of an answer; all call it."""
     rank, offsets = dist.get_rank(), [0.0]
     now = torch.zeros((), dtype=torch.float64)
     for other in range(1, dist.get_world_size()):

@@ -156,7 +156,7 @@ def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
     return row
 
 
-def sizes_of(row: dict[str, Any]) -> dict[str, dict[str, int | None]]:
+def sizes_of(row: dict[str, Any]) -> dict[str, Any]:
     """Bytes planned and seen of a row of memory.json, by kind and at the peak."""
     return {**row["kinds"], "peak": row["peak"]}
 

@@ -10,9 +10,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +44,6 @@ POINTS = 1000
 """Steps of a longer run are divided into so many groups, and of each the rows with the least and greatest loss and gradient are kept."""
 MOST_LOADS = 300_000
 """Loads of experts on a page; of more, later records are passed over evenly."""
-
-T = TypeVar("T")
 
 
 def write_report(run_dir: Path, out: Path) -> None:
@@ -84,7 +83,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "happened": [
             *([row.time, f"forked from {row.forked_from}" * bool(row.forked_from) or row.describe()] for row in history.rows),
             *(["", f"step {row['step']} was skipped: its loss or gradient was not finite"] for row in steps if row.get("skipped")),
-            *([["", f"checkpoints: of step {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
+            *([["checkpoints", f"steps {', '.join(map(str, checkpoints))}"]] if checkpoints else []),
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
@@ -133,7 +132,7 @@ def kept_rows(steps: Sequence[dict[str, Any]]) -> list[int]:
     if len(steps) <= 4 * POINTS:
         return list(range(len(steps)))
 
-    def value(index: int, name: str) -> float:
+    def value(name: str, index: int) -> float:
         number = steps[index].get(name)
         return math.inf if number is None else float(number)
 
@@ -141,7 +140,7 @@ def kept_rows(steps: Sequence[dict[str, Any]]) -> list[int]:
     for group in range(POINTS):
         indices = range(group * len(steps) // POINTS, (group + 1) * len(steps) // POINTS)
         for name in ("loss", "grad_norm"):
-            kept |= {choose(indices, key=lambda index, name=name: value(index, name)) for choose in (min, max)}
+            kept |= {choose(indices, key=partial(value, name)) for choose in (min, max)}
     return sorted(kept)
 
 
@@ -188,10 +187,11 @@ def schedule(path: Path) -> dict[str, Any]:
         "lanes": list(lanes),
         "bars": bars,
         "key": picture.color_key(timeline),
+        "dark": sorted(picture.DARK),
     }
 
 
-def _part(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T) -> T:
+def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: Any) -> Any:
     """Return what `read` makes of a file; `otherwise` if it is not there, or if it is damaged, which is noted."""
     if not path.exists():
         return otherwise
