@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "lather"
 ROOMS = (
     "cli",
     "commands",
+    "doctor",
     "evaluation",
     "train",
     "generation",

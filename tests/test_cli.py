@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import html
 import json
 import os
 import shutil
@@ -39,10 +40,14 @@ def test_train_ends_with_losses_sample_and_paths_that_exist(trained: tuple[Path,
     assert any(line.startswith("step 12/12  loss") for line in lines)
     assert any("before" in line and "after 12 steps" in line for line in lines)
     assert any(line.startswith("--- sample") for line in lines)
-    for name, path in [("metrics", "metrics.jsonl"), ("picture", "loss.png"), ("checkpoint", "checkpoints/step-00000012")]:
+    files = {"metrics": "metrics.jsonl", "picture": "loss.png", "report": "report.html", "checkpoint": "checkpoints/step-00000012"}
+    for name, path in files.items():
         (shown,) = [line.split()[1] for line in lines if line.split()[:1] == [name]]
         assert Path(shown) == run_dir / path
         assert Path(shown).exists()
+    sample = (run_dir / "sample.txt").read_text("utf-8")
+    assert sample in out
+    assert html.escape(sample) in (run_dir / "report.html").read_text("utf-8")
 
 
 def test_metrics_have_every_step_and_validation(trained: tuple[Path, Path, str]) -> None:

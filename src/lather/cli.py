@@ -28,6 +28,8 @@ usage: lather COMMAND ...
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
   export RUN FOLDER                  write a run's model as a Hugging Face folder, or its adapters for PEFT
   plot RUN [RUN ...]                 draw loss over steps and over seconds, and the time that the optimizer takes
+  report RUN                         a page of a run: curves, experts' loads, memory, schedule, configuration, changes
+  doctor                             check versions, devices, disk and memory, and with --nproc N clocks and links of ranks
   plan CONFIG --world N              the memory that each rank will need
   profile CONFIG                     the activations that each layer keeps between forward and backward
   bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
@@ -43,6 +45,8 @@ COMMANDS = {
     "import": "exchange",
     "export": "exchange",
     "plot": "plot",
+    "report": "report",
+    "doctor": "doctor",
     "plan": "plan",
     "profile": "profile",
     "bench": "bench",

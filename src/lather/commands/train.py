@@ -124,6 +124,7 @@ def _report(config: Config, outcome: RunOutcome) -> None:
     for name, path in {
         "metrics": run_dir / "metrics.jsonl",
         "picture": run_dir / "loss.png",
+        "report": run_dir / "report.html",
         "checkpoint": outcome.checkpoint,
         "configuration": run_dir / "config.toml",
     }.items():

@@ -197,7 +197,7 @@ class LogConfig:
     wandb_project: str = ""
     """Also log to this Weights & Biases project (extra `wandb`)."""
     picture: bool = True
-    """Draw loss.png at the end."""
+    """Draw loss.png at the end, and write report.html, a page of the run."""
     sample_prompt: str = "class Queue:"
     """Text that the sample at the end continues."""
     sample_tokens: int = 160

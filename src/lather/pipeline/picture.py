@@ -60,6 +60,7 @@ class Bar:
     bottom: float
     top: float
     color: str
+    action: str
     number: int | None = None
 
 
@@ -80,7 +81,7 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     lanes = {rank: lane for lane, rank in enumerate(ranks)}
-    boxes = list(_boxes(timeline, lanes))
+    boxes = list(bars(timeline, lanes))
     _draw_idle(axes, timeline, lanes)
     _draw_boxes(axes, boxes)
     _draw_frame(axes, timeline, lanes)
@@ -107,23 +108,24 @@ def _stages(timeline: Timeline) -> dict[int, list[int]]:
     return {rank: sorted(stages[rank]) for rank in timeline.ranks}
 
 
-def _boxes(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
+def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
+    """Make the boxes of all events; their times begin with the timeline, and `lanes` has the place of each rank."""
     stages = _stages(timeline)
     for event in timeline.events:
         middle, chunks = lanes[event.rank], event.action.chunks
         left, right = event.start - timeline.start, event.end - timeline.start
         if event.action.kind is Kind.REFRESH:
-            yield Bar(left, right, middle + LANE, middle - LANE, REFRESH)
+            yield Bar(left, right, middle + LANE, middle - LANE, REFRESH, str(event.action))
             continue
         if event.action.kind not in COMPUTE:
             if right > left:
-                yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER)
+                yield Bar(left, right, middle + LANE, middle + LANE - STRIP, OTHER, str(event.action))
             continue
         height = 2 * LANE / len(chunks)
         for index, chunk in enumerate(chunks):
             color = COLORS[chunk.kind][chunk.stage > stages[event.rank][0]]
             top = middle - LANE + index * height
-            yield Bar(left, right, top + height, top, color, chunk.micro_batch)
+            yield Bar(left, right, top + height, top, color, str(event.action), chunk.micro_batch)
 
 
 def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
@@ -175,13 +177,19 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Bar]) -> None:
             axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=size, color=color, zorder=3)
 
 
-def _legend(timeline: Timeline) -> list[Patch]:
+def color_key(timeline: Timeline) -> list[tuple[str, str]]:
+    """Colours of the kinds that a timeline has, and their names."""
     kinds = {chunk.kind for event in timeline.events for chunk in event.action.chunks}
-    patches = [Patch(facecolor=COLORS[kind][0], label=label) for kind, label in LABELS.items() if kind in kinds]
+    found = [(COLORS[kind][0], label) for kind, label in LABELS.items() if kind in kinds]
     if Kind.REFRESH in kinds:
-        patches.append(Patch(facecolor=REFRESH, label="refresh"))
+        found.append((REFRESH, "refresh"))
     if any(event.action.kind not in (*COMPUTE, Kind.REFRESH) and event.end > event.start for event in timeline.events):
-        patches.append(Patch(facecolor=OTHER, label="transfers, FSDP"))
+        found.append((OTHER, "transfers, FSDP"))
+    return found
+
+
+def _legend(timeline: Timeline) -> list[Patch]:
+    patches = [Patch(facecolor=color, label=label) for color, label in color_key(timeline)]
     patches.append(Patch(facecolor="#f7f7f7", edgecolor="#cfcfcf", hatch="////", label="idle"))
     if any(len(stages) > 1 for stages in _stages(timeline).values()):
         patches.append(Patch(facecolor="none", label="(darker: the rank's second stage)"))

@@ -25,6 +25,9 @@ from lather.device import gpu_module, is_gpu
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
+FILE = "timeline.jsonl"
+"""Its name in a run directory."""
+
 Moment = Any
 """Seconds on a CPU, a stream's event on a GPU."""
 

@@ -3,16 +3,12 @@ explored with the mouse. The template `plan_page.html` draws the values of `page
 
 from __future__ import annotations
 
-import html
-import json
-import re
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from matplotlib.colors import to_hex
 
-from lather import __version__
+from lather import page
 from lather.memory.profile_report import unit_of, whole_file
 from lather.planning.ledger import KINDS, MemoryTimeline
 from lather.planning.plan import MemoryPlan
@@ -25,12 +21,8 @@ POINTS = 700
 
 def write_page(plan: MemoryPlan, memory: int | None, title: str, configuration: str, out: Path) -> None:
     """Write the page; `configuration` is TOML. Raises UserError if `out` cannot be written."""
-    template = files("lather.planning").joinpath("plan_page.html").read_text("utf-8")
-    data = json.dumps(page_data(plan, memory), separators=(",", ":")).replace("</", "<\\/")
-    texts = {"title": html.escape(title), "configuration": html.escape(configuration), "version": __version__, "data": data}
-    page = re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], template)
     with whole_file(out, "--html") as aside:
-        aside.write_text(page, "utf-8")
+        page.write_page(aside, ("lather.planning", "plan_page.html"), page_data(plan, memory), title=title, configuration=configuration)
 
 
 def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:

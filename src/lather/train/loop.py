@@ -33,11 +33,12 @@ from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.engine.trained_parameters import trained_parameters, with_adapters
 from lather.errors import DataError, UserError
-from lather.files import read_rows
+from lather.files import read_rows, write_aside
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.parallel.agreement import of_first, together
 from lather.parallel.mesh import Mesh
+from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 from lather.train.companions import same_tokenizer
 from lather.train.initial_weights import find_start, load_start
@@ -54,9 +55,7 @@ from lather.train.metrics import (
 from lather.train.resume import Start
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
-from lather.train.sampling import sample_text
-
-TIMELINE = "timeline.jsonl"
+from lather.train.sampling import SAMPLE, sample_text
 
 
 class DivergedError(RuntimeError):
@@ -272,17 +271,22 @@ class _TrainingRun:
         finished = self.progress.step == self.config.train.steps
         rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 and self._can_sample() else ""
+        if sample:
+            write_aside(self.path / SAMPLE, sample)
         if finished and self.config.log.picture and any(training_rows(rows)):
             from lather.train.plot import draw  # matplotlib takes a second to import
+            from lather.train.report import REPORT, write_report
 
             draw([self.path], self.path / "loss.png")
+            write_report(self.path, self.path / REPORT)
         return RunOutcome(
             finished=finished,
             step=self.progress.step,
             seconds=self.progress.seconds,
             first_validation_loss=losses[0] if losses else None,
             last_validation_loss=losses[-1] if losses else None,
-            sample=self._sample(checkpoint) if finished and self.mesh.rank == 0 and self._can_sample() else "",
+            sample=sample,
             checkpoint=checkpoint,
         )
 

@@ -158,11 +158,15 @@ def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
     return row
 
 
+def sizes_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Bytes planned and seen of a row of memory.json, by kind and at the peak."""
+    return {**row["kinds"], "peak": row["peak"]}
+
+
 def differences(row: dict[str, Any]) -> list[str]:
-    """Describe each entry of a row that differs from the plan by more than `TOLERANCE`."""
-    sizes = {**row["kinds"], "peak": row["peak"]}
+    """Describe each size of a row that differs from the plan by more than `TOLERANCE`."""
     found = []
-    for name, size in sizes.items():
+    for name, size in sizes_of(row).items():
         planned, seen = size["planned"], size["seen"]
         if seen is not None and abs(seen - planned) > TOLERANCE * planned:
             found.append(f"rank {row['rank']} had {seen / GIB:.3f} GiB of {name} where {planned / GIB:.3f} were planned")

@@ -94,7 +94,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
 
 def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
     axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
-    axes.plot(x, _smooth(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
+    axes.plot(x, smooth(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
     if len(run.validation):
         last = run.validation[-1, 2]
         axes.plot(
@@ -113,7 +113,7 @@ def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
         label.set(rotation=90, horizontalalignment="right", verticalalignment="top", fontsize=7, color=color)
 
 
-def _smooth(values: Array) -> Array:
+def smooth(values: Array) -> Array:
     """Compute the exponential moving average, corrected for its start at zero."""
     average, weight, smoothed = 0.0, 0.0, np.empty(len(values))
     for index, value in enumerate(values):

@@ -4,7 +4,8 @@ config.toml        resolved configuration               metrics.jsonl   a row pe
 provenance.json    versions, commit, data sets          loss.png        picture of the losses
 tokenizer.json     tokenizer of the data set            checkpoints/    complete checkpoints only
 huggingface/       companion files of the tokenizer     changes.jsonl   history of changes
-memory.json        planned and measured bytes
+memory.json        planned and measured bytes           sample.txt      text generated at the end
+timeline.jsonl     actions of each rank over time       report.html     page of the whole run
 """
 
 from __future__ import annotations

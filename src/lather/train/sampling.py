@@ -12,6 +12,9 @@ from lather.generation.text import encode_prompt
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
 
+SAMPLE = "sample.txt"
+"""Its file in the run directory."""
+
 
 def sample_text(model: Decoder, config: Config, run_dir: Path, prompt: str, num_tokens: int, *, seed: int) -> str:
     """Return `prompt` and its continuation by the model, which reads the last `train.sequence_length` tokens.

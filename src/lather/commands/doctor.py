@@ -1,0 +1,118 @@
+"""`lather doctor [--nproc N] [--run-dir DIR]`: whether what a training run needs is there and in order, also under torchrun or srun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lather.commands.parsing import parse_arguments
+from lather.console import wide_console
+from lather.doctor.checks import CHECKS, Finding, check_links
+from lather.doctor.facts import RankFacts, find_facts, nearest_folder, probe_file
+from lather.doctor.links import LinkFacts, clock_offsets, measure_links
+from lather.engine.step import pick_device
+from lather.errors import ConfigError
+from lather.memory.profile_report import whole_file
+from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
+from lather.parallel.launch.world import World
+
+STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+TIMEOUT = 120.0
+"""Seconds that ranks wait for each other."""
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check versions, devices, memory, the disk of the run directory, and with --nproc N (or under torchrun or srun) clocks of ranks and
+    links between them. The exit status is 1 if something is wrong."""
+
+    run_dir: Path = Path("runs")
+    """Where runs are written; it is not made."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of each rank."""
+    json: Path | None = None
+    """File to write every number to."""
+
+
+def doctor_command(arguments: list[str]) -> int:
+    """Examine, in this process or in several, and print the findings."""
+    rest, nproc = take_nproc(arguments)
+    parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
+    world = World.of_environment(os.environ)
+    if world is not None and nproc is not None:
+        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+    options = GroupOptions(pick_device(parsed.device), TIMEOUT)
+    if world is not None:
+        return join(examine, (parsed,), world, options)
+    return launch(examine, (parsed,), nproc or 1, options)
+
+
+def examine(parsed: DoctorArguments, world: World) -> int:
+    """One rank's part; the first one shows the findings. Returns the exit status, the same in every rank."""
+    device = world.device(pick_device(parsed.device))
+    facts, links = [find_facts(world, device, parsed.run_dir)], []
+    if world.size > 1:
+        facts = _gathered(facts[0], parsed.run_dir, world)
+        links = measure_links(device)
+    findings = [finding for check in CHECKS for finding in check(facts)] + list(check_links(links))
+    if world.rank == 0:
+        if parsed.json:
+            _write(parsed.json, findings, facts, links)
+        show(findings, world.size, wide_console(80))
+    return int(any(finding.verdict == "wrong" for finding in findings))
+
+
+def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
+    """The facts of all ranks, with what only several find out; every rank calls it and gets the same."""
+    file = probe_file(nearest_folder(run_dir), "shared")
+    with contextlib.suppress(OSError):
+        if world.rank == 0:
+            file.touch()
+    dist.barrier()
+    own = replace(own, sees_run_dir=file.exists())
+    everybody: list[RankFacts] = [own] * world.size
+    dist.all_gather_object(everybody, own)
+    with contextlib.suppress(OSError):
+        if world.rank == 0:
+            file.unlink()
+    offsets = [clock_offsets()]
+    dist.broadcast_object_list(offsets)
+    return [replace(one, clock=offset) for one, offset in zip(everybody, offsets[0], strict=True)]
+
+
+def _write(out: Path, findings: Sequence[Finding], facts: Sequence[RankFacts], links: Sequence[LinkFacts]) -> None:
+    lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
+    with whole_file(out, "--json") as aside:
+        aside.write_text(json.dumps({name: [asdict(one) for one in several] for name, several in lists.items()}, indent=1) + "\n")
+
+
+def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
+    """Print a line for each finding, the remedy below it, and how many are wrong."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", "check", "found"):
+        table.add_column(name, overflow="fold")
+    topic = ""
+    for one in findings:
+        if one.topic != topic:
+            topic = one.topic
+            table.add_row("", f"[bold]{topic}")
+        remedy = f"\n[bold]\N{RIGHTWARDS ARROW} {escape(one.remedy)}[/]" if one.remedy else ""
+        style = STYLES[one.verdict]
+        table.add_row(f"[{style}]{one.verdict}", f"  {escape(one.name)}", f"{escape(one.found)}{remedy}")
+    console.print(table, highlight=False)
+    counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("wrong", "warning")}
+    wrong = {0: "nothing is wrong", 1: "1 thing is wrong"}.get(counts["wrong"], f"{counts['wrong']} things are wrong")
+    console.print(f"{wrong}; warnings: {counts['warning']}", style=STYLES["wrong" if counts["wrong"] else "ok"], highlight=False)
+    if num_ranks == 1:
+        console.print("links between ranks and their clocks are measured with --nproc 2 or more, or under torchrun", style="dim")

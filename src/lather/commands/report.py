@@ -1,0 +1,36 @@
+"""`lather report RUN [--out FILE]`: the page of a run, which may still be training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lather.commands.parsing import parse_arguments
+from lather.errors import UserError
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write a page of a run, one file of HTML: curves, experts' loads, memory, schedule, sample, changes, versions, configuration."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory."""
+    out: Path | None = None
+    """File to write; left out: report.html in the run's folder."""
+
+
+def report_command(arguments: list[str]) -> int:
+    """Write the page and print where it is."""
+    parsed = parse_arguments(ReportArguments, "lather report", arguments)
+    if not any((parsed.run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
+        raise UserError(f"{parsed.run}: not a run (it has no metrics.jsonl): give the run_dir of a training run")
+
+    from lather.train.report import REPORT, write_report  # matplotlib takes a second to import
+
+    out = parsed.out or parsed.run / REPORT
+    write_report(parsed.run, out)
+    print(out)
+    return 0

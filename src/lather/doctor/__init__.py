@@ -1,0 +1,1 @@
+"""Checks of versions, devices, disks, clocks and links between ranks, for `lather doctor`."""

@@ -1,0 +1,213 @@
+"""The checks of `lather doctor`: small functions from the ranks' facts, which may be made up, to findings with a verdict and a remedy.
+
+Limits of speed are there to find what is misconfigured (a slow network disk, NCCL over TCP, far too many threads). They are chosen, not
+measured: a machine in order should be far from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from lather.doctor.facts import PROBE_BYTES, DiskFacts, RankFacts, requirements
+from lather.doctor.links import LinkFacts
+
+Verdict = Literal["ok", "warning", "wrong"]
+
+GB, GIB = 10**9, 2**30
+SHOWN = ("lather", "python", "torch", "cuda", "nccl", "triton", "transformers")
+"""Packages that have a line of their own also when nothing is wrong with them."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which GPUs multiply bf16, and for which the kernels are compiled in CI."""
+MIN_GPU_FREE, MIN_HOST_FREE = 0.9, 0.1
+"""Shares of memory that should be free before a run."""
+MIN_DISK_FREE = 10 * GIB
+MIN_DISK_SPEED = 50e6
+"""Bytes per second."""
+MAX_SKEW, WRONG_SKEW = 1.0, 10.0
+"""Seconds between two clocks that are a warning, and wrong."""
+MIN_BANDWIDTH = {"gloo": 0.05 * GB, "nccl": 1.0 * GB}
+"""Bytes per second with the largest message."""
+MAX_LATENCY = 0.02
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report."""
+
+    topic: str
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    remedy: str = ""
+
+
+Check = Callable[[Sequence[RankFacts]], Iterator[Finding]]
+
+
+def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | None = None) -> Iterator[Finding]:
+    """Every package is there if it is needed, new enough, and the same on all ranks."""
+    needed = requirements() if needed is None else needed
+    own, missing, others_there = facts[0].versions, [], []
+    for name in dict.fromkeys([*own, *(one.name for one in needed)]):
+        wanted = [one for one in needed if one.name == name]
+        others = [f"{one.versions.get(name, 'none')} on rank {one.rank}" for one in facts if one.versions.get(name) != own.get(name)]
+        if others:
+            remedy = f"install the same {name} everywhere"
+            yield Finding("versions", name, f"{own.get(name, 'none')} on rank 0, {others[0]}", "wrong", remedy)
+        elif name not in own:
+            if all(one.marker for one in wanted):
+                missing.append(name)
+            else:
+                yield Finding("versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'")
+        elif old := [one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)]:
+            remedy = f"pip install '{name}{old[0].specifier}'"
+            yield Finding(
+                "versions", name, f"{own[name]}, which is not {old[0].specifier}", "warning" if old[0].marker else "wrong", remedy
+            )
+        elif name in SHOWN:
+            yield Finding("versions", name, own[name])
+        else:
+            others_there.append(f"{name} {own[name]}")
+    for name, several in {"others": others_there, "not installed": missing}.items():
+        if several:
+            yield Finding("versions", name, ", ".join(several))
+
+
+def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """GPUs that torch sees, can use, and that nobody else uses; kernels run on them."""
+    gpus = [(one, gpu) for one in facts for gpu in one.gpus]
+    if any(one.has_unseen_gpu for one in facts):
+        host = next(one.host for one in facts if one.has_unseen_gpu)
+        remedy = "install a CUDA build of torch that fits the driver (nvidia-smi shows its CUDA version; pytorch.org/get-started)"
+        yield Finding("devices", "GPU", f"{host} has one, and torch sees none", "wrong", remedy)
+    elif not gpus:
+        yield Finding("devices", "GPU", "none in use: training on the CPU")
+    for gpu in dict.fromkeys(gpu.name for _, gpu in gpus):
+        same = [(one, other) for one, other in gpus if other.name == gpu]
+        owner, least = min(same, key=lambda pair: pair[1].free)
+        capability = ".".join(map(str, least.capability))
+        found = f"{len(same)} x {gpu}, capability {capability}, {least.memory / GIB:.1f} GiB, at least {least.free / GIB:.1f} free"
+        verdict, remedy = _least_free(least.free / least.memory, MIN_GPU_FREE, f"end other programs on the GPU of rank {owner.rank}")
+        if least.capability < MIN_CAPABILITY:
+            verdict, remedy = "warning", 'it does not multiply bf16 quickly: train with train.precision = "fp32"'
+        yield Finding("devices", "GPU", found, verdict, remedy)
+    for one in facts:
+        if one.kernel_error:
+            absent = one.kernel_error == "absent"
+            found = "Triton is not installed: slower operations of torch are used" if absent else f"rank {one.rank}: {one.kernel_error}"
+            remedy = "pip install triton, as torch's CUDA builds for Linux do" if absent else "Triton needs a C compiler (gcc) and a driver"
+            yield Finding("devices", "Triton kernel", found, "wrong", remedy)
+            return
+    if gpus:
+        yield Finding("devices", "Triton kernel", "runs, and has the numbers of torch's operations")
+
+
+def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Ranks of a machine have no more threads than it has cores."""
+    one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
+    found = f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with {_count(one.threads, 'thread')}{_on(one, facts)}"
+    too_many = one.threads * one.ranks_here > one.cores
+    remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks" if too_many else ""
+    yield Finding("devices", "CPU", found, "warning" if too_many else "ok", remedy)
+
+
+def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Hosts have memory left."""
+    known = [one for one in facts if one.memory]
+    if known:
+        one = min(known, key=lambda one: one.memory_free)
+        verdict, remedy = _least_free(one.memory_free / one.memory, MIN_HOST_FREE, "end other programs")
+        found = f"{one.memory_free / GIB:.1f} of {one.memory / GIB:.1f} GiB free{_on(one, facts)}"
+        yield Finding("memory", "host", found, verdict, remedy)
+
+
+def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """The run directory can be written, quickly, has room, and is one for all machines."""
+    disks = [(one, one.disk) for one in facts if one.disk]
+    for one, disk in disks:
+        if disk.error:
+            yield Finding("disk", disk.folder, f"cannot be written{_on(one, facts)}: {disk.error}", "wrong", "give another --run-dir")
+            return
+    owner, least = min(disks, key=lambda pair: pair[1].free)
+    place = _on(owner, facts)
+    yield Finding("disk", "free", f"{least.free / GIB:.1f} GiB in {least.folder}{place}", *_room(least))
+    if measured := [(one, disk) for one, disk in disks if disk.write]:
+        owner, slowest = min(measured, key=lambda pair: pair[1].write)
+        found = f"write {slowest.write / 1e6:,.0f} MB/s with fsync, read {slowest.read / 1e6:,.0f} MB/s{_on(owner, facts)}"
+        slow = min(slowest.write, slowest.read) < MIN_DISK_SPEED
+        remedy = "use a faster disk, or checkpoint.asynchronous = true: training stands still while checkpoints are written"
+        yield Finding("disk", "speed", found, "warning" if slow else "ok", remedy if slow else "")
+    if blind := [one for one in facts if not one.sees_run_dir]:
+        remedy = "all ranks must see the run directory at one path: put it on a disk that the machines share"
+        yield Finding("disk", "one for all ranks", f"rank {blind[0].rank} on {blind[0].host} does not see rank 0's", "wrong", remedy)
+    elif len(facts) > 1:
+        yield Finding("disk", "one for all ranks", "every rank sees a file that rank 0 has written")
+
+
+def check_clocks(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Clocks of the ranks agree."""
+    if len(facts) > 1:
+        one = max(facts, key=lambda one: abs(one.clock))
+        skew = abs(one.clock)
+        found = f"within {_time(max(skew, 1e-3))} of rank 0's" + (f", rank {one.rank} on {one.host}" if skew > MAX_SKEW else "")
+        verdict: Verdict = "wrong" if skew > WRONG_SKEW else "warning" if skew > MAX_SKEW else "ok"
+        yield Finding("clocks", "ranks", found, verdict, f"set the clock of {one.host}: chrony or ntpd" if verdict != "ok" else "")
+
+
+CHECKS: tuple[Check, ...] = (check_versions, check_devices, check_threads, check_memory, check_disk, check_clocks)
+
+
+def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
+    """Messages arrive with the right numbers, and quickly."""
+    for backend, operation in dict.fromkeys((link.backend, link.operation) for link in links):
+        same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
+        latency, *others = same
+        found = ", ".join(
+            [f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others)]
+        )
+        verdict, remedy = "ok", ""
+        if latency.seconds > MAX_LATENCY:
+            verdict, remedy = "warning", "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
+        if others and others[-1].bandwidth < MIN_BANDWIDTH[backend]:
+            variable = f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
+            verdict, remedy = (
+                "warning",
+                f"name the fast network in {variable}" + "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl"),
+            )
+        if not all(one.is_right for one in same):
+            found, verdict = f"wrong numbers arrived; {found}", "wrong"
+            remedy = "a driver, a cable or a GPU is defective: try with NCCL_P2P_DISABLE=1, then run nccl-tests"
+        yield Finding(f"links, {backend}", operation, found, verdict, remedy)  # type: ignore[arg-type]
+
+
+def _room(disk: DiskFacts) -> tuple[Verdict, str]:
+    if disk.free < 2 * PROBE_BYTES:
+        return "wrong", "the disk is full: make room, or give another --run-dir"
+    return ("warning", "checkpoints may fill it: make room, or lower checkpoint.keep_last") if disk.free < MIN_DISK_FREE else ("ok", "")
+
+
+def _least_free(share: float, least: float, remedy: str) -> tuple[Verdict, str]:
+    return ("warning", remedy) if share < least else ("ok", "")
+
+
+def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:
+    """Name the machine, if there are several."""
+    return f" on {one.host}" if len({other.host for other in facts}) > 1 else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} B" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"

@@ -1,0 +1,122 @@
+"""Measurements between ranks: how long an all-reduce, an all-to-all and a transfer to the next rank take, and how far clocks are apart.
+
+Bandwidth is what a rank sends, which of B bytes is 2 (n - 1) / n B in an all-reduce, (n - 1) / n B in an all-to-all, and B to the next rank
+(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Latency is the time of the smallest message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lather.device import gpu_module, is_gpu
+
+SMALLEST = 8
+"""Bytes of the message whose time is the latency; all-to-all has 8 for each rank."""
+SIZES = {"cpu": (SMALLEST, 2**20, 16 * 2**20), "gpu": (SMALLEST, 2**20, 256 * 2**20)}
+"""Bytes of messages, by kind of device."""
+REPEATS, ROUNDS = 5, 10
+"""Measurements whose median counts, and questions to each clock, of which the one with the quickest answer counts."""
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """A measurement of all ranks: that of the slowest."""
+
+    operation: str
+    backend: str
+    num_bytes: int
+    seconds: float
+    sent: float
+    """Bytes that each rank sends."""
+    is_right: bool
+    """Whether every rank got the numbers that it had to get."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.sent / self.seconds
+
+
+def _all_reduce(x: Tensor, y: Tensor) -> None:
+    y.copy_(x)
+    dist.all_reduce(y)
+
+
+def _all_to_all(x: Tensor, y: Tensor) -> None:
+    dist.all_to_all_single(y, x)
+
+
+def _to_next(x: Tensor, y: Tensor) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transfers = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, y, (rank - 1) % size)]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+
+
+Operation = Callable[[Tensor, Tensor], None]
+OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, int], Tensor]]] = {
+    "all-reduce": (_all_reduce, lambda size: 2 * (size - 1) / size, lambda rank, size: torch.tensor([size * (size - 1) / 2])),
+    "all-to-all": (_all_to_all, lambda size: (size - 1) / size, lambda rank, size: torch.arange(size)),
+    "to the next rank": (_to_next, lambda size: 1.0, lambda rank, size: torch.tensor([(rank - 1) % size])),
+}
+"""The operation, the share of a message that a rank sends, and the numbers that a rank has to get, equally many of each, if each rank sends
+its own number."""
+
+
+def measure_links(device: torch.device, sizes: tuple[int, ...] = ()) -> list[LinkFacts]:
+    """Measure each operation with messages of each size, in bytes; every rank calls it and gets the same."""
+    sizes = sizes or SIZES["gpu" if is_gpu(device) else "cpu"]
+    return [_measure(name, num_bytes, device) for name in OPERATIONS for num_bytes in sizes]
+
+
+def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
+    operation, share, expected = OPERATIONS[name]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = max(num_bytes // 4 // size, 2) * size if name == "all-to-all" else num_bytes // 4
+    x = torch.full((count,), float(rank), device=device)
+    y = torch.empty_like(x)
+
+    def seconds() -> float:
+        dist.all_reduce(torch.zeros(()))
+        start = time.perf_counter()
+        operation(x, y)
+        if is_gpu(device):
+            gpu_module(device).synchronize(device)
+        return time.perf_counter() - start
+
+    seconds()  # connections are made
+    right = expected(rank, size).float()
+    wrong = float(not torch.equal(y.cpu(), right.repeat_interleave(count // len(right))))
+    found = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return LinkFacts(
+        name, "nccl" if device.type == "cuda" else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item()
+    )
+
+
+def clock_offsets() -> list[float]:
+    """Return, in rank 0, the seconds by which each rank's clock is ahead of its own, within half the time of an answer; all call it."""
+    rank, offsets = dist.get_rank(), [0.0]
+    now = torch.zeros((), dtype=torch.float64)
+    for other in range(1, dist.get_world_size()):
+        answers = []
+        for _ in range(ROUNDS if rank in (0, other) else 0):
+            if rank == other:
+                dist.recv(now, 0)
+                dist.send(now.fill_(time.time()), 0)
+                continue
+            asked = time.time()
+            dist.send(now, other)
+            dist.recv(now, other)
+            answered = time.time()
+            answers.append((answered - asked, now.item() - (asked + answered) / 2))
+        if rank == 0:
+            offsets.append(min(answers)[1])
+    return offsets

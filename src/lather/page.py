@@ -1,0 +1,28 @@
+"""Pages of HTML that are one file: a template with its texts, its data, and the style and script that all pages share, filled in.
+
+A template has places such as `{{title}}`. Its policy (`Content-Security-Policy`) lets a browser load nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lather import __version__
+
+
+def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) -> None:
+    """Write the page that a template, as package and file name, makes of plain values and texts, in which HTML means nothing."""
+    own = files("lather")
+    filled = {
+        **{name: html.escape(text) for name, text in {"version": __version__, **texts}.items()},
+        "style": own.joinpath("page.css").read_text("utf-8"),
+        "script": own.joinpath("page.js").read_text("utf-8"),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    page = files(template[0]).joinpath(template[1]).read_text("utf-8")
+    aside.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], page), "utf-8", errors="replace")

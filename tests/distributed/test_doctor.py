@@ -1,0 +1,35 @@
+"""`lather doctor` in two real ranks: what it measures, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lather", "doctor", "--nproc", "2", "--device", "cpu", "--run-dir", "runs/new", "--json", "found.json"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    links = {(link["operation"], link["num_bytes"]): link for link in found["links"]}
+    assert len(links) == 9
+    assert all(link["is_right"] and link["backend"] == "gloo" and link["seconds"] > 0 for link in links.values())
+    largest = 16 * 2**20
+    assert [links[name, largest]["sent"] / largest for name in ("all-reduce", "all-to-all", "to the next rank")] == [1, 0.5, 1]
+    first, second = found["ranks"]
+    assert (first["rank"], second["rank"], first["clock"]) == (0, 1, 0.0)
+    assert 0 < abs(second["clock"]) < 0.5  # one clock, asked for over gloo
+    assert first["disk"]["write"] > 0
+    assert second["disk"] is None
+    assert first["sees_run_dir"]
+    assert second["sees_run_dir"]
+    assert "nothing is wrong" in done.stdout
+    assert done.stdout.count("\n     links, gloo") == 1  # one rank speaks
+    for name in ("python", "torch", "CPU", "one for all ranks", "all-to-all"):
+        assert f"  {name} " in done.stdout

@@ -1,0 +1,189 @@
+"""The page of a run: it has the numbers of the run's files, loads nothing, and takes no text of users for HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lather.cli import main
+from lather.config.changes import History, Row
+from lather.config.config import Config
+from lather.config.toml_file import config_to_toml
+from lather.files import read_rows
+from lather.train.metrics import MetricsWriter, StepRow
+from lather.train.report import POINTS, kept_rows, write_report
+
+HOSTILE = "</script></pre><img src=https://evil.example/x onerror=alert(1)><!--<script> {{data}} & ünï\u2028"
+
+
+class Tags(HTMLParser):
+    """Elements of a page, whatever they would load, and the text of each `pre` and of its data."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.sources: list[str | None] = []
+        self.texts: list[str] = []
+        self.kept = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.opened.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href", "srcset", "onerror")]
+        self.kept = tag == "pre" or ("type", "application/json") in attributes
+        if self.kept:
+            self.texts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.kept = False
+
+    def handle_data(self, data: str) -> None:
+        if self.kept:
+            self.texts[-1] += data
+
+
+@pytest.fixture
+def run(tmp_path: Path, step_row: Callable[..., StepRow], config: Config) -> Path:
+    """A run of six steps, the fourth skipped, with everything that a run may have."""
+    run = tmp_path / "a <b>run"
+    run.mkdir()
+    writer = MetricsWriter(run, None)
+    writer.write({"step": 0, "seconds": 0.0, "validation_loss": 6.5})
+    for step in range(1, 7):
+        skipped = step == 4
+        writer.write(
+            step_row(step, lr=step * 1.23e-3, grad_norm=step + 0.25, loss=float("nan") if skipped else 5.0 / step, skipped=skipped)
+        )
+        if step % 2 == 0:
+            writer.write({"step": step, "seconds": 0.1 * step, "expert_load": [[0.5, 1.5], [step / 10, 2 - step / 10]]})
+    writer.write({"step": 6, "seconds": 0.6, "validation_loss": 4.5, "validation_losses": {HOSTILE: 4.5, "b": 4.75}})
+    writer.close()
+    (run / "config.toml").write_text(f"# {HOSTILE}\n" + config_to_toml(config), "utf-8")
+    (run / "sample.txt").write_text(HOSTILE, "utf-8")
+    history = History((Row(2, {}, "then", "runs/a@2"), Row(3, {"train.steps": (4, 6)}, HOSTILE)))
+    (run / "changes.jsonl").write_text(history.to_jsonl(), "utf-8")
+    sizes = {"kinds": {"parameters": {"planned": 100, "seen": 200}}, "peak": {"planned": 300, "seen": None}}
+    (run / "memory.json").write_text(json.dumps({"world_size": 1, "ranks": [{"rank": 0, **sizes}]}))
+    (run / "provenance.json").write_text(json.dumps({"data": [[HOSTILE, "abc"]], "torch": "2.13.0", "cuda": None}))
+    events = [
+        {"step": 6, "rank": rank, "action": f"{rank}{kind}0", "start": at, "end": at + 1} for rank in (0, 1) for at, kind in enumerate("FB")
+    ]
+    (run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    return run
+
+
+def page_of(run: Path) -> str:
+    write_report(run, run / "report.html")
+    return (run / "report.html").read_text("utf-8")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """As a browser finds it: JSON up to the first end of the script."""
+    (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, Any] = json.loads(block)
+    return data
+
+
+def test_the_page_has_the_numbers_of_the_runs_files(run: Path) -> None:
+    data, rows = data_of(page_of(run)), read_rows(run / "metrics.jsonl")
+    steps = [row for row in rows if "loss" in row]
+    for name in ("step", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "expert_load_entropy"):
+        assert data["curves"][name] == [row[name] for row in steps]
+    assert data["curves"]["loss"][3] is data["curves"]["smoothed"][3] is None
+    assert data["curves"]["tokens"] == [64, 128, 192, 256, 320, 384]
+    assert data["curves"]["smoothed"][0] == pytest.approx(5.0)
+    assert data["validation"] == [row for row in rows if "validation_loss" in row]
+    assert data["loads"]["steps"] == [2, 4, 6]
+    assert data["loads"]["blocks"] == [[row["expert_load"][block] for row in rows if "expert_load" in row] for block in (0, 1)]
+    assert data["memory"]["ranks"] == [[0, [["parameters", 100, 200], ["peak", 300, None]]]]
+    assert len(data["memory"]["notes"]) == 1
+    assert [bar[:2] for bar in data["schedule"]["bars"]] == [[0, 1], [1, 2]] * 2
+    assert data["schedule"]["bubble"] == 0
+    assert data["marks"] == [[2, "fork"], [3, "steps 4 \N{RIGHTWARDS ARROW} 6"]]
+    assert [text for _, text in data["happened"]] == [
+        "forked from runs/a@2",
+        "from step 4 on: train.steps 4 -> 6",
+        "step 4 was skipped: its loss or gradient was not finite",
+    ]
+    assert ["torch", "2.13.0"] in data["machine"]
+    assert ["validation loss", "6.5000 \N{RIGHTWARDS ARROW} 4.5000"] in data["tiles"]
+    assert data["notes"] == []
+
+
+def test_texts_of_users_are_no_html_and_nothing_is_loaded(run: Path) -> None:
+    page = page_of(run)
+    tags = Tags(page)
+    assert tags.sources == []
+    assert "img" not in tags.opened
+    assert "b" not in tags.opened
+    assert tags.opened.count("script") == 2
+    sample, configuration, data = tags.texts
+    assert sample == HOSTILE
+    assert configuration.startswith(f"# {HOSTILE}\n")
+    assert json.loads(data) == data_of(page)
+    assert HOSTILE in data_of(page)["machine"][0][1]
+    assert html.escape(run.name) in page
+    assert "default-src 'none'" in page
+    code = page.replace(html.escape(HOSTILE), "").replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(
+        r"https?://|@import|url\(|fetch\(|XMLHttpRequest", re.sub(r'<script id="data".*?</script>', "", code, flags=re.DOTALL)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.toml", "sample.txt", "changes.jsonl", "memory.json", "provenance.json", "timeline.jsonl"]
+)
+def test_a_run_without_a_file_or_with_a_damaged_one_shows_the_rest(run: Path, name: str) -> None:
+    before = data_of(page_of(run))
+    (run / name).write_bytes(b'{"step": []}\n\xff[1]\n')
+    damaged = data_of(page_of(run))
+    assert len(damaged["notes"]) == (0 if name == "sample.txt" else 1), damaged["notes"]
+    (run / name).unlink()
+    absent = data_of(page_of(run))
+    assert absent["notes"] == []
+    kept = {"metrics.jsonl": "memory", "config.toml": "curves"}.get(name, "curves")
+    assert absent[kept] == damaged[kept] == before[kept]
+
+
+def test_a_run_in_progress_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(whole[:3]) + whole[4][:20])
+    assert main(["report", str(run), "--out", str(run / "other.html")]) == 0
+    assert capsys.readouterr().out == f"{run / 'other.html'}\n"
+    data = data_of((run / "other.html").read_text("utf-8"))
+    assert data["curves"]["step"] == [1, 2]
+    assert not data["finished"]
+    assert ["steps", "2 of 4"] in data["tiles"]
+
+
+def test_what_is_no_run_or_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty")]) == 2
+    assert main(["report", str(run), "--out", str(tmp_path / "absent" / "out.html")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "not a run" in errors[0]
+    assert "cannot be written" in errors[1]
+
+
+def test_a_name_that_is_not_unicode_is_shown(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / os.fsdecode(b"caf\xe9")
+    run.rename(other)
+    assert "<h1>caf?</h1>" in page_of(other)
+
+
+def test_long_runs_keep_what_stands_out() -> None:
+    steps = [{"loss": 3.0, "grad_norm": 1.0} for _ in range(50 * POINTS)]
+    steps[777]["loss"], steps[12_345]["grad_norm"], steps[40_001]["loss"] = 9.0, 50.0, 1.0
+    kept = kept_rows(steps)
+    assert {0, 777, 12_345, 40_001, len(steps) - 1} <= set(kept)
+    assert len(kept) <= 4 * POINTS + 2
+    assert kept == sorted(kept)
