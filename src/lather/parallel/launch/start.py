@@ -182,7 +182,7 @@ def _store(world: World, options: GroupOptions) -> Any:
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store, with addresses of ranks that are gone
-    return dist.PrefixStore(f"attempt {attempt}", store)
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # public, but not in its module's __all__
 
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
