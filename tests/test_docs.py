@@ -63,7 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_scripts_that_it_names_exist(page: Path) -> None:
-    for script in re.findall(r"`python (\S+\.py)", page.read_text()):
+    for script in re.findall(r"`python ([\w./]+\.py)", page.read_text()):
         assert (ROOT / script).exists(), script
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("torchtitan")
 
 from comparing import Weights, assert_same_bits, assert_same_training, difference, weights_of
 from ranks import run_ranks
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 STEPS = 20
 Trained = tuple[Weights, list[float]]
@@ -25,6 +26,7 @@ def train(rank: int, num_ranks: int, folder: str) -> Trained:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     example = _example()
     trainer = example.Trainer(example.make_config(folder, STEPS))
+    set_weights(trainer.model_parts[0])
     losses: list[float] = []
     trainer.metrics_processor.should_log = lambda step: True
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
@@ -42,11 +44,19 @@ def _example() -> Any:
     return torchtitan_muon
 
 
+@torch.no_grad()
+def set_weights(model: torch.nn.Module) -> None:
+    """The same on any number of ranks, which torchtitan's own are not."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        whole = torch.randn(p.shape, generator=generator) * 0.1
+        p.copy_(distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole)
+
+
 def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
     example = _example()
     from torchtitan.components.lr_scheduler import build_lr_schedulers
 
-    torch.manual_seed(0)
     config = example.make_config("")
     spec = example.get_train_spec()
     with torch.device("meta"):
@@ -54,8 +64,8 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
         arguments.update_from_config(config)
         model = spec.model_cls(arguments)
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights()
+    model.init_weights()
+    set_weights(model)
     groups = example.parameter_groups(model, adam_names=("output",))
     optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
     (schedule,) = build_lr_schedulers([optimizer], config.lr_scheduler, STEPS)
@@ -77,7 +87,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_the_trainer_takes_the_steps_of_a_plain_loop_and_the_loss_falls(alone: Trained) -> None:
     weights, losses = alone
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.75 * losses[0]
     assert_same_training(weights, lambda factor: run_ranks(plain_loop, 1, factor)[0], 2e-5)
 
 
