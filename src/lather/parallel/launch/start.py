@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from lather.device import gpu_module, is_gpu
@@ -182,7 +183,7 @@ def _store(world: World, options: GroupOptions) -> Any:
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store, with addresses of ranks that are gone
-    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # public, but not in its module's __all__
+    return PrefixStore(f"attempt {attempt}", store)
 
 
 def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
