@@ -88,8 +88,8 @@ class LoopConfig:
             raise ConfigError(self.batch_that_fits(1, 1))
 
     def batch_that_fits(self, data_ranks: int, least: int) -> str:
-        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches each, and the smallest changes after which
-        it can."""
+        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches each, and name the smallest changes that
+        mend it."""
         batch, given = self.batch_size, self.micro_batch_size
         unit = data_ranks * max(1, given)
         whose = [*([f"{data_ranks} data ranks"] if data_ranks > 1 else []), *([f"train.micro_batch_size {given}"] if given else [])]
