@@ -1,4 +1,5 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call.
+"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call, or the process that
+calls.
 
 Annotations are not checked in ranks, which would take most of their time: the same functions are called with the check in one process.
 Ranks are forked from a server that has imported what they need, which takes seconds each, and has done nothing else.
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -86,6 +88,7 @@ def _server() -> ForkServerContext:
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     try:
         import torch
         import torch.distributed as dist
@@ -99,6 +102,14 @@ def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: s
         time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # the rank that failed first shall be heard first
         sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.exit(1)
+
+
+def _leave_with_parent() -> None:
+    """End this rank once the process that started it is gone, however it ended: the kernel closes its end of a pipe then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
