@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from lather.processes import end_with_parent
 
 IMPORTED_BEFORE = [
     "torch.distributed.checkpoint",
@@ -88,7 +89,7 @@ def _server() -> ForkServerContext:
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         import torch
         import torch.distributed as dist
@@ -102,14 +103,6 @@ def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: s
         time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # the rank that failed first shall be heard first
         sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.exit(1)
-
-
-def _leave_with_parent() -> None:
-    """End this rank once the process that started it is gone, however it ended: the kernel closes its end of a pipe then."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
