@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
-    """End this process, which multiprocessing has started, as soon as its parent is gone: the kernel closes the parent's end of a pipe then.
+    """End this process, which multiprocessing has started, once its parent is gone: the kernel closes the parent's end of a pipe then.
 
     A thread waits for that beside whatever this process does, and ends it also in the middle of a collective operation.
     """

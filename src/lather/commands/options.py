@@ -24,7 +24,7 @@ class CommandOption:
     """Type."""
     default: Any
     text: str
-    """What `--help` says of it."""
+    """Its description in `--help`."""
 
     @property
     def flags(self) -> list[str]:
@@ -34,7 +34,7 @@ class CommandOption:
 
     @property
     def metavar(self) -> str:
-        """What stands for its value; empty for a switch."""
+        """The word that stands for its value; empty for a switch."""
         return "" if self.hint is bool else metavar(self.hint)
 
     @property
