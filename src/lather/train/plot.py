@@ -123,8 +123,8 @@ def smoothed(values: Array) -> Array:
     if number > 2 * reach:
         weights = _tricube(np.arange(-reach, reach + 1), reach)
         result[reach : number - reach] = np.convolve(values, weights / weights.sum(), "valid")
-    for index in [*range(min(reach, number)), *range(max(reach, number - reach), number)]:
-        own = min(reach, index)
+    for index in [*range(min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
+        own = min(reach, (index + 1) // 2)
         distances = np.arange(-own, min(own, number - 1 - index) + 1, dtype=np.float64)
         weights, near = _tricube(distances, own), values[index - own : index - own + len(distances)]
         middle = np.average(distances, weights=weights)
