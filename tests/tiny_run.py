@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import deserialize
 
 from lather.train.metrics import TIME_FIELDS
+from reaper import reaped
 
 CONFIG = """\
 [model]
@@ -70,14 +71,8 @@ def command(*arguments: object) -> list[str]:
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
     """The command in a process of its own, on one thread."""
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}, subprocess.PIPE
+    return reaped(subprocess.Popen(command(*arguments), cwd=cwd, env=environment, text=True, stdout=pipe, stderr=pipe))
 
 
 def run(*arguments: object, cwd: Path | None = None, timeout: float = 120) -> tuple[int, str, str]:

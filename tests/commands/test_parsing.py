@@ -9,8 +9,13 @@ from typing import Annotated
 import pytest
 import tyro
 
+from lather.commands.options import options_of_command
 from lather.commands.parsing import parse_arguments
-from lather.errors import UserError, require
+from lather.commands.plan import PlanArguments
+from lather.config.config import Config
+from lather.config.nearest import OTHERS_NAMES, nearest_names
+from lather.config.toml_file import config_from_mapping
+from lather.errors import ConfigError, UserError, require
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,53 @@ def test_a_check_of_a_section_and_of_the_whole_when_there_are_defaults() -> None
         with pytest.raises(UserError) as raised:
             parse_arguments(Arguments, "lather x", ["here", *arguments], default=Arguments("there"))
         assert str(raised.value).startswith(expected)
+
+
+MEANT = {
+    "optim.learning_rate": ["optim.lr"],
+    "learning_rate": ["optim.lr"],
+    "train.lr": ["optim.lr"],
+    "optim.rset.lr": ["optim.rest.lr"],
+    "train.weight_decay": ["optim.weight_decay"],
+    "adam_beta1": ["optim.router.betas", "optim.rest.betas"],
+    "per_device_train_batch_size": ["train.micro_batch_size"],
+    "batch_size": ["train.batch_size"],
+    "train.max_steps": ["train.steps"],
+    "num_steps": ["train.steps"],
+    "max_seq_len": ["train.sequence_length"],
+    "data.tokeniser": ["data.tokenizer"],
+    "worl": ["world"],
+    "surprise": [],
+}
+
+
+def test_what_an_unknown_option_may_mean() -> None:
+    options = {option.name: option for option in options_of_command(PlanArguments, PlanArguments(Config()))}
+    assert {name: nearest_names(name, options) for name in MEANT} == MEANT
+    of_tokens = {"sequence_length", "max_sequences", "tokens", "batch_size"}
+    assert nearest_names("max_seq_len", of_tokens) == ["sequence_length"]
+
+
+def test_all_names_that_others_use_lead_to_options() -> None:
+    known = [option.name for option in options_of_command(PlanArguments, PlanArguments(Config()))]
+    for ours, names in OTHERS_NAMES.items():
+        for name in names.split():
+            found = nearest_names(name, known)
+            assert any(f".{one}".endswith((f".{ours}", f".{name}")) for one in found), (name, found)
+
+
+def test_an_unknown_key_of_another_trainer_names_ours() -> None:
+    for mapping, name in ({"learning_rate": 1}, "optim.lr"), ({"train": {"max_steps": 1}}, "train.steps"):
+        with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
+            config_from_mapping(mapping)
+
+
+def test_options_are_those_that_the_parser_takes() -> None:
+    """One of each kind: in a section, with a dash, a switch, an option of a rule, of the command itself."""
+    found = {flag for option in options_of_command(PlanArguments, PlanArguments(Config())) for flag in option.flags}
+    arguments = ["--train.batch-size", "16", "--data.no-packed-attention", "--optim.weight-decay", "0.1", "--world", "2"]
+    flags = [argument for argument in arguments if argument.startswith("--")]
+    assert set(flags) <= found
+    assert "--model.rope-scaling" not in found  # a section that is left out has no options
+    parsed = parse_arguments(PlanArguments, "lather plan", arguments, PlanArguments(Config()))
+    assert (parsed.world, parsed.config.train.batch_size) == (2, 16)

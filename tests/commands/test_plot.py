@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from lather.cli import main
 from lather.commands.plot import plot_command
 from lather.errors import UserError
+from lather.train.plot import smoothed
 
 
 @pytest.fixture
@@ -58,3 +60,23 @@ def test_the_plain_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_drawn_is_refused(arguments: list[str], message: str, run_dir: Path) -> None:
     with pytest.raises(UserError, match=message):
         plot_command([argument.format(run=run_dir) for argument in arguments])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 15, 21, 22, 300, 2000])
+def test_the_smoothed_line_does_not_lag(number: int) -> None:
+    """A straight line comes back as it is, its ends included; of a decay the line stays within it; and noise is halved at the least."""
+    steps = np.arange(number, dtype=np.float64)
+    np.testing.assert_allclose(smoothed(3 - 0.1 * steps), 3 - 0.1 * steps, atol=1e-9)
+    decay = 2 + 5 * np.exp(-steps / 25)
+    assert np.abs(smoothed(decay) - decay).max() < 0.08
+    if number >= 300:
+        noise = np.random.default_rng(0).normal(size=number)
+        assert smoothed(noise)[20:].std() < 0.5
+        assert abs(smoothed(noise)[-1]) < 1
+
+
+def test_the_smoothed_line_turns_where_the_loss_does() -> None:
+    step = np.repeat([4.0, 1.0], 100)
+    crossing = np.flatnonzero(smoothed(step) < 2.5)[0]
+    assert crossing == 100
+    np.testing.assert_allclose(smoothed(step)[40:160], 5 - smoothed(step)[40:160][::-1], atol=1e-9)

@@ -44,7 +44,9 @@ def test_nproc_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert take_nproc(["--nproc", "gpu"]) == ([], 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with pytest.raises(
+        ConfigError, match=r"^--nproc gpu starts a rank for each CUDA device, and there is none: give a number of ranks, such as --nproc 2$"
+    ):
         take_nproc(["--nproc", "gpu"])
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from reaper import reaped
+
 SECONDS = 10
 """In which a job has to end."""
 
@@ -33,7 +35,7 @@ class Job:
         return cls(
             folder,
             [
-                subprocess.Popen(command, env={**environment, **own}, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+                reaped(subprocess.Popen(command, env={**environment, **own}, text=True, stdout=pipe, stderr=pipe, start_new_session=True))
                 for own in environments or [{}]
             ],
             num_ranks,

@@ -1,4 +1,5 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call.
+"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call, or the process that
+calls.
 
 Annotations are not checked in ranks, which would take most of their time: the same functions are called with the check in one process.
 Ranks are forked from a server that has imported what they need, which takes seconds each, and has done nothing else.
@@ -20,6 +21,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from lather.processes import end_with_parent
 
 IMPORTED_BEFORE = [
     "torch.distributed.checkpoint",
@@ -86,6 +89,7 @@ def _server() -> ForkServerContext:
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
+    end_with_parent()
     try:
         import torch
         import torch.distributed as dist

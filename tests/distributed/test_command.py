@@ -16,6 +16,7 @@ import pytest
 
 from lather.checkpoint.folder import list_checkpoints
 from lather.files import read_rows
+from reaper import reaped
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a twentieth
 
@@ -102,7 +103,8 @@ class Command:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, *arguments, "--run_dir", name]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+        self.process = reaped(process)
 
     def end(self) -> Ended:
         try:

@@ -53,8 +53,8 @@ def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], ch
 
 def test_with_layers_keeps_the_pattern_of_layers() -> None:
     config = config_of("muon")
-    gpt = FAMILIES["gpt_oss"].config(num_hidden_layers=24, layer_types=("sliding_attention", "full_attention") * 12)
-    assert with_layers(replace(config, model=gpt), 4).model.layer_types == ("sliding_attention", "full_attention") * 2  # type: ignore[attr-defined]
+    gpt = FAMILIES["gpt_oss"].config(num_hidden_layers=24, layer_types=("full_attention", "sliding_attention") * 12)
+    assert with_layers(replace(config, model=gpt), 4).model.layer_types == ("full_attention", "sliding_attention") * 2  # type: ignore[attr-defined]
     dense = FAMILIES["deepseek_v2"].config(num_hidden_layers=9, first_k_dense_replace=3)
     assert with_layers(replace(config, model=dense), 2).model.first_k_dense_replace == 1  # type: ignore[attr-defined]
 

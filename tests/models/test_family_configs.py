@@ -68,7 +68,6 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("qwen3_moe", "mlp_only_layers", (-1,), "from 0 to 2"),
     ("qwen3_moe", "mlp_only_layers", (1, 1), "different"),
     ("gpt_oss", "num_experts_per_tok", 6, "at most num_local_experts (5)"),
-    ("gpt_oss", "layer_types", ("full_attention",), "one for each of num_hidden_layers (3)"),
     ("gpt_oss", "layer_types", ("full_attention", "linear_attention", "full_attention"), "'sliding_attention' and 'full_attention'"),
 ]
 
@@ -125,3 +124,17 @@ def test_published_balance_coefficients_weigh_blocks_as_transformers_weighs_thei
     assert qwen.balance_loss_coef * 5 == pytest.approx(0.3 * 4)
     gpt_oss = GptOssConfig(router_aux_loss_coef=0.9, num_experts_per_tok=4, num_hidden_layers=6)
     assert gpt_oss.balance_loss_coef * 6 == pytest.approx(0.9 * 4)
+
+
+def test_gpt_oss_has_a_kind_of_attention_for_each_layer_whatever_their_number() -> None:
+    """Lists that alternate are as good as none; all others are kept, and have to have an entry for each layer."""
+    explicit = tiny_family_config("gpt_oss", layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    assert explicit == tiny_family_config("gpt_oss")
+    fewer = dataclasses.replace(explicit, num_hidden_layers=2)
+    assert fewer.attention_types == ("sliding_attention", "full_attention")  # type: ignore[attr-defined]
+    own = tiny_family_config("gpt_oss", layer_types=("full_attention", "sliding_attention", "full_attention"))
+    assert own.attention_types == own.layer_types == ("full_attention", "sliding_attention", "full_attention")  # type: ignore[attr-defined]
+    with pytest.raises(
+        ConfigError, match=r"^model.layer_types has 3 entries, but model.num_hidden_layers is 2: give .* or leave layer_types out"
+    ):
+        dataclasses.replace(own, num_hidden_layers=2)

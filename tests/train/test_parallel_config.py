@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -30,9 +31,9 @@ def config(batch_size: int = 8, micro_batch_size: int = 1, layers: int = 8, **pa
         (6, {"ep": 2, "replicas": 2}, ["parallel.replicas = 2", "3 data parallel ranks", "6 ranks"]),
         (2, {"batch_size": 8, "micro_batch_size": 8}, ["train.batch_size = 8", "a multiple of 16", "micro_batch_size 8", "2 data ranks"]),
         (6, {"ep": 2}, ["train.batch_size = 8", "a multiple of 6", "6 data ranks"]),
-        (2, {"pp": 2, "batch_size": 3}, ["3 micro-batches", "at least 4", "train.batch_size at least 4"]),
-        (8, {"pp": 4, "ep": 2, "batch_size": 12}, ["6 micro-batches", "at least 8", "train.batch_size at least 16"]),
-        (1, {"schedule": "dualpipev", "batch_size": 1}, ["1 micro-batches", "at least 2"]),
+        (2, {"pp": 2, "batch_size": 3}, ["train.batch_size = 3", "at least 4", "needs 4 micro-batches", "give train.batch_size 4"]),
+        (8, {"pp": 4, "ep": 2, "batch_size": 12}, ["at least 16", "needs 8 micro-batches", "give train.batch_size 16"]),
+        (1, {"schedule": "dualpipev", "batch_size": 1}, ["at least 2", "needs 2 micro-batches"]),
     ],
     ids=str,
 )
@@ -61,10 +62,34 @@ def test_the_smallest_batch_that_fits_is_accepted_and_one_micro_batch_less_is_no
 def test_a_micro_batch_size_that_is_left_out_gives_as_few_micro_batches_as_will_do() -> None:
     for batch_size, pp, data_ranks, expected in [(8, 1, 1, 1), (8, 1, 2, 1), (8, 2, 1, 4), (8, 2, 2, 4), (10, 2, 1, 5), (7, 2, 1, 7)]:
         assert config(batch_size, 0, pp=pp).num_micro_batches(data_ranks) == expected
-    with pytest.raises(ConfigError, match=r"train\.batch_size = 6 gives 3 micro-batches .* at least 4"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size = 6 .* at least 8 .* give train\.batch_size 8$"):
         config(6, 0, pp=2).num_micro_batches(2)
-    with pytest.raises(ConfigError, match=r"a multiple of train\.micro_batch_size \(5\)"):
+    with pytest.raises(ConfigError, match=r"a multiple of 5 \(train\.micro_batch_size 5\): give train\.batch_size 5 or 10, or .*_size 4$"):
         config(8, 5)
+
+
+@pytest.mark.parametrize(("pp", "data_ranks", "micro"), list(itertools.product([1, 2, 3], [1, 2, 6], [0, 1, 4])))
+def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(pp: int, data_ranks: int, micro: int) -> None:
+    """What nobody gave is not named, and no number between the batch and those that are named would do."""
+    for batch in range(max(1, micro), 60, max(1, micro)):
+        try:
+            config(batch, micro, pp=pp).num_micro_batches(data_ranks)
+            continue
+        except ConfigError as caught:
+            text = str(caught)
+        assert text.startswith(f"train.batch_size = {batch} is not valid")
+        assert "train.micro_batch_size" not in text or micro
+        remedies = text.rpartition("give ")[2]
+        batches = [int(number) for number in re.findall(r"\d+", remedies.partition(", or train.micro")[0])]
+        sizes = [int(number) for number in re.findall(r"micro_batch_size (\d+)", remedies)]
+        for fitting in batches:
+            config(fitting, micro, pp=pp).num_micro_batches(data_ranks)
+        for size in sizes:
+            config(batch, size, pp=pp).num_micro_batches(data_ranks)
+        for between in range(min([batch, *batches]) + 1, max(batches)):
+            if between not in batches:
+                with pytest.raises(ConfigError):
+                    config(between, micro, pp=pp).num_micro_batches(data_ranks)
 
 
 def test_what_needs_no_number_of_ranks_is_refused_at_once() -> None:

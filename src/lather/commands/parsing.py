@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import tyro
 
+from lather.commands.options import options_of_command
+from lather.config.nearest import nearest_names
 from lather.errors import UserError, require
 
 A = TypeVar("A")
@@ -34,7 +36,17 @@ def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | 
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise UserError(one_line(boxed.getvalue(), prog)) from None
+        raise UserError(_with_nearest_names(one_line(boxed.getvalue(), prog), cls, default)) from None
+
+
+def _with_nearest_names(message: str, cls: type, default: object) -> str:
+    """The message that an option is unknown, with the options that may be meant in place of the one that is spelled most like it."""
+    unknown = re.match(r"Unrecognized options?: --([^\s,;=]+)", message)
+    if unknown is None:
+        return message
+    options = {option.name: option.flags[0] for option in options_of_command(cls, default)}
+    names = nearest_names(unknown[1].replace("-", "_"), options)
+    return f"{message.partition('; ')[0]}; did you mean {' or '.join(options[name] for name in names)}?" if names else message
 
 
 def one_line(box: str, prog: str) -> str:

@@ -89,9 +89,25 @@ class LoopConfig:
         for name in ("trainable", "frozen"):
             require(all(getattr(self, name)), f"train.{name}", getattr(self, name), "patterns of names, none of them empty")
         require(self.micro_batch_size >= 0, "train.micro_batch_size", self.micro_batch_size, "at least 0 sequences")
-        if self.micro_batch_size:
-            fits = self.batch_size % self.micro_batch_size == 0
-            require(fits, "train.batch_size", self.batch_size, f"a multiple of train.micro_batch_size ({self.micro_batch_size})")
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise ConfigError(self.batch_that_fits(1, 1))
+
+    def batch_that_fits(self, data_ranks: int, least: int) -> str:
+        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches each, and name the smallest changes that
+        mend it."""
+        batch, given = self.batch_size, self.micro_batch_size
+        unit = data_ranks * max(1, given)
+        whose = [*([f"{data_ranks} data ranks"] if data_ranks > 1 else []), *([f"train.micro_batch_size {given}"] if given else [])]
+        constraints = [f"a multiple of {unit} ({' x '.join(whose)})"] if unit > 1 else []
+        if least > 1:
+            constraints.append(f"at least {least * unit} (the pipeline needs {least} micro-batches of each data rank)")
+        batches = {max(number * unit, least * unit) for number in (batch // unit, batch // unit + 1)}
+        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches - {batch})))}"]
+        share = batch // data_ranks if batch % data_ranks == 0 else 0
+        sizes = [size for size in range(1, share // least + 1) if share % size == 0]
+        if given and sizes:
+            remedies.append(f"train.micro_batch_size {min(sizes, key=lambda size: abs(size - given))}")
+        return f"train.batch_size = {batch} is not valid: it must be {' and '.join(constraints)}: give {', or '.join(remedies)}"
 
 
 @dataclass(frozen=True)
@@ -260,22 +276,11 @@ class Config:
         """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch cannot be divided in this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
-        own = train.batch_size // data_ranks
+        own, rest = divmod(train.batch_size, data_ranks)
         size = train.micro_batch_size or next((size for size in range(own // least, 0, -1) if own % size == 0), 1)
-        sequences = data_ranks * size
-        if train.batch_size % sequences:
-            raise ConfigError(
-                f"train.batch_size = {train.batch_size} is not valid: it must be a multiple of {sequences}, "
-                f"train.micro_batch_size {size} on each of {data_ranks} data ranks"
-            )
-        number = train.batch_size // sequences
-        if number < least:
-            raise ConfigError(
-                f"train.batch_size = {train.batch_size} gives {number} micro-batches of train.micro_batch_size {size} per data rank, "
-                f"but {pp} pipeline ranks need at least {least}: make train.batch_size at least {least * sequences}, "
-                "or train.micro_batch_size smaller"
-            )
-        return number
+        if rest or own % size or own // size < least:
+            raise ConfigError(train.batch_that_fits(data_ranks, least))
+        return own // size
 
     def resolved(self) -> Config:
         """Return the configuration with the defaults of `[optim]` that depend on its rules and on the batch size, as the run directory

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import sys
 import tomllib
 import types
@@ -20,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from lather.config.config import Config, LoopConfig
+from lather.config.nearest import nearest_names
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
 from lather.config.rule_fields import owners
@@ -227,19 +227,11 @@ def _nearest(name: str, cls: type) -> str:
     """Suggest the section or field whose last component is most like that of `name`, or list the keys of its section, which is of class
     `cls`."""
     sections = [f.name for f in dataclasses.fields(Config)]
-    section, dot, last = name.rpartition(".")
+    section, dot, _ = name.rpartition(".")
     siblings = [f"{section}{dot}{f.name}" for f in dataclasses.fields(cls)]
     elsewhere = [key for key in field_names() if key.count(".") == 1]
-    known = dict.fromkeys([*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere])
-
-    def likeness(other: str) -> float:
-        """Prefer a field of the same section in a tie, and an option of a rule least."""
-        other_section, _, other_last = other.rpartition(".")
-        is_of_rule = other.startswith("optim.") and other_last not in OptimConfig.__dataclass_fields__
-        return difflib.SequenceMatcher(None, last, other_last).ratio() + 0.1 * (section == other_section) - 0.01 * is_of_rule
-
-    if likeness(best := max(known, key=likeness)) >= 0.7:
-        return f"did you mean {best!r}?"
+    if names := nearest_names(name, [*siblings, *sections, *field_names(cls, f"{section}{dot}"), *elsewhere]):
+        return f"did you mean {' or '.join(map(repr, names))}?"
     return f"known keys: {', '.join(siblings)}"
 
 

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from lather.data.sources import ReadUnit
 from lather.data.work import Making, do_unit
 from lather.errors import DataError
+from lather.processes import end_with_parent
 
 POLL_SECONDS = 0.5
 
@@ -111,7 +111,7 @@ def _work(connection: Connection, making: Making, counts: Any) -> None:
     """Do the units that come, until nobody sends any more. `counts`: documents and tokens made by all processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for it says what happened
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
     def count(documents: int, tokens: int) -> None:
         with counts.get_lock():
@@ -127,10 +127,3 @@ def _work(connection: Connection, making: Making, counts: Any) -> None:
                 connection.send(error)
             else:
                 connection.send(None)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
 from lather.models.assembly import assemble
 from lather.models.attention import GroupedQueryAttention
@@ -38,7 +39,8 @@ class GptOssConfig(CheckedFields):
     num_hidden_layers: int = 6
     """Blocks."""
     layer_types: tuple[str, ...] | None = None
-    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first."""
+    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first. A list that says the same counts
+    as left out, so that the number of blocks can be changed alone."""
     sliding_window: int = 128
     """Tokens that sliding attention sees, itself included."""
     num_attention_heads: int = 6
@@ -96,18 +98,32 @@ class GptOssConfig(CheckedFields):
         if self.layer_types is not None:
             known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
             self._require("layer_types", known, f"made of {SLIDING!r} and {FULL!r}")
-            count = self.num_hidden_layers
-            self._require("layer_types", len(self.layer_types) == count, f"one for each of num_hidden_layers ({count})")
+            given, count = len(self.layer_types), self.num_hidden_layers
+            if given != count:
+                raise ConfigError(
+                    f"model.layer_types has {given} entries, but model.num_hidden_layers is {count}: "
+                    "give one for each layer, or leave layer_types out to have them alternate"
+                )
+            if self.layer_types == _alternating(count):
+                object.__setattr__(self, "layer_types", None)
 
     @property
     def balance_loss_coef(self) -> float:
         """Coefficient of each block's load-balancing loss, which is 1 when the load is even."""
         return self.router_aux_loss_coef * self.num_experts_per_tok / self.num_hidden_layers
 
+    @property
+    def attention_types(self) -> tuple[str, ...]:
+        """The attention of each block, also where `layer_types` is left out."""
+        return self.layer_types or _alternating(self.num_hidden_layers)
+
     def window(self, index: int) -> int | None:
         """Tokens that this block's attention, counted from 0, sees; None: all earlier ones."""
-        slides = index % 2 == 0 if self.layer_types is None else self.layer_types[index] == SLIDING
-        return self.sliding_window if slides else None
+        return self.sliding_window if self.attention_types[index] == SLIDING else None
+
+
+def _alternating(count: int) -> tuple[str, ...]:
+    return tuple((SLIDING, FULL)[index % 2] for index in range(count))
 
 
 GPT_OSS_20B = GptOssConfig(
@@ -115,7 +131,6 @@ GPT_OSS_20B = GptOssConfig(
     hidden_size=2880,
     intermediate_size=2880,
     num_hidden_layers=24,
-    layer_types=(SLIDING, FULL) * 12,
     num_attention_heads=64,
     num_key_value_heads=8,
     head_dim=64,
@@ -139,7 +154,10 @@ PUBLISHED = PublishedConfig(
         "tie_word_embeddings": False,
     },
     fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,)},
-    derived={"experts_per_token": lambda config: config.num_experts_per_tok},
+    derived={
+        "layer_types": lambda config: list(config.attention_types),
+        "experts_per_token": lambda config: config.num_experts_per_tok,
+    },
     aliases={"num_experts": "num_local_experts"},
     ignored=frozenset({"initial_context_length"}),
     quantization="mxfp4",

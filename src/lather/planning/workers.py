@@ -14,6 +14,7 @@ import torch
 
 from lather.config.config import Config
 from lather.planning.dry_run import FIRST, SAVE, STEP, RankRun, run_rank
+from lather.processes import end_with_parent
 from lather.standin.device import module, standin
 
 Device = Literal["gpu", "cpu"]
@@ -26,7 +27,7 @@ def worker_processes() -> ProcessPoolExecutor:
     """Return a pool with as many processes as cores; a process runs one call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lather.planning.dry_run"])
-    return ProcessPoolExecutor(os.cpu_count() or 1, context, max_tasks_per_child=1)
+    return ProcessPoolExecutor(os.cpu_count() or 1, context, end_with_parent, max_tasks_per_child=1)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from lather.train.metrics import training_rows
 
 Array = npt.NDArray[np.float64]
 
-SMOOTHING = 0.9
-"""Decay of the moving average of the training losses."""
+LEAST_REACH, SHARE = 10, 0.02
+"""The smoothed line takes in so many steps, or so great a share of the run, to either side."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
 
 def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
     axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
-    axes.plot(x, smooth(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
+    axes.plot(x, smoothed(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
     if len(run.validation):
         last = run.validation[-1, 2]
         axes.plot(
@@ -113,14 +113,31 @@ def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
         label.set(rotation=90, horizontalalignment="right", verticalalignment="top", fontsize=7, color=color)
 
 
-def smooth(values: Array) -> Array:
-    """Compute the exponential moving average, corrected for its start at zero."""
-    average, weight, smoothed = 0.0, 0.0, np.empty(len(values))
-    for index, value in enumerate(values):
-        average = SMOOTHING * average + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        smoothed[index] = average / weight
-    return smoothed
+def smoothed(values: Array) -> Array:
+    """The course of noisy values without a lag: weighted means (tricube) over as many values before as after.
+
+    Towards the start fewer and fewer are taken in, because losses fall steeply there. At the end, where there are none to come, it is a
+    straight line through the last ones, fitted with the same weights (W. S. Cleveland, 1979): a mean would lag again.
+    """
+    reach, number = max(LEAST_REACH, int(SHARE * len(values))), len(values)
+    result = np.empty(number)
+    if number > 2 * reach:
+        weights = _tricube(np.arange(-reach, reach + 1, dtype=np.float64), reach)
+        result[reach : number - reach] = np.convolve(values, weights / weights.sum(), "valid")
+    for index in [*range(min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
+        own = min(reach, (index + 1) // 2)
+        distances = np.arange(-own, min(own, number - 1 - index) + 1, dtype=np.float64)
+        weights, near = _tricube(distances, own), values[index - own : index - own + len(distances)]
+        middle = np.average(distances, weights=weights)
+        spread = np.average((distances - middle) ** 2, weights=weights)
+        slope = np.average((distances - middle) * near, weights=weights) / spread if spread else 0.0
+        result[index] = np.average(near, weights=weights) - slope * middle
+    return result
+
+
+def _tricube(distances: Array, reach: int) -> Array:
+    weights: Array = (1 - (np.abs(distances) / (reach + 1)) ** 3) ** 3
+    return weights
 
 
 def _draw_time(axes: Axes, runs: Sequence[Curves]) -> None:

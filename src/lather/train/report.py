@@ -30,7 +30,7 @@ from lather.pipeline.timeline import FILE as TIMELINE
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
-from lather.train.plot import smooth
+from lather.train.plot import smoothed
 from lather.train.run_dir import data_sets_of
 from lather.train.sampling import SAMPLE
 
@@ -115,16 +115,16 @@ def tiles(rows: Sequence[dict[str, Any]], planned: int | None) -> list[list[str]
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Columns of the steps' rows; `smoothed` is the moving average of the loss, `tokens` counts all up to a step."""
+    """Columns of the steps' rows; `smoothed` is the loss without its noise, `tokens` counts all up to a step."""
     steps = [row for row in rows if "loss" in row]
     good = list(training_rows(list(rows)))
-    smoothed = dict(zip((row["step"] for row in good), smooth(np.array([row["loss"] for row in good], np.float64)).tolist(), strict=True))
+    smooth = dict(zip((row["step"] for row in good), smoothed(np.array([row["loss"] for row in good], np.float64)).tolist(), strict=True))
     tokens, seen = [], 0
     for row in steps:
         tokens.append(seen := seen + row["tokens"])
     kept = kept_rows(steps)
     columns = {name: [steps[index].get(name) for index in kept] for name in ("step", "seconds", *CURVES)}
-    return {**columns, "tokens": [tokens[index] for index in kept], "smoothed": [smoothed.get(steps[index]["step"]) for index in kept]}
+    return {**columns, "tokens": [tokens[index] for index in kept], "smoothed": [smooth.get(steps[index]["step"]) for index in kept]}
 
 
 def kept_rows(steps: Sequence[dict[str, Any]]) -> list[int]:

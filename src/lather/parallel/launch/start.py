@@ -68,10 +68,11 @@ def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
             rest.append(argument)
     if given is None:
         return rest, None
+    if given == "gpu" and not torch.cuda.device_count():
+        raise ConfigError("--nproc gpu starts a rank for each CUDA device, and there is none: give a number of ranks, such as --nproc 2")
     number = str(torch.cuda.device_count()) if given == "gpu" else given
     if not number.isdecimal() or int(number) < 1:
-        found = "gpu, but there is no CUDA device" if given == "gpu" else repr(given)
-        raise ConfigError(f"--nproc {found} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
+        raise ConfigError(f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
     return rest, int(number)
 
 

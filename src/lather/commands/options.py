@@ -1,0 +1,68 @@
+"""The options of a command, found from the dataclass that they are parsed as: for what a mistyped one may mean, help and completion."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import tyro
+
+from lather.config.rule_fields import metavar
+from lather.optim.options import documentation_of
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """An option of a command."""
+
+    name: str
+    """Dotted, as in TOML."""
+    hint: Any
+    """Type."""
+    default: Any
+    text: str
+    """Its description in `--help`."""
+
+    @property
+    def flags(self) -> list[str]:
+        """How it is written: --a.b-c, and --a.no-b-c of a switch."""
+        section, dot, last = self.name.replace("_", "-").rpartition(".")
+        return [f"--{section}{dot}{no}{last}" for no in (("", "no-") if self.hint is bool else ("",))]
+
+    @property
+    def metavar(self) -> str:
+        """The word that stands for its value; empty for a switch."""
+        return "" if self.hint is bool else metavar(self.hint)
+
+    @property
+    def choices(self) -> list[str]:
+        """The values that it can have; none: any of its type."""
+        parts = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        return [str(value) for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part)]
+
+
+def options_of_command(cls: type, default: object = None, prefix: str = "") -> Iterator[CommandOption]:
+    """The options of a dataclass of arguments, without positional ones; `default`: an instance, whose sections may be of classes of their
+    own."""
+    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
+    for one in fields(cls):
+        hint, marks = _without_marks(hints[one.name])
+        value = getattr(default, one.name) if default is not None else None if one.default is MISSING else one.default
+        section = type(value) if is_dataclass(value) else hint
+        says = {key: said for mark in marks for key in ("name", "help") if (said := getattr(mark, key, None)) is not None}
+        if is_dataclass(section):
+            inner = prefix if says.get("name") == "" else f"{prefix}{one.name}."
+            yield from options_of_command(typing.cast(type, section), value, inner)
+        elif not {tyro.conf.Positional, tyro.conf.Suppress} & {*marks} and not any(map(is_dataclass, typing.get_args(hint))):
+            yield CommandOption(prefix + one.name, hint, value, says.get("help") or texts.get(one.name, ""))
+
+
+def _without_marks(hint: Any) -> tuple[Any, list[Any]]:
+    """The type, and what `Annotated` and tyro say of it."""
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint, []
+    inner, marks = _without_marks(hint.__origin__)
+    return inner, [*hint.__metadata__, *marks]
