@@ -1,8 +1,7 @@
 """The measurements of a run: a row per step in `metrics.jsonl`, and in TensorBoard and Weights & Biases when asked.
 
-Rows of training steps have all fields of `StepRow` (a number that is not finite becomes null); rows of validations have `step`, `seconds`
-and `validation_loss`; rows of `log.expert_load_every` have `expert_load`, a list per MoE block. Rows up to the last checkpoint are on disk
-before it is; a resumed run drops what is later and goes on, so the file is the uninterrupted run's.
+`StepRow`, `ValidationRow` and `ExpertLoadRow` are the schema of the file; a number that is not finite becomes null. Rows up to the last
+checkpoint are on disk before it is; a resumed run drops what is later and goes on, so the file is the uninterrupted run's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,13 +32,13 @@ class StepRow:
     """One training step."""
 
     step: int
-    """1 for the first."""
+    """Number of the step; 1 is the first."""
     loss: float
     """Cross entropy, nats per token, mean over the step."""
     balance_loss: float
     """Load-balancing loss, mean over the MoE blocks, coefficient divided out; 1 is even."""
     lr: float
-    """Learning rate of this step."""
+    """Learning rate of matrices and experts in this step."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     tokens: int
@@ -47,13 +46,13 @@ class StepRow:
     tokens_per_second: float
     """Tokens per second of this step."""
     seconds: float
-    """Since the start of training, over all processes that worked on the run."""
+    """Seconds since the start of training, added up over all starts of the run."""
     step_seconds: float
     """Seconds of this step."""
     optimizer_seconds: float
     """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
-    """On a GPU the most allocated there since the row before, else the most the process ever had resident."""
+    """On a GPU the most bytes allocated there since the row before, else the most that the process ever had resident."""
     expert_load_min: float
     """Rows of the least used expert of any block, as a share of the even load."""
     expert_load_max: float
@@ -65,7 +64,34 @@ class StepRow:
     refreshes_skipped: int
     """Eigenbases left alone by the criterion or for want of tokens."""
     skipped: bool
-    """Loss or gradient was not finite, and nothing was changed."""
+    """Whether the step changed nothing, because its loss or gradient was not finite."""
+
+
+class ValidationRow(TypedDict):
+    """One validation: before the first step, every `train.validation_every` steps, and after the last."""
+
+    step: int
+    """Steps trained before it."""
+    seconds: float
+    """Seconds since the start of training, added up over all starts of the run."""
+    validation_loss: float
+    """Cross entropy on the run's own held-out set, nats per token."""
+    validation_losses: NotRequired[dict[str, float]]
+    """The same for each held-out set by name, where there are several."""
+
+
+class ExpertLoadRow(TypedDict):
+    """The load of every expert, every `log.expert_load_every` steps."""
+
+    step: int
+    """Number of the step."""
+    seconds: float
+    """Seconds since the start of training, added up over all starts of the run."""
+    expert_load: list[list[float]]
+    """A list for each MoE block: each expert's rows as a share of the even load."""
+
+
+Row = StepRow | ValidationRow | ExpertLoadRow
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
@@ -110,8 +136,8 @@ class MetricsWriter:
         if wandb_project:
             self.sinks.append(_Wandb(run_dir, wandb_project))
 
-    def write(self, row: StepRow | dict[str, Any]) -> None:
-        values = asdict(row) if isinstance(row, StepRow) else row
+    def write(self, row: Row) -> None:
+        values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
