@@ -20,6 +20,7 @@ from lather.config.toml_file import field_names
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
+from page_blocks import shown_files
 from tiny_run import run, timeless_rows, write_config
 
 ROOT = Path(__file__).parent.parent
@@ -211,16 +212,15 @@ def test_the_guide_is_a_page_and_the_contract_of_a_rule_is_read_in_300_lines() -
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the files that the page shows, from which Python imports."""
     folder = tmp_path_factory.mktemp("rules")
-    text = WRITING.read_text()
-    shown = re.findall(r"`(\w+)\.py`[^\n`]*(?:`[^`]*`[^\n]*)?\n\n```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in shown] == ["lion", "shampoo", "check_rule"]
-    for name, source in shown:
-        (folder / f"{name}.py").write_text(source)
+    shown = shown_files(WRITING)
+    assert list(shown) == ["lion.py", "shampoo.py", "check_rule.py"]
+    for name, source in shown.items():
+        (folder / name).write_text(source)
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for name, _ in shown:
-        sys.modules.pop(name, None)
+    for name in shown:
+        sys.modules.pop(name.removesuffix(".py"), None)
 
 
 @pytest.mark.usefixtures("rules")
