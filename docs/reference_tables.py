@@ -31,6 +31,7 @@ import tyro
 from lather import cli
 from lather.config.config import Config
 from lather.config.optim import KINDS, KindConfig, OptimConfig
+from lather.models.gpt_oss import GptOssConfig
 from lather.models.rotary import YarnConfig
 from lather.optim import Rule
 from lather.optim.options import Option, documentation_of, options_of, saveable
@@ -132,10 +133,11 @@ def configuration() -> str:
             family = getattr(cls, "model_type", None)
             title = f"## [{name}] of {family}" if family else f"## [{name}]"
             parts.append(f"{title}\n\n{cls.__doc__}\n\n{fields_table(cls)}")
+            if cls is GptOssConfig:  # the last family
+                parts.append(f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}")
             if cls is OptimConfig:
                 kinds = "\n".join(f"- `[optim.{kind}]` {text}" for kind, text in KINDS.items())
                 parts.append(f"### Kinds of parameters\n\n{kinds}\n\n{fields_table(KindConfig)}")
-    parts.append(f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}")
     return "\n" + "\n".join(parts) + "\n"
 
 

@@ -62,6 +62,8 @@ class Block:
     text: str
     line: int = 0
     """Where it begins in the page."""
+    file: str = ""
+    """The file that it is a part of, if it says so: ```python title="examples/one.py"."""
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -69,7 +71,11 @@ def blocks_of(page: Path) -> list[Block]:
     found = []
     for match in FENCED.finditer(text):
         lines = [line.removeprefix(match[1]) for line in match[3].splitlines()]
-        found.append(Block(match[2], "\n".join(lines) + "\n", text[: match.start()].count("\n") + 1))
+        language, _, rest = match[2].partition(" ")
+        title = re.fullmatch(r'title="([^"]+)"', rest)
+        assert bool(rest) == bool(title), f"{page.name}: ```{match[2]}"
+        line = text[: match.start()].count("\n") + 1
+        found.append(Block(language, "\n".join(lines) + "\n", line, title[1] if title else ""))
     return found
 
 
@@ -81,7 +87,10 @@ def shown_files(page: Path) -> dict[str, str]:
 
 def check_block(block: Block, names: dict[str, Any], execute: Callable[[list[str]], None] = lambda _: None) -> None:
     """Raise an exception if a block is not right. `names`: those that Python blocks of the page share; `execute` gets every command of
-    Lather that was parsed, without the name of the program."""
+    Lather that was parsed, without the name of the program. A block that shows a file is not executed; the file has tests."""
+    if block.file:
+        assert block.text in (ROOT / block.file).read_text(), f"{block.file} does not have these lines"
+        return
     match block.language:
         case "python":
             exec(compile(block.text, f"<block of line {block.line}>", "exec"), names)

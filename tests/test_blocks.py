@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import pytest
@@ -22,8 +23,8 @@ from page_blocks import ROOT, Block, blocks_of, check_block, commands_of, shown_
 from tiny_run import write_config
 
 PAGES = [page for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]) if blocks_of(page)]
-ELSEWHERE = {"writing-a-rule.md": ["python"], "optimizers.md": ["python"]}
-"""Languages of pages whose blocks have tests of their own, which need files or a model (test_docs.py)."""
+ELSEWHERE = {"writing-a-rule.md": ["python"], "optimizers.md": ["python"], "your-model.md": ["python", "toml", "bash"]}
+"""Languages of pages whose blocks have tests of their own, which need files, a model or a patched package (test_docs, test_your_model)."""
 QUICK = re.compile(
     r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot --schedule .*|export runs/\w+ \S+( --adapter)?)$"
 )
@@ -94,14 +95,15 @@ def _offline_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_right(page: Path, world: Path, request: pytest.FixtureRequest) -> None:
+def test_every_block_is_right(page: Path, world: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "lm_eval" in page.read_text():
         request.getfixturevalue("_offline_harness")
-    names: dict[str, Any] = {"__name__": "page"}
+    module = ModuleType("page")  # dataclasses look up the module that they are defined in
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks_of(page):
         if block.language not in ELSEWHERE.get(page.name, []):
             try:
-                check_block(block, names, execute)
+                check_block(block, vars(module), execute)
             except Exception as error:
                 error.add_note(f"{page.name}, line {block.line}")
                 raise
@@ -144,6 +146,12 @@ WRONG = {
     "an unknown language": ("sh", "lather --version\n"),
     "a command as output": ("text", "lather train my.toml\n"),
 }
+
+
+def test_a_block_that_shows_a_file_has_its_lines() -> None:
+    check_block(Block("python", "import torch\n", file="examples/soap_any_model.py"), {})
+    with pytest.raises(AssertionError, match="does not have these lines"):
+        check_block(Block("python", "import tensorflow\n", file="examples/soap_any_model.py"), {})
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
