@@ -42,7 +42,7 @@ lint: $(READY)  ## ruff check, ruff format, mypy in strict mode, the order of ro
 
 docs: $(READY)  ## the documentation site, into site/ (installs mkdocs-material); a warning is an error
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict, too
 
 docs-serve: docs  ## the same at http://127.0.0.1:8000, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
