@@ -9,7 +9,7 @@ INSTALL ?= 1
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-integrations lint bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all test-integrations lint docs docs-serve bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -44,6 +44,13 @@ lint: $(READY)  ## ruff check, ruff format, mypy in strict mode, the order of ro
 	$(BIN)/mypy
 	$(BIN)/python .ci/house.py
 
+docs: $(READY)  ## the documentation site, into site/ (installs mkdocs-material); a warning is an error
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict, too
+
+docs-serve: docs  ## the same at http://127.0.0.1:8000, built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
 bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
 	$(BIN)/lather bench memory
 	OMP_NUM_THREADS=1 $(BIN)/lather bench pipeline
@@ -68,5 +75,5 @@ bench-convergence-long: $(READY)  ## the same in runs of 21 M tokens (eight hour
 bench-convergence-tune: $(READY)  ## the search of rates for the short study (hours; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/tune.toml $(ARGS)
 
-clean:  ## remove the environment and what training wrote
-	rm -rf $(VENV) runs data
+clean:  ## remove the environment, the site and what training wrote
+	rm -rf $(VENV) runs data site

@@ -1,22 +1,26 @@
-"""What the pages of docs/ and the README say is so: links lead somewhere, tables are those of the code, code runs."""
+"""What the pages of docs/ and the README say is so: links lead somewhere, tables are those of the code, pages show what works."""
 
+import dataclasses
 import importlib
 import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import option_tables
+import reference_tables
 from lather import optim
+from lather.cli import COMMANDS
+from lather.config.optim import OptimConfig, optim_config
+from lather.config.toml_file import field_names
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
+from page_blocks import shown_files
 from tiny_run import run, timeless_rows, write_config
 
 ROOT = Path(__file__).parent.parent
@@ -76,8 +80,8 @@ def test_a_block_with_the_name_of_a_file_is_a_part_of_it(page: Path) -> None:
 # --- tables -------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_option_tables_are_those_of_the_rules() -> None:
-    assert option_tables.main(["--check"]) == 0, "run python docs/option_tables.py"
+def test_the_tables_of_the_reference_are_those_of_the_code() -> None:
+    assert reference_tables.main(["--check"]) == 0, "run python docs/reference_tables.py"
 
 
 def test_every_option_of_every_rule_is_in_a_table() -> None:
@@ -93,13 +97,33 @@ def test_every_option_of_every_rule_is_in_a_table() -> None:
 def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(REFERENCE.read_text().replace("| `momentum` | `0.95` |", "| `momentum` | `0.9` |"))
-    monkeypatch.setattr(option_tables, "PAGE", page)
-    assert option_tables.main(["--check"]) == 1
-    assert "python docs/option_tables.py" in capsys.readouterr().err
-    assert option_tables.main([]) == 0
-    assert page.read_text() == REFERENCE.read_text()
+    for original, right, wrong in (
+        (REFERENCE, "| `momentum` | `0.95` |", "| `momentum` | `0.9` |"),
+        (DOCS / "configuration.md", "| Steps between checkpoints", "| Minutes between checkpoints"),
+        (DOCS / "commands.md", "| `--top-k` |", "| `--top` |"),
+        (DOCS / "metrics.md", "| `grad_norm` |", "| `norm` |"),
+    ):
+        page = tmp_path / "page.md"
+        page.write_text(original.read_text().replace(right, wrong))
+        monkeypatch.setattr(reference_tables, "PAGES", [page])
+        assert reference_tables.main(["--check"]) == 1, original
+        assert "python docs/reference_tables.py" in capsys.readouterr().err
+        assert reference_tables.main([]) == 0
+        assert page.read_text() == original.read_text()
+
+
+def test_every_field_and_every_command_is_in_the_reference() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    rules_own = set(field_names(type(optim_config()))) - {one.name for one in dataclasses.fields(OptimConfig)}
+    for name in field_names():
+        section_name, _, field = name.rpartition(".")
+        if section_name.startswith("optim") and name.removeprefix("optim.") in rules_own:
+            continue  # of a rule: tables of the optimizers' reference
+        title = rf"\[{section_name}\][^\n]*" if section_name else "Top of the file"
+        sections = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+        assert any(re.search(rf"^\| `{field}` \| [^|]+ \|.*\| \S.* \|$", text, re.MULTILINE) for text in sections), name
+    for command in COMMANDS:
+        assert f"\n## lather {command}\n" in (DOCS / "commands.md").read_text()
 
 
 def tables_of(text: str) -> list[list[list[str]]]:
@@ -194,16 +218,15 @@ def test_the_guide_is_a_page_and_the_contract_of_a_rule_is_read_in_300_lines() -
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the files that the page shows, from which Python imports."""
     folder = tmp_path_factory.mktemp("rules")
-    text = WRITING.read_text()
-    shown = re.findall(r"`(\w+)\.py`[^\n`]*(?:`[^`]*`[^\n]*)?\n\n```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in shown] == ["lion", "shampoo", "check_rule"]
-    for name, source in shown:
-        (folder / f"{name}.py").write_text(source)
+    shown = shown_files(WRITING)
+    assert list(shown) == ["lion.py", "shampoo.py", "check_rule.py"]
+    for name, source in shown.items():
+        (folder / name).write_text(source)
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for name, _ in shown:
-        sys.modules.pop(name, None)
+    for name in shown:
+        sys.modules.pop(name.removesuffix(".py"), None)
 
 
 @pytest.mark.usefixtures("rules")
@@ -256,7 +279,7 @@ def test_rules_of_the_page_have_what_the_engine_gives(name: str, options: dict[s
     rule = getattr(importlib.import_module(module), attribute)(lr=2e-2, **options)
     assert isinstance(rule, Rule)
     check = importlib.import_module("check_rule")
-    check.check(replace(rule, matrix_layout="tensor") if "matrix_layout" in options else rule)
+    check.check(dataclasses.replace(rule, matrix_layout="tensor") if "matrix_layout" in options else rule)
     target = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in check.SHAPES[:3]]
     params = [torch.nn.Parameter(torch.randn(x.shape, generator=torch.Generator().manual_seed(2))) for x in target]
     optimizer = MatrixOptimizer(params, rule)

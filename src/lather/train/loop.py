@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,9 @@ from lather.train.initial_weights import find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import (
     MetricsWriter,
+    Row,
     StepRow,
+    ValidationRow,
     cut_rows,
     expert_load,
     load_per_expert,
@@ -377,8 +379,11 @@ class _TrainingRun:
         losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
         if not losses:
             return False
-        row = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": next(iter(losses.values()))}
-        self._write(row if len(losses) == 1 else {**row, "validation_losses": losses})
+        first = next(iter(losses.values()))
+        row: ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": first}
+        if len(losses) > 1:
+            row["validation_losses"] = losses
+        self._write(row)
         each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})"
         self.display.note(f"step {self.progress.step}: validation loss {row['validation_loss']:.4f}{each}")
         is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and row["validation_loss"] < self.lowest_loss
@@ -386,7 +391,7 @@ class _TrainingRun:
             self._keep_best((row["validation_loss"], self.progress.step))
         return is_best
 
-    def _write(self, row: StepRow | dict[str, Any]) -> None:
+    def _write(self, row: Row) -> None:
         if self.metrics is not None:
             self.metrics.write(row)
 

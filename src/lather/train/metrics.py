@@ -1,8 +1,7 @@
 """The measurements of a run: rows in `metrics.jsonl`, and in TensorBoard and Weights & Biases if they are enabled.
 
-A row of a training step has all fields of `StepRow` (a number that is not finite becomes null). A row of a validation has `step`, `seconds`
-and `validation_loss`. A row of `log.expert_load_every` has `expert_load`, a list for each MoE block. All rows up to a checkpoint are on
-disk before the checkpoint is. A resumed run drops later rows, so the file equals that of an uninterrupted run.
+`StepRow`, `ValidationRow` and `ExpertLoadRow` are the schema of the file; a number that is not finite becomes null. All rows up to a
+checkpoint are on disk before the checkpoint is. A resumed run drops later rows, so the file equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class StepRow:
     balance_loss: float
     """Load-balancing loss, averaged over the MoE blocks and without its coefficient; 1 for an even load."""
     lr: float
-    """Learning rate of this step."""
+    """Learning rate of matrices and experts in this step."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     tokens: int
@@ -66,6 +65,33 @@ class StepRow:
     """Eigenbases not refreshed because of the adaptive criterion or because there were no tokens."""
     skipped: bool
     """Whether the step changed nothing because its loss or gradient was not finite."""
+
+
+class ValidationRow(TypedDict):
+    """One validation: before the first step, every `train.validation_every` steps, and after the last."""
+
+    step: int
+    """Steps trained before it."""
+    seconds: float
+    """Seconds since the start of training, added up over all starts of the run."""
+    validation_loss: float
+    """Cross entropy on the run's own held-out set, nats per token."""
+    validation_losses: NotRequired[dict[str, float]]
+    """The same for each held-out set by name, where there are several."""
+
+
+class ExpertLoadRow(TypedDict):
+    """The load of every expert, every `log.expert_load_every` steps."""
+
+    step: int
+    """Number of the step."""
+    seconds: float
+    """Seconds since the start of training, added up over all starts of the run."""
+    expert_load: list[list[float]]
+    """A list for each MoE block: each expert's rows as a share of the even load."""
+
+
+Row = StepRow | ValidationRow | ExpertLoadRow
 
 
 def expert_load(counts_LE: Tensor) -> tuple[float, float, float]:
@@ -111,8 +137,8 @@ class MetricsWriter:
         if wandb_project:
             self.sinks.append(_Wandb(run_dir, wandb_project))
 
-    def write(self, row: StepRow | dict[str, Any]) -> None:
-        values = asdict(row) if isinstance(row, StepRow) else row
+    def write(self, row: Row) -> None:
+        values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()

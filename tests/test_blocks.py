@@ -1,0 +1,184 @@
+"""Every fenced block of README and docs/ is right (`page_blocks` says what that means), in a folder where the runs that they name exist."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+from lather import cli
+from lather.errors import UserError
+from lather.files import read_rows
+from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
+from page_blocks import ROOT, Block, blocks_of, check_block, commands_of, shown_files
+from tiny_run import write_config
+
+PAGES = [page for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]) if blocks_of(page)]
+ELSEWHERE = {"writing-a-rule.md": ["python"], "optimizers.md": ["python"], "your-model.md": ["python", "toml", "bash"]}
+"""Languages of pages whose blocks have tests of their own, which need files, a model or a patched package (test_docs, test_your_model)."""
+QUICK = re.compile(
+    r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot --schedule .*|export runs/\w+ \S+( --adapter)?)$"
+)
+"""Commands that are not only parsed but executed."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a checkout in which somebody has trained: runs, a model in Hugging Face's format, adapters. It is the current one."""
+    folder, threads = tmp_path_factory.mktemp("world"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for path in ROOT.iterdir():
+        if path.name in ("configs", "examples", "benchmarks", "docs", "tests", "src", "pyproject.toml", "Makefile"):
+            (folder / path.name).symlink_to(path)
+    for name, source in shown_files(ROOT / "docs" / "writing-a-rule.md").items():
+        (folder / name).write_text(source)
+    small = write_config(folder, steps=4, checkpoint_every=2)
+    sizes = {"n_routed_experts": 18, "num_hidden_layers": 4, "max_position_embeddings": 4096, "sample_tokens": 0}
+    small.write_text(with_values(small.read_text(), sizes) + "picture = false\nexpert_load_every = 2\n")
+    large = {"n_routed_experts": 64, "num_hidden_layers": 64, "batch_size": 1024, "micro_batch_size": 0}
+    (folder / "my.toml").write_text(with_values(small.read_text(), large))  # whose commands are parsed alone, on any mesh
+    before = Path.cwd()
+    os.chdir(folder)
+    lora = ["--init-from", "models/base", "--run-dir", "runs/tuned", "--lora.rank", "4", "--train.steps", "2", "--optim.lr", "1e-3"]
+    for command in (
+        ["train", "tiny.toml", "--run-dir", "runs/mine", "--checkpoint.keep-best"],
+        ["export", "runs/mine", "models/base", "--dtype", "fp32"],
+        ["train", "tiny.toml", *lora],
+    ):
+        assert cli.main(command) == 0, command
+    for name in {name for page in PAGES for name in re.findall(r"\bruns/([\w-]+)", page.read_text())}:
+        if not (folder / "runs" / name).exists():
+            (folder / "runs" / name).symlink_to("mine")
+    (folder / "runs/mine/checkpoints/step-00001000").symlink_to("step-00000004")
+    yield folder
+    os.chdir(before)
+    sys.path[:] = [path for path in sys.path if path != str(folder)]
+    sys.modules.pop("shampoo", None)
+    torch.set_num_threads(threads)
+
+
+def with_values(toml: str, values: dict[str, int]) -> str:
+    for key, value in values.items():
+        toml = re.sub(rf"^{key} = .*$", f"{key} = {value}", toml, flags=re.MULTILINE)
+    return toml
+
+
+def execute(arguments: list[str]) -> None:
+    """Do what the command says, if that is quick."""
+    if not QUICK.match(" ".join(arguments)):
+        return
+    if arguments[0] == "export":
+        shutil.rmtree(arguments[2], ignore_errors=True)
+    assert cli.main([*arguments, *(["--tokens", "3"] if arguments[0] == "generate" else [])]) == 0, arguments
+
+
+@pytest.fixture
+def _offline_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lm_eval.simple_evaluate` finds the model and its options, and looks for no task."""
+    lm_eval = pytest.importorskip("lm_eval")
+    signature = inspect.signature(lm_eval.simple_evaluate)
+
+    def simple_evaluate(*positional: Any, **options: Any) -> None:
+        given = signature.bind(*positional, **options).arguments
+        lm_eval.api.registry.get_model(given["model"]).create_from_arg_string(given["model_args"])
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_right(page: Path, world: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "lm_eval" in page.read_text():
+        request.getfixturevalue("_offline_harness")
+    module = ModuleType("page")  # dataclasses look up the module that they are defined in
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks_of(page):
+        if block.language not in ELSEWHERE.get(page.name, []):
+            try:
+                check_block(block, vars(module), execute)
+            except Exception as error:
+                error.add_note(f"{page.name}, line {block.line}")
+                raise
+
+
+def test_rows_of_a_run_have_the_documented_keys_and_no_others(world: Path) -> None:
+    rows, kinds = (
+        read_rows(world / "runs/mine/metrics.jsonl"),
+        {"loss": StepRow, "validation_loss": ValidationRow, "expert_load": ExpertLoadRow},
+    )
+    for row in rows:
+        (kind,) = [cls for key, cls in kinds.items() if key in row]
+        assert row.keys() - {"validation_losses"} == get_type_hints(kind).keys() - {"validation_losses"}, row
+    assert {key for key in kinds for row in rows if key in row} == set(kinds)
+
+
+# --- the check itself -------------------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "an option that there is not": ("bash", "lather train configs/quickstart.toml --train.step 3"),
+    "an option of another command": ("bash", "lather eval runs/mine --top-k 3"),
+    "a value out of range": ("bash", "lather train configs/quickstart.toml --train.steps 0"),
+    "a command that there is not": ("bash", "lather serve runs/mine"),
+    "a configuration that there is not": ("bash", "lather train configs/quick.toml"),
+    "a mesh that does not fit": ("bash", "lather train configs/quickstart.toml --nproc 3 --parallel.pp 2"),
+    "an option behind torchrun": ("bash", "torchrun --nproc-per-node 2 -m lather train my.toml \\\n    --train.step 3"),
+    "an option of torchrun": ("bash", "torchrun --nproc-per-rank 2 -m lather train my.toml"),
+    "ranks of srun": ("bash", "srun --ntasks 3 lather train my.toml --parallel.pp 2"),
+    "a variable that is not set": ("bash", "torchrun --nproc-per-node $GPUS -m lather train my.toml"),
+    "a make target": ("bash", "make tests"),
+    "options in ARGS": ("bash", "make train ARGS='--train.step 3'"),
+    "an extra": ("bash", "pip install '.[huggingface]'"),
+    "a script": ("bash", "python examples/none.py"),
+    "a program": ("bash", "lathers train my.toml"),
+    "a TOML key": ("toml", "[train]\nstep = 3\n"),
+    "a TOML value": ("toml", "[train]\nsteps = 0\n"),
+    "Python": ("python", "from lather.optim import Soap\n"),
+    "JSON": ("json", "{'step': 1}"),
+    "no language": ("", "x = 1\n"),
+    "an unknown language": ("sh", "lather --version\n"),
+    "a command as output": ("text", "lather train my.toml\n"),
+}
+
+
+def test_a_block_that_shows_a_file_has_its_lines() -> None:
+    check_block(Block("python", "import torch\n", file="examples/soap_any_model.py"), {})
+    with pytest.raises(AssertionError, match="does not have these lines"):
+        check_block(Block("python", "import tensorflow\n", file="examples/soap_any_model.py"), {})
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_a_wrong_block_is_noticed(case: str, world: Path) -> None:
+    language, text = WRONG[case]
+    with pytest.raises((AssertionError, UserError, ImportError, ValueError, SystemExit)):
+        check_block(Block(language, text), {})
+
+
+def test_commands_are_found_wherever_a_script_has_them() -> None:
+    script = """\
+#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+export A=1 B=2
+mkdir -p x && lather plot runs/mine > out.txt   # the run's picture
+cat > file <<'EOF'
+lather nonsense
+EOF
+for rate in 1e-3 2e-3; do lather train my.toml --optim.lr $rate; done
+srun --ntasks $SLURM_NTASKS lather train my.toml \\
+    --parallel.pp $B
+"""
+    assert [" ".join(words) for words in commands_of(script)] == [
+        "mkdir -p x",
+        "lather plot runs/mine",
+        "cat",
+        "lather train my.toml --optim.lr 1e-3",
+        "srun --ntasks 32 lather train my.toml --parallel.pp 2",
+    ]
