@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "sharded: strided shards cut in the order of plain ones",
         "optim/sharded/placement.py",
-        "*reversed(strided)]",
-        "*strided]",
+        "order = [*(shard for shard in shards if shard not in strided), *reversed(strided)]",
+        "order = shards",
         "distributed/test_sharded_optimizer.py",
     ),
     Mutation(

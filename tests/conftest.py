@@ -9,8 +9,10 @@ import jaxtyping
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import forked
 import typechecker
 
+forked.server()  # before anybody says what else the server of processes shall import
 jaxtyping.jaxtyped = typechecker.jaxtyped_if_it_has_shapes
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 

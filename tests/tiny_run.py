@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import deserialize
 
+from forked import ForkedPython
 from lather.train.metrics import TIME_FIELDS
 
 CONFIG = """\
@@ -49,6 +50,7 @@ every = {checkpoint_every}
 
 [log]
 sample_tokens = 4
+picture = false
 """
 
 
@@ -70,11 +72,10 @@ def command(*arguments: object) -> list[str]:
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
     """The command in a process of its own, on one thread."""
-    return subprocess.Popen(
-        command(*arguments),
+    return ForkedPython(
+        command(*arguments)[1:],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

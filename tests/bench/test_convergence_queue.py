@@ -33,7 +33,7 @@ rates = {{ small = [1e-3, 2e-2] }}
 def write_study(folder: Path, *, steps: int, more: str = "") -> Path:
     write_config(folder)
     text = CONFIG.format(corpus=folder / "corpus", cache=folder / "data", steps=steps, checkpoint_every=2)
-    text = text.replace("precondition_frequency = 3\n", "").replace("sample_tokens = 4", "sample_tokens = 0\npicture = false")
+    text = text.replace("precondition_frequency = 3\n", "").replace("sample_tokens = 4", "sample_tokens = 0")
     for section in ("model", "data", "optim", "train", "checkpoint", "log"):
         text = text.replace(f"[{section}]", f"[config.{section}]")
     (folder / "beside.py").write_text((Path(__file__).parents[1] / "lion_rule.py").read_text())

@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
-LENGTH, SEQUENCES = 70, 24
+LENGTH, SEQUENCES = 70, 16
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
 """Every pair of experts (28, 2): a micro-batch of 2 * LENGTH tokens has each of them equally often, which is an even load to the row."""
 

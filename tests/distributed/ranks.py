@@ -6,9 +6,7 @@ Ranks are forked from a server that has imported what they need, which takes sec
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import sys
@@ -16,18 +14,11 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-IMPORTED_BEFORE = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "lather.train.loop",
-]
+from forked import server
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
@@ -36,7 +27,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     `function` is a top-level function of a test module. The first exception of a rank is raised here with that rank's traceback.
     Raises TimeoutError after `timeout` seconds.
     """
-    context = _server()
+    context = server()
     file, name = function.__code__.co_filename, function.__qualname__
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -74,13 +65,6 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
                 raise RuntimeError(f"rank {rank} raised\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(receivers))]
-
-
-@functools.cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_BEFORE)
-    return context
 
 
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:
