@@ -135,11 +135,11 @@ MUTATIONS = (
         "distributed/test_engine.py distributed/test_training.py",
     ),
     Mutation(
-        "launch: ranks outlive one that failed",
+        "launch: a signal is told as an exit status",
         "parallel/launch/start.py",
-        "lambda _: processes.kill()",
-        "lambda _: None",
-        "distributed/test_faults.py distributed/test_launch.py",
+        "else -end.si_status",
+        "else end.si_status",
+        "distributed/test_faults.py",
     ),
     Mutation(
         "data: every epoch in the order of the first",

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start: threads that wait for each other take the cores
 
 import jaxtyping
 import pytest
