@@ -174,7 +174,7 @@ MUTATIONS = (
         "commands/overrides.py",
         "value if equals else following",
         "following",
-        "commands/test_train.py",
+        "train/test_optim_config.py",
     ),
 )
 
