@@ -28,6 +28,7 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train configs/quickstart.toml (CONFIG=... ARGS='--optim.lr 1e-3' change that)
 	$(BIN)/lather train $(CONFIG) $(ARGS)
 
+test test-all: export PYTHONDONTWRITEBYTECODE :=  # modules and tests are compiled once, not in each process
 test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 

@@ -4,13 +4,16 @@ import os
 from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start: threads that wait for each other take the cores
 
 import jaxtyping
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import forked
 import typechecker
 
+forked.server()  # before anybody says what else the server of processes shall import
 jaxtyping.jaxtyped = typechecker.jaxtyped_if_it_has_shapes
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import deserialize
 
+from forked import ForkedPython
 from lather.train.metrics import TIME_FIELDS
 from reaper import reaped
 
@@ -50,6 +51,7 @@ every = {checkpoint_every}
 
 [log]
 sample_tokens = 4
+picture = false
 """
 
 
@@ -71,8 +73,15 @@ def command(*arguments: object) -> list[str]:
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
     """The command in a process of its own, on one thread."""
-    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}, subprocess.PIPE
-    return reaped(subprocess.Popen(command(*arguments), cwd=cwd, env=environment, text=True, stdout=pipe, stderr=pipe))
+    return reaped(
+        ForkedPython(
+            command(*arguments)[1:],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    )
 
 
 def run(*arguments: object, cwd: Path | None = None, timeout: float = 120) -> tuple[int, str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked import fresh_python
 from reaper import reaped
 
 SECONDS = 10
@@ -25,17 +26,26 @@ class Job:
     num_ranks: int
 
     @classmethod
-    def start(cls, script: str, folder: Path, task: str, num_ranks: int, environments: list[dict[str, str]] | None = None) -> Job:
+    def start(
+        cls,
+        script: str,
+        folder: Path,
+        task: str,
+        num_ranks: int,
+        environments: list[dict[str, str]] | None = None,
+        *,
+        python: Callable[..., subprocess.Popen[str]] = fresh_python,
+    ) -> Job:
         """Run `script FOLDER TASK NUM_RANKS`, once or in each of the environments. Rank r writes its pid to `FOLDER/rank<r>`."""
         folder.mkdir()
-        command = [sys.executable, script, str(folder), task, str(num_ranks)]
+        command = [script, folder, task, num_ranks]
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         pipe = subprocess.PIPE
         return cls(
             folder,
             [
-                reaped(subprocess.Popen(command, env={**environment, **own}, text=True, stdout=pipe, stderr=pipe, start_new_session=True))
+                reaped(python(command, env={**environment, **own}, stdout=pipe, stderr=pipe, start_new_session=True))
                 for own in environments or [{}]
             ],
             num_ranks,

@@ -7,9 +7,7 @@ Ranks are forked from a server that has imported what they need, which takes sec
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import sys
@@ -17,20 +15,12 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from forked import server
 from lather.processes import end_with_parent
-
-IMPORTED_BEFORE = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "lather.train.loop",
-]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
@@ -39,7 +29,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     `function` is a top-level function of a test module. The first exception of a rank is raised here with that rank's traceback.
     Raises TimeoutError after `timeout` seconds.
     """
-    context = _server()
+    context = server()
     file, name = function.__code__.co_filename, function.__qualname__
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -77,13 +67,6 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
                 raise RuntimeError(f"rank {rank} raised\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(receivers))]
-
-
-@functools.cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_BEFORE)
-    return context
 
 
 def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: str, sender: Connection, environ: dict[str, str]) -> None:

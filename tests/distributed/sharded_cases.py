@@ -45,6 +45,10 @@ EXPERTS = (3, 5, 11)
 """Those whose first dim are experts."""
 
 
+STEPS = 7
+"""Of which the last uses a third basis where one is renewed every three steps."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh and how parameters are placed on it."""
@@ -213,9 +217,9 @@ def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = t
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
         for kind, dtype, frequency in list(cases(kinds))[number % share :: share]:
-            expected, _ = trained(kind, dtype, 10, frequency)
+            expected, _ = trained(kind, dtype, STEPS, frequency)
             found = make_spread(kind, layout, dtype, mesh, precondition_frequency=frequency)
-            found.run(range(10))
+            found.run(range(STEPS))
             case = f"{name}, {kind}, {dtype}, {frequency}"
             for i, (p, q) in enumerate(zip(found.whole(), expected, strict=True)):
                 if not torch.equal(p, q.detach()):
@@ -281,7 +285,7 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
         parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]
         one, many = make(kind, whole, precondition_frequency=3), make(kind, parts, precondition_frequency=3)
-        for step in range(10):
+        for step in range(STEPS):
             for i, (p, q, grad) in enumerate(zip(whole, parts, gradients(step, torch.float32, shapes), strict=True)):
                 p.grad, q.grad = grad, None if grad is None else spread_one(i, grad)
             one.step()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import ForkedPython, fresh_python
 from lather.checkpoint.folder import list_checkpoints
 from lather.files import read_rows
 from reaper import reaped
@@ -73,6 +74,8 @@ COMMANDS = {
     "three": [*LATHER, "--nproc", "3", "--parallel.pp", "2"],
     "torchrun, no divisor": [*TORCHRUN, "--parallel.pp", "2", "--parallel.ep", "2"],
 }
+FRESH = ("stopped",)
+"""Those that are started as a user would, besides torchrun's: the others are forked."""
 TOLERANCE = 1e-5
 """fp32."""
 
@@ -101,10 +104,9 @@ class Command:
         self.is_torchrun = "torch.distributed.run" in arguments
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_", "COLUMNS"))}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, *arguments, "--run_dir", name]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
-        self.process = reaped(process)
+        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        start = fresh_python if self.is_torchrun or name in FRESH else ForkedPython
+        self.process = reaped(start([*arguments, "--run_dir", name], cwd=folder, **options))
 
     def end(self) -> Ended:
         try:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import drill_workers
 import pytest
 from stored import same_bits
 
+from forked import ForkedPython
+
 
 def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     (folder / "text").mkdir(parents=True)
     for number in range(4):
         (folder / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, drill_workers.__file__, str(folder), str(count), mode, axis, str(seed)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60 + 20 * count,
-        check=False,
-    )
+    process = ForkedPython([drill_workers.__file__, folder, count, mode, axis, seed], stderr=subprocess.PIPE)
+    try:
+        _, err = process.communicate(timeout=60 + 20 * count)
+    finally:
+        process.kill()
     errors = "".join(file.read_text() for file in sorted(folder.glob(f"errors{count}.*")))
-    assert done.returncode == 0, done.stderr + errors
+    assert process.returncode == 0, err + errors
     result = json.loads((folder / "result.json").read_text())
     assert result["statuses"] == result["whole"] == [0, 0], errors
     newest = [names[-1] if names else "step-00000000" for names in result["found"]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from jobs import SECONDS, Job, is_alive
 
+from forked import ForkedPython
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
@@ -31,7 +32,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     asked = [item.callspec.params["place"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     jobs = {}
     for place in asked:
-        jobs[place] = Job.start(fault_workers.__file__, folder / place, place, 2)
+        jobs[place] = Job.start(fault_workers.__file__, folder / place, place, 2, python=ForkedPython)
         (folder / place / "text").mkdir()
         for number in range(4):
             (folder / place / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 30)

@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_killed() -> None:
 
 KILLED = """
 import os, pathlib, subprocess, sys, time
-import ranks, reaper
+import forked, ranks, reaper
 
 def wait_for_ever(rank, world_size, folder, command):
     pathlib.Path(folder, "pids.aside").write_text(f"{os.getpid()} {command}")
@@ -59,7 +59,7 @@ def wait_for_ever(rank, world_size, folder, command):
     time.sleep(1000)
 
 if __name__ == "__main__":
-    ranks.IMPORTED_BEFORE.clear()
+    forked.IMPORTED_BEFORE.clear()
     command = [sys.executable, "-S", "-c", "import time; time.sleep(1000)"]
     ranks.run_ranks(wait_for_ever, 1, sys.argv[1], reaper.reaped(subprocess.Popen(command, start_new_session=True)).pid)
 """

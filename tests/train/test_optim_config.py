@@ -186,7 +186,7 @@ def test_a_rate_and_a_factor_are_refused() -> None:
 
 
 def test_kinds_on_the_command_line(file: Path) -> None:
-    words = ["--optim.rest.lr-factor", "4", "--optim.rest.betas", "0.9", "0.99", "--optim.experts.rule", "muon"]
+    words = ["--optim.rest.lr-factor", "4", "--optim.rest.betas", "0.9", "0.99", "--optim.experts.rule=muon"]
     optim = optim_of(str(file), *words, "--optim.experts.momentum=0.8", "--optim.experts.nesterov", "False")
     assert (optim.lr_of("rest"), optim.rule_of("rest").betas) == (4 * optim.peak_lr, (0.9, 0.99))  # type: ignore[attr-defined]
     experts = optim.rule_of("experts")

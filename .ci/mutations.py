@@ -1,0 +1,239 @@
+"""Whether the tests notice deliberate errors: each is put into a copy of the checkout, and the tests that have to fail are run there.
+
+    python .ci/mutations.py [NAME ...]        those whose name begins so; exit status 1 if one was missed
+
+An error is one line, of the kind that a hand makes: a sign, an off-by-one, a lost cast, a wrong key. It is caught if a test fails; a file
+that cannot be collected, a crash and a timeout do not count, for any test would notice. Takes ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 1200
+
+
+class Mutation(NamedTuple):
+    """An error, and the tests that catch it."""
+
+    name: str
+    file: str
+    """Below src/lather."""
+    old: str
+    """Occurs once in the file."""
+    new: str
+    tests: str
+    """Below tests."""
+
+
+MUTATIONS = (
+    Mutation(
+        "factors: the bias correction of one step too early",
+        "optim/linalg/kronecker.py",
+        "beta ** (step + 1)",
+        "beta ** step",
+        "optim/test_reference.py",
+    ),
+    Mutation(
+        "muon: Nesterov with the weights exchanged",
+        "optim/rules/muon.py",
+        "g.lerp(b, self.momentum)",
+        "g.lerp(b, 1 - self.momentum)",
+        "optim/test_muon.py",
+    ),
+    Mutation(
+        "sharded: updates reach the first of several copies",
+        "optim/sharded/sharding.py",
+        "[(unit.owner, position) for position in positions]",
+        "[(unit.owner, position) for position in positions[:1]]",
+        "distributed/test_sharded_optimizer.py",
+    ),
+    Mutation(
+        "sharded: strided shards cut in the order of plain ones",
+        "optim/sharded/placement.py",
+        "order = [*(shard for shard in shards if shard not in strided), *reversed(strided)]",
+        "order = shards",
+        "distributed/test_sharded_optimizer.py",
+    ),
+    Mutation(
+        "optimizer: a state dict that does not wait for refreshes",
+        "optim/engine/stateful.py",
+        "        self._finish_refreshes()\n        own = dict(self.state)",
+        "        own = dict(self.state)",
+        "optim/test_async_refresh.py",
+    ),
+    Mutation(
+        "kernels: eps without the bias correction",
+        "kernels/adam_in_basis/triton.py",
+        "float(eps * scale)",
+        "float(eps)",
+        "kernels/test_adam_in_basis.py",
+    ),
+    Mutation(
+        "kernels: half of the gradient of the squared logsumexp",
+        "kernels/cross_entropy/reference.py",
+        "(1 + 2 * z_loss * logsumexp_N)",
+        "(1 + z_loss * logsumexp_N)",
+        "kernels/test_cross_entropy.py",
+    ),
+    Mutation(
+        "models: a window of one token too many",
+        "models/token_positions.py",
+        "key > query - window",
+        "key >= query - window",
+        "models/test_attention.py",
+    ),
+    Mutation(
+        "models: weights of experts elsewhere get a gradient",
+        "models/experts.py",
+        "return picked.masked_fill(row_TK < 0, 0)",
+        "return picked",
+        "models/test_experts.py",
+    ),
+    Mutation(
+        "models: gate and up exchanged on import and export",
+        "models/hf/key_map.py",
+        '{"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}',
+        '{"up_proj": slice(0, half), "gate_proj": slice(half, 2 * half)}',
+        "models/test_huggingface.py",
+    ),
+    Mutation(
+        "pipeline: an alias is told by the tensor, not by its storage",
+        "pipeline/tape.py",
+        "storage is other.untyped_storage() for",
+        "x is other for",
+        "pipeline/test_segments.py",
+    ),
+    Mutation(
+        "parallel: a token counts once for each of its experts on a rank",
+        "parallel/exchange_plan.py",
+        "slot_TK, row_TK, ~row_TK).int()",
+        "slot_TK, row_TK, row_TK).int()",
+        "distributed/test_expert.py",
+    ),
+    Mutation(
+        "parallel: copies of a parameter counted in the norm",
+        "parallel/local_parameters.py",
+        " and entry.info.replica == 0]",
+        "]",
+        "distributed/test_engine.py distributed/test_training.py distributed/test_shard.py",
+    ),
+    Mutation(
+        "engine: labels counted over all ranks of a pipeline",
+        "engine/engine.py",
+        "dist.all_reduce(total, group=self.mesh.data_group)",
+        "dist.all_reduce(total)",
+        "distributed/test_engine.py distributed/test_training.py",
+    ),
+    Mutation(
+        "launch: a signal is told as an exit status",
+        "parallel/launch/start.py",
+        "else -end.si_status",
+        "else end.si_status",
+        "distributed/test_faults.py",
+    ),
+    Mutation(
+        "data: every epoch in the order of the first",
+        "data/order.py",
+        "(*key, int(epoch))",
+        "(*key, 0)",
+        "data/test_order.py",
+    ),
+    Mutation(
+        "checkpoint: the folder is not on disk before it has its name",
+        "checkpoint/save.py",
+        "        sync(self.aside)\n",
+        "",
+        "train/test_checkpoint.py",
+    ),
+    Mutation(
+        "train: a fork without the row of its last step",
+        "train/fork.py",
+        'row["step"] <= step]',
+        'row["step"] < step]',
+        "train/test_fork.py",
+    ),
+    Mutation(
+        "planning: the passes of an estimate without the optimizer's state",
+        "planning/estimate.py",
+        "(passes.peak + optimizer.state, optimizer.peak",
+        "(passes.peak, optimizer.peak",
+        "memory/test_advice.py",
+    ),
+    Mutation(
+        "commands: the value after an option that has one of its own",
+        "commands/overrides.py",
+        "value if equals else following",
+        "following",
+        "train/test_optim_config.py",
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    """Try them; returns how many were missed, at most 1."""
+    chosen = [one for one in MUTATIONS if not names or any(one.name.startswith(name) for name in names)]
+    missed = 0
+    with TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        copy_checkout(tree)
+        for mutation in chosen:
+            start = time.monotonic()
+            found = attempt(mutation, tree)
+            missed += not found
+            print(f"{'caught' if found else 'MISSED'}  {mutation.name}  ({found}; {time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} caught")
+    return min(missed, 1)
+
+
+def copy_checkout(tree: Path) -> None:
+    """Copy the files that git knows or would take, as they are now."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+
+
+def attempt(mutation: Mutation, tree: Path) -> str:
+    """What `first_failure` finds with the mutation. The tree is as it was afterwards."""
+    file = tree / "src" / "lather" / mutation.file
+    text = file.read_text("utf-8")
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times: bring the mutation up to date")
+    write(file, text.replace(mutation.old, mutation.new))
+    try:
+        return first_failure([f"tests/{name}" for name in mutation.tests.split()], tree)
+    finally:
+        write(file, text)
+
+
+def write(file: Path, text: str) -> None:
+    """Change a module, and forget what was compiled of it: within a second, and with an equal length, it would be taken for the new one."""
+    file.write_text(text, "utf-8")
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()
+
+
+def first_failure(tests: list[str], tree: Path) -> str:
+    """The first test that fails, and why, or nothing."""
+    path = os.pathsep.join((str(tree / "src"), str(tree)))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    failed = re.search(r"^FAILED (.+)", done.stdout, re.MULTILINE)
+    return "" if failed is None or "Timeout" in failed[1] else failed[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Commands in processes that are forked from one that has imported what they need, which takes four seconds of every real start.
+
+They are forked from the server that ranks are forked from (`ranks`). What a command starts itself is forked, too: ranks of a launch from
+the command, workers of a plan from the server. Everything else is as in a process of its own: arguments, environment, streams, signals,
+exit status. How processes are born, and that no rank outlives its parent, is tested with real ones (`fresh_python`).
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+IMPORTED_BEFORE = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "lather.commands.train",
+    "lather.planning.plan",
+    "lather.train.plot",
+    "matplotlib.backends.backend_agg",
+]
+
+
+@functools.cache
+def server() -> ForkServerContext:
+    """The one server of this process. Whoever was first would choose what is imported before: these modules are, for all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BEFORE)
+    ForkServerContext.set_forkserver_preload = lambda self, names: None  # type: ignore[method-assign, assignment, misc]
+    return context
+
+
+class ForkedPython(subprocess.Popen[str]):
+    """`python ARGUMENTS`, which begin with a script or with `-m MODULE`; options are those of Popen, without a standard input."""
+
+    def __init__(self, arguments: Sequence[object], *, start_new_session: bool = False, **options: Any) -> None:
+        self._in_new_session = start_new_session
+        super().__init__([str(argument) for argument in arguments], text=True, **options)
+
+    def _execute_child(self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any) -> None:
+        """In place of a fork and exec of this process."""
+        cwd, env = rest[:2]
+        pipes = rest[5:11]
+        streams = {number: Connection(os.dup(fd)) for number, fd in ((1, pipes[3]), (2, pipes[5])) if fd >= 0}
+        environment = dict(os.environ if env is None else env)
+        self._process = server().Process(target=_run, args=(args, cwd or os.getcwd(), environment, streams, self._in_new_session))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int | None:
+        self._process.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+
+def fresh_python(arguments: Sequence[object], **options: Any) -> subprocess.Popen[str]:
+    """The same in a process that is started as users start it."""
+    return subprocess.Popen([sys.executable, *map(str, arguments)], text=True, **options)
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str], streams: dict[int, Connection], in_new_session: bool) -> None:
+    """What the new process does: be as if it had just been started."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if in_new_session:
+        os.setsid()
+    for number, stream in streams.items():
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    _fork_instead_of_starting()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _fork_instead_of_starting() -> None:
+    import torch
+    from torch.distributed.launcher import api
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    api.LaunchConfig = functools.partial(api.LaunchConfig, start_method="fork")  # type: ignore[misc, assignment]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # the server is that of this process
+    ForkServerContext.set_forkserver_preload = lambda self, names: None  # type: ignore[method-assign, assignment, misc]
