@@ -49,14 +49,7 @@ def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for path, tree in trees.items():
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py") if path.is_relative_to(PACKAGE) else ""
         for node in ast.walk(tree):
-            names = (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [one.name for one in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            for name in names:
+            for name in imported(node):
                 package, _, rest = name.partition(".")
                 other = rest.partition(".")[0]
                 if package == "lather" and {room, other} <= set(ROOMS) and ROOMS.index(other) < ROOMS.index(room):

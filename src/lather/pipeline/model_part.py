@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lather.models.adapted import add_adapters
 from lather.models.decoder import Block, Decoder, RoutedModel
+from lather.models.entry_names import is_stack
 from lather.models.experts import Experts
 from lather.models.families import ModelConfig, build_model
 from lather.models.lora import LoraConfig, fresh_adapters
@@ -51,7 +52,7 @@ class PartLayers:
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
         """The share of a whole parameter that belongs here."""
-        return value[self.experts(len(value))] if ".experts." in f".{name}" else value
+        return value[self.experts(len(value))] if is_stack(name) else value
 
     def experts(self, num_experts: int) -> slice:
         """Neighbouring experts. Raises ValueError if they cannot be dealt out evenly."""
