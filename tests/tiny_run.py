@@ -9,7 +9,8 @@ from typing import Any
 
 from safetensors import deserialize
 
-from lather.train.metrics import TIME_FIELDS
+TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
+"""Fields of metrics.jsonl that differ between two runs of the same configuration."""
 
 CONFIG = """\
 [model]

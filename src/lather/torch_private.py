@@ -83,7 +83,7 @@ __all__ = [
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 VERSIONS = "torch >= 2.11 and < 2.14"
-"""Those whose private names were read and tested."""
+"""The releases whose private names were read and tested."""
 
 STAGES_OF_A_RANK = 2
 """How many stages torch looks ahead for parameters to gather: all that a rank of DualPipeV has. Its default, 3, gives the same table, but
@@ -104,7 +104,7 @@ def base_of(view: Tensor) -> Tensor | None:
 
 
 def saved_tensors_hooks_in_force() -> Hooks | None:
-    """Those of the innermost `torch.autograd.graph.saved_tensors_hooks` around this call; None if there are none."""
+    """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks` around this call; None if there are none."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -143,7 +143,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def fake_tensors() -> tuple[type[Tensor], type[TorchDispatchMode]]:
-    """Their class, and the mode in which operations on them run. Imported only here: it takes a while."""
+    """The class of fake tensors, and the mode in which operations on them run. Imported only here: it takes a while."""
     module = import_module("torch._subclasses.fake_tensor")
     return module.FakeTensor, module.FakeTensorMode
 

@@ -38,11 +38,11 @@ class Retention:
     """The checkpoints that are kept when a new one is in place."""
 
     last: int
-    """So many of the newest, at least 1."""
+    """How many of the newest are kept, at least 1."""
     every: int = 0
-    """Those of a multiple of so many steps; 0: none."""
+    """Checkpoints of a multiple of so many steps are kept; 0: none."""
     best: int | None = None
-    """That of this step."""
+    """The step of another one that is kept."""
 
     def delete_others(self, folder: Path) -> None:
         """Delete the folder's checkpoints that are not kept; a process killed meanwhile leaves none of them half there under its name."""

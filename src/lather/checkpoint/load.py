@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lather.checkpoint.piece import Piece
 from lather.checkpoint.reader import CheckpointTensors
-from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
+from lather.checkpoint.state import Piece, TrainingState, parameter_of, stored_shapes
 from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
 from lather.errors import CheckpointError
 from lather.parallel.agreement import together
@@ -87,7 +86,7 @@ def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
 
 
 def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
-    """That its state is of such an optimizer and of this model."""
+    """Raise CheckpointError unless the state is of such an optimizer and of this model."""
     file, given = path / STATE_FILE, type(optimizer).__name__
     if table.optimizer != given:
         raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")

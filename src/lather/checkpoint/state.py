@@ -8,7 +8,7 @@ pieces of some. The pieces are views of what the run works with, to be saved fro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lather.checkpoint.piece import Piece
 from lather.checkpoint.table import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.optim.sharded.placement import Box
 from lather.parallel.agreement import together
 from lather.parallel.local_parameters import ShardInfo
 
@@ -32,6 +32,39 @@ RANDOM = "random/"
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
+
+
+Key = tuple[str, tuple[int, ...]]
+"""Name of the tensor and offset of the piece, which tell a piece from all others."""
+
+Stage = Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
+"""Is given what this rank is to write, and returns what is written in its place."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor of the whole model."""
+
+    name: str
+    """Name of the tensor."""
+    value: Tensor
+    """A view of what the run works with: copying into it loads it."""
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.offset
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.value.shape))
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has elements, or its tensor has none."""
+        return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
 
 
 @dataclass(frozen=True)
@@ -187,7 +220,7 @@ def stored_shapes(stored: Mapping[str, StoredEntry]) -> dict[str, dict[str, tupl
 
 
 def parameter_of(entry: str) -> str:
-    """That an entry belongs to, alone or with the other experts'."""
+    """The parameter that an entry belongs to, alone or with the other experts'."""
     return split_entry(entry)[0]
 
 

@@ -74,7 +74,7 @@ class Table:
 
     progress: Progress
     optimizer: str | None
-    """Its class; None if no optimizer's state was saved."""
+    """The optimizer's class; None if no optimizer's state was saved."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
 

@@ -105,11 +105,11 @@ class KindConfig:
     """Settings that a kind of parameters has of its own."""
 
     rule: str = ""
-    """Its rule, if it is another one; with this option --help shows what that one has."""
+    """The rule, if it is another one; with this option --help shows what that one has."""
     lr: float | None = None
-    """Its own peak learning rate; left out: lr_factor times optim.lr."""
+    """Peak learning rate of the kind alone; left out: lr_factor times optim.lr."""
     lr_factor: float | None = None
-    """Its peak learning rate as a factor of optim.lr; left out: 1."""
+    """Peak learning rate as a factor of optim.lr; left out: 1."""
 
     options_rule: ClassVar[type[Rule]]
     """Rule whose options it has."""
@@ -163,7 +163,7 @@ class RuleOptimConfig(OptimConfig):
         return _made(rule, {**options, **decided}, f"optim.{kind}.")
 
     def lr_of(self, kind: str) -> float:
-        """Its peak learning rate."""
+        """The peak learning rate of a kind of parameters."""
         section = self.section(kind)
         if section.lr is not None:
             if section.lr_factor is not None:

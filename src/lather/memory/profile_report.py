@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
 
 def to_json(profile: SavedTensors) -> dict[str, Any]:
-    """Plain values: totals to read, and every storage; `from_json` gives the profile back."""
+    """Plain values: totals to read, and every storage."""
     return {
         "num_tokens": profile.num_tokens,
         "activation_bytes_per_token": profile.per_token(profile.bytes("activation")),
@@ -56,14 +56,6 @@ def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
         "bytes": {kind: profile.bytes(kind, layer=layer) for kind in KINDS},
         "activation_bytes_per_segment": {segment: size for segment, size in segments.items() if size},
     }
-
-
-def from_json(document: Mapping[str, Any]) -> SavedTensors:
-    """The profile that `to_json` was given."""
-    storages = (
-        SavedStorage(**{**one, "shape": tuple(one["shape"]), "also_saved_in": tuple(one["also_saved_in"])}) for one in document["storages"]
-    )
-    return SavedTensors(tuple(storages), document["num_tokens"])
 
 
 def write_json(document: Mapping[str, Any], out: Path) -> None:

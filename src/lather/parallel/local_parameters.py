@@ -90,11 +90,11 @@ class LocalParameters:
             entry.source.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Those collected, of rows that are here."""
+        """The collected gradients of rows that are here."""
         return [grad for entry in self.entries if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
 
     def unique(self) -> list[LocalParameter]:
-        """Those with gradients, without the copies of what other ranks count."""
+        """The parameters with gradients, without the copies of what other ranks count."""
         return [entry for entry in self.entries if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
 
 

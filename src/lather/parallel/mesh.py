@@ -49,8 +49,8 @@ class Mesh:
     pp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
     sizes_group: dist.ProcessGroup | None = None
-    """Those of `ep_group` once more, on CUDA: NCCL works off one group's operations one after another, and numbers that the host waits for
-    must not queue behind rows."""
+    """The ranks of `ep_group` once more, on CUDA: NCCL works off one group's operations one after another, and numbers that the host
+    waits for must not queue behind rows."""
     data_group: dist.ProcessGroup | None = None
     """Data ranks of one pipeline stage: dp x ep."""
     control_group: dist.ProcessGroup | None = None
@@ -70,10 +70,6 @@ class Mesh:
     @property
     def pp_rank(self) -> int:
         return self.rank // (self.dp * self.ep)
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.ep % self.dp
 
     @property
     def ep_rank(self) -> int:
@@ -140,7 +136,7 @@ class Mesh:
         )
 
     def describe(self) -> str:
-        """Such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
+        """The mesh in words, such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"

@@ -128,11 +128,6 @@ def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: t
     return part
 
 
-def whole_part(model: Decoder) -> ModelPart:
-    """All of a model, its own modules, in one stage."""
-    return ModelPart(model, PartLayers((range(len(model.layers)),)))
-
-
 @torch.no_grad()
 def fill(part: ModelPart, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy into the part what it has of these whole parameters, given by name."""

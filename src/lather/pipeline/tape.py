@@ -60,7 +60,7 @@ class Cut:
 
     @property
     def kept_inputs(self) -> list[Tensor]:
-        """Those that will be read again as they are, by a second run. (What the graph keeps is the graph's.)"""
+        """The inputs that a second run will read again as they are. (What the graph keeps is the graph's.)"""
         return self._leaves if self._again is not None else []
 
     def _record(self, function: Callable[..., Outputs]) -> Outputs:

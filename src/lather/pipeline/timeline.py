@@ -96,7 +96,7 @@ class TimelineRecorder:
 
 
 def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[Event] | None:
-    """Those of all ranks, rank by rank, on rank 0; None elsewhere. Every rank of `group` calls it; None: one process."""
+    """The events of all ranks, rank by rank, on rank 0; None elsewhere. Every rank of `group` calls it; None: one process."""
     if group is None:
         return events
     everybody: list[list[Event]] | None = [[] for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None

@@ -76,7 +76,6 @@ class RankRun:
     steps: Mapping[str, MemoryTimeline]
     """By name: building the model, whose part is whole until it is sharded; the first optimizer step alone, which makes the state; a
     checkpoint; then whole steps, of which each refreshes all bases."""
-    num_operations: int
     work: Mapping[str, Work]
     """The work of a step of the run, all its micro-batches, by how often it comes (`WorkTally`)."""
     state_bytes: Mapping[int, int]
@@ -322,7 +321,7 @@ def run_rank(
                 record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned, checkpoints.num_bytes)
+        return RankRun(rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoints.num_bytes)
 
 
 class Checkpoints:

@@ -38,7 +38,7 @@ class MemoryPlan:
     partition: Partition | None = None
     """Where the layers were dealt by memory."""
     num_micro_batches: int = 1
-    """Those of a data rank in a step."""
+    """Micro-batches of a data rank in a step."""
     asynchronous: bool = False
     """Whether checkpoints are written while training goes on, from copies."""
 

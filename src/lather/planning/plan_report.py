@@ -141,7 +141,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
 
 
 def layers_of(run: RankRun) -> str:
-    """Such as "0-11, 36-47"."""
+    """The layers of a rank in words, such as "0-11, 36-47"."""
     return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
 
 

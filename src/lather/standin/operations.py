@@ -58,7 +58,7 @@ WITHOUT_KERNEL = frozenset(
         "_record_function_exit",
     ]
 )
-"""Those that make memory, or ask."""
+"""Operations that make memory, or ask."""
 COPIES = frozenset(("_to_copy", "copy_"))
 RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -70,7 +70,7 @@ TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"
 CARRY_FLAGS = frozenset(
     ["any", "cat", "stack", "bitwise_or", "bitwise_or_", "__or__", "__ior__", "logical_or", "where", "index_select", "_to_copy", "clone"]
 )
-"""Their flags say what those of their operands say."""
+"""Operations whose results have the flags of their operands."""
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:

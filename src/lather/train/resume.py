@@ -26,7 +26,7 @@ class Start:
     history: History = field(default_factory=History)
     """The changes, those at this step included."""
     num_data_sets: int = 0
-    """So many of the run's data sets have been learned from, the first ones."""
+    """Number of the run's data sets that have been learned from: the first ones."""
     is_new: bool = True
 
     @property
