@@ -36,7 +36,7 @@ ROOMS = (
     "kernels",
 )
 """Folders and modules of the package from the top down: each imports from those below it."""
-FOR_ALL = ("__init__", "console", "device", "errors", "files", "shapes", "torch_private")
+FOR_ALL = ("__init__", "console", "device", "errors", "files", "shapes", "torch_private", "version")
 """Modules that serve all rooms, and import none."""
 NO_NOUNS = ("Of", "What", "Whose", "That", "Those", "These", "Its", "Their", "Such", "So")
 NOT_CODE = {
