@@ -9,7 +9,7 @@ INSTALL ?= 1
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-integrations lint docs docs-serve bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all test-integrations lint docs docs-serve dist dist-check bench gpu bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -52,6 +52,17 @@ docs: $(READY)  ## the documentation site, into site/ (installs mkdocs-material)
 docs-serve: docs  ## the same at http://127.0.0.1:8000, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
+# The sdist is made of the checkout and the wheel of the sdist, by the setuptools of .venv; a file has the commit, which neither could ask git for.
+dist: $(READY)  ## an sdist and a wheel, in dist/
+	@rm -rf dist
+	@$(BIN)/python -c 'from lather.version import find_commit; print(find_commit() or "")' >src/lather/commit.txt
+	@trap 'rm -f src/lather/commit.txt' EXIT; $(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' >dist.log || { cat dist.log >&2; exit 1; }
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist dist/lather-*.tar.gz
+	@rm -f dist.log; ls dist
+
+dist-check: dist  ## both of them in an environment of their own, away from the checkout
+	$(BIN)/python .ci/dist_check.py dist
+
 bench: $(READY)  ## the benchmarks of memory and pipeline, then the optimizers' against heavyball and pytorch_optimizer (installs them; tens of minutes on two cores)
 	$(BIN)/lather bench memory
 	OMP_NUM_THREADS=1 $(BIN)/lather bench pipeline
@@ -76,5 +87,5 @@ bench-convergence-long: $(READY)  ## the same in runs of 21 M tokens (eight hour
 bench-convergence-tune: $(READY)  ## the search of rates for the short study (hours; may be stopped, goes on)
 	$(BIN)/lather bench convergence run benchmarks/studies/tune.toml $(ARGS)
 
-clean:  ## remove the environment, the site and what training wrote
-	rm -rf $(VENV) runs data site
+clean:  ## remove the environment, what was built and what training wrote
+	rm -rf $(VENV) runs data site dist

@@ -1,5 +1,5 @@
-"""Looks for what the house rules out and no linter knows: imports against the order of rooms, class names used twice, and docstrings that
-begin with "Of" or "What" in place of a noun.
+"""Looks for what the house rules out and no linter knows: imports against the order of rooms, folders and modules that are no room, class
+names used twice, and docstrings whose first word stands for a noun that is missing. Says how many lines of code the package has.
 
     python .ci/house.py        prints each finding; exit status 1 if there is one
 """
@@ -7,14 +7,16 @@ begin with "Of" or "What" in place of a noun.
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "lather"
 ROOMS = (
+    "__main__",
     "cli",
     "commands",
     "doctor",
@@ -22,6 +24,7 @@ ROOMS = (
     "train",
     "generation",
     "planning",
+    "standin",
     "checkpoint",
     "engine",
     "memory",
@@ -33,41 +36,68 @@ ROOMS = (
     "optim",
     "kernels",
 )
-"""From the top down: a room imports from rooms below it. Modules that are named nowhere here serve all of them."""
-NO_NOUNS = ("Of", "What")
+"""Folders and modules of the package from the top down: each imports from those below it."""
+FOR_ALL = ("__init__", "console", "device", "errors", "files", "page", "processes", "shapes", "torch_private", "version")
+"""Modules that serve all rooms, and import none."""
+NO_NOUNS = ("Of", "What", "Whose", "That", "Those", "These", "Its", "Their", "Such", "So")
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def main() -> int:
-    trees = {path: ast.parse(path.read_text("utf-8")) for folder in (PACKAGE, ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))}
-    found = [*arrows_back(trees), *doubled_classes(trees), *docstrings_without_subject(trees)]
+    found = list(findings(ROOT))
     for line in found:
         print(line)
+    print(f"{sum(code_lines(path.read_text('utf-8')) for path in (ROOT / 'src' / 'lather').rglob('*.py')):,} lines of code in the package")
     return 1 if found else 0
 
 
+def findings(root: Path) -> Iterator[str]:
+    """What is wrong with the package and the benchmarks of a checkout."""
+    package = root / "src" / "lather"
+    paths = [path for folder in (package, root / "benchmarks") for path in sorted(folder.rglob("*.py"))]
+    trees = {path.relative_to(root): ast.parse(path.read_text("utf-8")) for path in paths}
+    own = {path: tree for path, tree in trees.items() if path.is_relative_to("src/lather")}
+    yield from unknown_rooms(own)
+    yield from arrows_back(own)
+    yield from doubled_classes(trees)
+    yield from docstrings_without_subject(trees)
+
+
+def room_of(path: Path) -> str:
+    """The folder or module of `src/lather` that a file is, or is in."""
+    return path.parts[2].removesuffix(".py")
+
+
+def unknown_rooms(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for room in sorted({room_of(path) for path in trees} - {*ROOMS, *FOR_ALL}):
+        yield f"src/lather/{room}: no room of the house: give it a place in ROOMS or FOR_ALL of .ci/house.py, and in CONTRIBUTING.md"
+
+
 def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Imports of a room from one above it."""
+    """Imports of a room from one above it, and of what serves all rooms from any."""
     for path, tree in trees.items():
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py") if path.is_relative_to(PACKAGE) else ""
+        room = room_of(path)
         for node in ast.walk(tree):
-            names = (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [one.name for one in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            for name in names:
+            for name in imported(node):
                 package, _, rest = name.partition(".")
                 other = rest.partition(".")[0]
-                if package == "lather" and {room, other} <= set(ROOMS) and ROOMS.index(other) < ROOMS.index(room):
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}: {room} imports {name}, a room above it"
+                if package != "lather" or other not in ROOMS:
+                    continue
+                if room in FOR_ALL or (room in ROOMS and ROOMS.index(other) < ROOMS.index(room)):
+                    yield f"{path}:{node.lineno}: {room} imports {name}, a room above it"
 
 
 def imported(node: ast.AST) -> list[str]:
     """Names of the modules that a statement imports."""
     if isinstance(node, ast.ImportFrom):
-        return [node.module or ""]
+        return [f"lather.{one.name}" for one in node.names] if node.module == "lather" else [node.module or ""]
     return [one.name for one in node.names] if isinstance(node, ast.Import) else []
 
 
@@ -77,22 +107,37 @@ def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+                places[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
     for name, several in places.items():
         if len(several) > 1:
             yield f"{several[0]}: class {name} is also defined at {', '.join(several[1:])}"
 
 
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Strings that stand alone: the docstrings, those of fields and constants included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
 def docstrings_without_subject(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Docstrings, those of fields and constants included, whose first word stands for a noun that is missing."""
+    """Docstrings whose first word stands for a noun that is missing. ("Whether", "How many" and "Which" ask a question, and are fine.)"""
     for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
-                continue
-            words = node.value.value.split(maxsplit=1)
+        for node in docstrings(tree):
+            words = str(node.value).split(maxsplit=1)
             if words and words[0] in NO_NOUNS:
-                place = f"{path.relative_to(ROOT)}:{node.lineno}"
-                yield f'{place}: a docstring that begins with "{words[0]}": begin with a verb or the thing itself'
+                yield f'{path}:{node.lineno}: a docstring that begins with "{words[0]}": begin with a verb or the thing itself'
+
+
+def code_lines(text: str) -> int:
+    """Lines of a module that are neither empty nor comment nor docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in docstrings(ast.parse(text)):
+        lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
 if __name__ == "__main__":

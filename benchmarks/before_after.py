@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-"""Whose `benchmarks` both are measured with."""
+"""The checkout whose `benchmarks` both are measured with."""
 SETS = ("many_small", "experts", "experts_3d", "wide", "big")
 
 ROUND = """

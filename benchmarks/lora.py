@@ -84,7 +84,7 @@ def measure(layer: nn.Module, num_tokens: int) -> tuple[float, int, dict[str, Te
 
 
 def check(layers: dict[str, nn.Module]) -> None:
-    """That both forms are one function."""
+    """Raise AssertionError unless both forms are one function."""
     beside, anew = (measure(layers[name], 64)[2] for name in ("beside", "made anew"))
     for name, expected in anew.items():
         torch.testing.assert_close(beside[name], expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())

@@ -8,11 +8,12 @@ know of) of some steps of our executor, and hold for every stage of the table th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from benchmarks.report import Row
-from lather.pipeline.replay import Durations, Event, dualpipev_bubble, measured_durations, replay
+from lather.pipeline.replay import TRANSFERS, Durations, Event, replay
 from lather.pipeline.schedule import COMPUTE, Action, Kind, dualpipev
 
 MICRO_BATCHES_PER_RANK = 4
@@ -84,3 +85,31 @@ def table_row(num_ranks: int, num_micro_batches: int) -> Row:
         "baseline": None,
         "seconds": time.perf_counter() - start,
     }
+
+
+def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
+    """The median duration of every kind, and of every kind on every stage, from the events of one step.
+
+    Events of the same chunk on the same rank are its pieces, between which it waited. Transfers, which may have waited, are left out.
+    """
+    whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
+    for number, event in enumerate(events):
+        whole[event.rank, event.action, 0 if event.action.kind in COMPUTE else number] += event.end - event.start
+    by_kind: defaultdict[Kind, list[float]] = defaultdict(list)
+    by_stage: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for (_, action, _), duration in whole.items():
+        if action.kind not in TRANSFERS:
+            by_kind[action.kind].append(duration)
+            by_stage[action.kind, action.chunks[0].stage].append(duration)
+    return Durations(
+        {kind: median(values) for kind, values in by_kind.items()}, {key: median(values) for key, values in by_stage.items()}, transfer
+    )
+
+
+def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
+    """(P - 1)(F&B + B - 3W): DeepSeek's idle time per rank, from the durations per kind; `lather.pipeline.replay` says when it holds."""
+    forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
+    backward = Action(0, Kind.BACKWARD, 0)
+    overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))
+    by_kind = Durations(durations.kinds)
+    return (num_ranks - 1) * (by_kind.of(overlap) + by_kind.of(backward) - 3 * by_kind.of(weight))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import lather
 from lather.device import is_gpu
 from lather.errors import UserError
+from lather.version import find_commit
 
 Row = dict[str, Any]
 
@@ -40,22 +40,9 @@ def environment(device: torch.device, peers: Sequence[str]) -> Row:
 
 
 def _commit() -> Row:
-    """`dirty`: the code that is measured is not the commit's. Both are null outside a repository."""
-    source = Path(lather.__file__).parent
-    try:
-        commit = _git(source, "rev-parse", "HEAD")
-        tracked = _git(source, "ls-files", "__init__.py")
-        return (
-            {"commit": commit, "dirty": bool(_git(source, "status", "--porcelain", "--", "."))}
-            if tracked
-            else {"commit": None, "dirty": None}
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    """`dirty`: the code that is measured is not the commit's. Both are null if the commit is not known."""
+    commit, _, dirty = (find_commit() or "").partition("-")
+    return {"commit": commit or None, "dirty": bool(dirty) if commit else None}
 
 
 def _cpu_model() -> str:

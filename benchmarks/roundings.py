@@ -71,13 +71,13 @@ CONTESTANTS: dict[str, Products] = {
     "newton_schulz": {"newton_schulz": "bf16"},
     "all": {"projections": "tf32", "statistics": "tf32", "refresh": "tf32", "newton_schulz": "bf16"},
 }
-"""Those whose losses are compared."""
+"""Roundings whose losses are compared."""
 
 UPDATES: dict[str, Products] = {
     **{f"{phase} {rounding}": {phase: rounding} for phase in PHASES for rounding in ("tf32", "tf32_cut", "bf16x3", "bf16")},
     "all tf32, newton_schulz bf16": CONTESTANTS["all"],
 }
-"""Those whose updates are compared; beside them, gradients that are rounded to bf16, with all products in fp32."""
+"""Roundings whose updates are compared; beside them, gradients that are rounded to bf16, with all products in fp32."""
 
 
 def rounded(x: Tensor, rounding: str) -> Tensor:

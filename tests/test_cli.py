@@ -91,7 +91,7 @@ def test_general_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     out = capsys.readouterr().out
     assert "generate RUN" in out
-    assert out.splitlines()[-1] == __version__
+    assert out.splitlines()[-1].startswith(f"lather {__version__} (")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

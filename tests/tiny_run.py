@@ -10,8 +10,10 @@ from typing import Any
 from safetensors import deserialize
 
 from forked import ForkedPython
-from lather.train.metrics import TIME_FIELDS
 from reaper import reaped
+
+TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
+"""Fields of metrics.jsonl that differ between two runs of the same configuration."""
 
 CONFIG = """\
 [model]

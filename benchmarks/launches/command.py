@@ -26,7 +26,7 @@ class LaunchesBenchmark:
     parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = ("optimizer", "block", "loss", "step")
     """Parts to count."""
     models: tuple[str, ...] = tuple(PUBLISHED)
-    """Whose sizes; of DeepSeek-V2-Lite and Qwen3-30B-A3B."""
+    """Models whose sizes are taken: DeepSeek-V2-Lite and Qwen3-30B-A3B."""
     rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
     """Rules of the optimizer; all but the first for the first model on the most ranks alone."""
     ranks: tuple[int, ...] = (8, 16)

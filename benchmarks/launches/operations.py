@@ -28,7 +28,7 @@ OVERWRITE = frozenset(
         "rand_like",
     ]
 )
-"""Their first operand is not read."""
+"""Operations that do not read their first operand."""
 GATHERS = frozenset(["index_select", "gather", "index", "embedding", "take"])
 SCATTERS = frozenset(
     ["index_put_", "index_copy_", "index_add_", "scatter_add_", "scatter_", "_index_put_impl_", "index_put", "index_copy", "scatter"]

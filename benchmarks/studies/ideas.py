@@ -46,7 +46,7 @@ class TwoMomenta(MuonRule):
     slow_momentum: Decay = 0.98
     """mu of the slow one, corrected for bias."""
     slow_share: NonNegative = 0.5
-    """Its weight against the fast one's numerator."""
+    """Weight of the slow one against the fast one's numerator."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         return super().state(matrix) | {"slow_buffer": Entry(matrix.shape, "moment")}

@@ -3,4 +3,4 @@
 `lather.optim` holds the optimizers and needs torch alone; the rest is the trainer behind the `lather` command.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

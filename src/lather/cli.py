@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-import lather
 from lather.errors import UserError
+from lather.version import describe_version
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if arguments == ["--version"]:
-        print(lather.__version__)
+        print(describe_version())
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         given = f"unknown command {arguments[0]!r}" if arguments else "no command given"

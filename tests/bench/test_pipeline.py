@@ -14,7 +14,7 @@ from ranks import run_ranks
 from benchmarks import pipeline
 from benchmarks.check import CheckError
 from benchmarks.pipeline import PipelinePlan, bytes_rows, time_rows
-from benchmarks.pipeline_bubble import inner_durations, longest_chain
+from benchmarks.pipeline_bubble import dualpipev_bubble, inner_durations, longest_chain
 from benchmarks.pipeline_measure import BytesJob, TimeJob
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import summary
@@ -22,7 +22,7 @@ from lather.cli import main
 from lather.config.config import ParallelConfig
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.parallel.mesh import Mesh
-from lather.pipeline.replay import Durations, dualpipev_bubble, replay
+from lather.pipeline.replay import Durations, replay
 from lather.pipeline.schedule import Kind, dualpipev
 
 MODEL = DeepseekV2Config(

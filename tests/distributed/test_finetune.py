@@ -20,8 +20,8 @@ from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.hf.model_folder import save_hugging_face
 from lather.parallel.mesh import Mesh
 from lather.train.loop import RunOutcome, train
-from lather.train.metrics import TIME_FIELDS
 from tiny_model import TINY
+from tiny_run import TIME_FIELDS
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
 

@@ -124,7 +124,7 @@ def test_groups_reach_the_ranks_that_the_layout_says() -> None:
 def test_coordinates_enumerate_the_layout(pp: int, dp: int, ep: int) -> None:
     for rank, (pp_rank, dp_rank, ep_rank) in enumerate(layout(pp, dp, ep)):
         mesh = Mesh(pp=pp, dp=dp, ep=ep, replicas=1, rank=rank, device=CPU)
-        assert (mesh.pp_rank, mesh.dp_rank, mesh.ep_rank) == (pp_rank, dp_rank, ep_rank)
+        assert (mesh.pp_rank, mesh.ep_rank) == (pp_rank, ep_rank)
         assert mesh.data_rank == layout(1, dp, ep).index((0, dp_rank, ep_rank))
         assert (mesh.size, mesh.data_size) == (pp * dp * ep, dp * ep)
 
@@ -132,7 +132,7 @@ def test_coordinates_enumerate_the_layout(pp: int, dp: int, ep: int) -> None:
 def test_one_process_needs_no_group() -> None:
     mesh = Mesh.build(ParallelConfig(), CPU)
     assert not dist.is_initialized()
-    assert (mesh.size, mesh.pp_rank, mesh.dp_rank, mesh.ep_rank, mesh.data_rank) == (1, 0, 0, 0, 0)
+    assert (mesh.size, mesh.pp_rank, mesh.ep_rank, mesh.data_rank) == (1, 0, 0, 0)
     assert {mesh.pp_group, mesh.ep_group, mesh.data_group, mesh.control_group, mesh.dense_mesh, mesh.expert_mesh} == {None}
     with pytest.raises(AttributeError):
         mesh.rank = 1  # type: ignore[misc]

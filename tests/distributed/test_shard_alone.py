@@ -10,18 +10,10 @@ from torch import nn
 from lather.models.decoder import Decoder
 from lather.parallel.fsdp_units import check_dtypes, shard
 from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local_parameters import local_parameters, rows_of
+from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("rows", "num_ranks"), [(5, 4), (4, 4), (1, 2), (0, 3), (63, 8), (2, 5)])
-def test_rows_are_those_of_torch(rows: int, num_ranks: int) -> None:
-    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(num_ranks)] if rows else []
-    expected = chunks + [0] * (num_ranks - len(chunks))
-    assert [rows_of(rows, num_ranks, rank)[1] for rank in range(num_ranks)] == expected
-    assert [rows_of(rows, num_ranks, rank)[0] for rank in range(num_ranks)] == [sum(expected[:rank]) for rank in range(num_ranks)]
 
 
 class TestOneProcess:

@@ -31,8 +31,8 @@ from lather.pipeline.timeline import TimelineRecorder
 from lather.planning.workers import Assumed
 from lather.train import memory_check
 from lather.train.loop import DivergedError, RunOutcome, train
-from lather.train.metrics import TIME_FIELDS
 from tiny_model import TINY
+from tiny_run import TIME_FIELDS
 
 pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
 

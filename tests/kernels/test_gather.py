@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.implementations import assert_close, on_each
 from lather.kernels import gather as op
-from lather.kernels.gather import padded_index_gather, reference, scatter_for_grouped_gemm
+from lather.kernels.gather import padded_index_gather, reference
 
 try:
     from lather.kernels.gather import triton
@@ -75,28 +75,6 @@ def test_gradients() -> None:
     x.requires_grad_()
     assert torch.autograd.gradcheck(lambda t: padded_index_gather(t, index, 4), (x,))
     assert torch.autograd.gradcheck(lambda t: padded_index_gather(t, index[:0], 4), (x,))
-    ids = torch.tensor([2, 0, -1, 2, 0])
-    assert torch.autograd.gradcheck(lambda t: scatter_for_grouped_gemm(t, ids, 4, 2).rows[:9], (x,))
-
-
-@pytest.mark.parametrize("rows", [63, 500, 1, 0])
-@pytest.mark.parametrize("alignment", [1, 8])
-def test_rows_grouped_by_expert(rows: int, alignment: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    x, ids = torch.randn(rows, 6, generator=generator), torch.randint(-1, 5, (rows,), generator=generator)
-    grouped = scatter_for_grouped_gemm(x, ids, 7, alignment)  # experts 5 and 6 have none
-    assert len(grouped.rows) % 1024 == 0
-    expected, start = torch.zeros_like(grouped.rows), 0
-    for expert in range(7):
-        mine = x[ids == expert]
-        assert start % alignment == 0
-        expected[start : start + len(mine)] = mine
-        start += -(-len(mine) // alignment) * alignment
-        assert grouped.end_E[expert] == start
-    assert torch.equal(grouped.rows, expected)
-    here = ids >= 0
-    assert (grouped.position_G[~here] == -1).all()
-    assert torch.equal(grouped.rows[grouped.position_G[here]], x[here])
 
 
 def test_only_indices_are_kept() -> None:
@@ -110,8 +88,7 @@ def test_only_indices_are_kept() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         padded_index_gather(x, index)
-        scatter_for_grouped_gemm(x, index[:63].clamp(max=3), 4, 8)
-    assert [t.shape for t in kept] == [(500,), (63,)]
+    assert [t.shape for t in kept] == [(500,)]
 
 
 def test_errors_name_value_and_constraint() -> None:
@@ -130,10 +107,6 @@ def test_errors_name_value_and_constraint() -> None:
         index[2] = wrong
         with pytest.raises(ValueError, match=rf"index holds {wrong}: .*\[-1, 5\)"):
             padded_index_gather(x, index)
-    with pytest.raises(ValueError, match=r"expert_ids holds 5: .*\[-1, 5\)"):
-        scatter_for_grouped_gemm(x[:4], index.clamp(max=4).index_fill(0, torch.tensor(1), 5).clamp(min=0), 5, 1)
-    with pytest.raises(ValueError, match="5 rows and 4 expert ids"):
-        scatter_for_grouped_gemm(x, torch.zeros(4, dtype=torch.int64), 5, 1)
 
 
 def test_raw_operations_are_without_autograd() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lather.cli import main
-from lather.memory.profile_report import from_json
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
+from memory.written_profile import from_json
 from tiny_run import start, write_config
 
 ROWS = 2 * 16

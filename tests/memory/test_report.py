@@ -18,6 +18,7 @@ from rich.console import Console
 from lather.errors import UserError
 from lather.memory import profile_report as report
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
+from memory.written_profile import from_json
 
 MIB = 2**20
 
@@ -69,7 +70,7 @@ def printed(show: Callable[[Console], None]) -> list[list[str]]:
 def test_json_gives_the_profile_back(tmp_path: Path) -> None:
     report.write_json(report.to_json(example()), tmp_path / "out.json")
     document = json.loads((tmp_path / "out.json").read_text())
-    assert report.from_json(document) == example()
+    assert from_json(document) == example()
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

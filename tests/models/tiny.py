@@ -13,6 +13,7 @@ from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.token_positions import SequenceLayout
+from lather.pipeline.model_part import ModelPart, PartLayers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -126,3 +127,8 @@ def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     """And the name of the tensor that has it; the names must be the same."""
     assert actual.keys() == expected.keys()
     return max((error(actual[name], expected[name]), name) for name in expected)
+
+
+def whole_part(model: Decoder) -> ModelPart:
+    """All of a model, its own modules, in one stage."""
+    return ModelPart(model, PartLayers((range(len(model.layers)),)))

@@ -55,10 +55,11 @@ def test_boxes_are_what_torch_cuts(mesh: tuple[int, ...]) -> None:
 
 
 @given(length=st.integers(0, 40), num=st.integers(1, 9))
-def test_chunks_cover_everything_once(length: int, num: int) -> None:
+def test_chunks_are_those_of_torch(length: int, num: int) -> None:
+    lengths = [len(part) for part in torch.arange(length).chunk(num)] if length else []
+    lengths += [0] * (num - len(lengths))
     parts = [chunk(length, num, number) for number in range(num)]
-    assert [start for start, _ in parts] == list(itertools.accumulate((n for _, n in parts[:-1]), initial=0))
-    assert sum(n for _, n in parts) == length
+    assert parts == list(zip(itertools.accumulate(lengths[:-1], initial=0), lengths, strict=True))
 
 
 def test_overlap_and_index() -> None:

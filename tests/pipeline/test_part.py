@@ -14,10 +14,10 @@ from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part, whole_part
+from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part, fill, fresh_part
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
-from models.tiny import random_tokens, tiny_family_config, tiny_family_model
+from models.tiny import random_tokens, tiny_family_config, tiny_family_model, whole_part
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FAMILIES = ("deepseek_v2", "qwen3_moe", "gpt_oss")

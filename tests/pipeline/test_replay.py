@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from lather.pipeline.replay import Durations, Event, Timeline, dualpipev_bubble, measured_durations, replay
+from benchmarks.pipeline_bubble import dualpipev_bubble, measured_durations
+from lather.pipeline.replay import Durations, Event, Timeline, replay
 from lather.pipeline.schedule import Action, Kind, Schedule, dualpipev, sequential
 
 cached_table = cache(dualpipev)

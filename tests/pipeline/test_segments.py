@@ -16,10 +16,9 @@ from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
-from lather.pipeline.model_part import whole_part
 from lather.pipeline.segments import RECOMPUTABLE, BlockTape, ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 from lather.pipeline.tape import Cut, Frees
-from models.tiny import random_tokens, tiny_family_model
+from models.tiny import random_tokens, tiny_family_model, whole_part
 
 BATCH, LENGTH = 2, 7
 NORMALIZER, BALANCE, Z = 13.0, 0.07, 0.03

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.pipeline_bubble import measured_durations
 from lather.pipeline.picture import read_timeline
-from lather.pipeline.replay import Event, Timeline, measured_durations
+from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import Action, Kind
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
 

@@ -32,8 +32,8 @@ from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
-from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
+from models.tiny import whole_part
 
 FILE = "rank-00000.safetensors"
 """One process writes no other."""

@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import metrics
-from lather.train.metrics import TIME_FIELDS, MetricsWriter, StepRow, expert_load, take_peak_memory_bytes, training_rows
+from lather.train.metrics import MetricsWriter, StepRow, expert_load, take_peak_memory_bytes, training_rows
+from tiny_run import TIME_FIELDS
 
 MakeRow = Callable[..., StepRow]
 

@@ -28,11 +28,11 @@ from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.parallel.mesh import Mesh
-from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
 from lather.train.display import PlainDisplay
 from lather.train.loop import build_model, train
 from lather.train.metrics import load_per_expert
+from models.tiny import whole_part
 
 MakeModel = Callable[..., Decoder]
 MakeConfig = Callable[..., Config]

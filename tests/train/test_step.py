@@ -25,9 +25,9 @@ from lather.models.decoder import Decoder
 from lather.optim import SOAP
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
-from lather.pipeline.model_part import whole_part
 from lather.pipeline.schedule import sequential
 from lather.train.loop import build_model
+from models.tiny import whole_part
 
 MakeModel = Callable[..., Decoder]
 Tokens = Callable[..., Tensor]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lather.checkpoint.piece import Piece
 from lather.checkpoint.reader import CheckpointTensors
-from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
+from lather.checkpoint.state import Piece, TrainingState, parameter_of, stored_shapes
 from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
 from lather.errors import CheckpointError
 from lather.parallel.agreement import together

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
-from lather.checkpoint.piece import Key, Piece, Stage
-from lather.checkpoint.state import TrainingState
+from lather.checkpoint.state import Key, Piece, Stage, TrainingState
 from lather.checkpoint.table import (
     DTYPE_NAMES,
     STATE_FILE,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from lather.checkpoint.folder import Retention, checkpoint_path
-from lather.checkpoint.piece import Key
 from lather.checkpoint.save import save_checkpoint
-from lather.checkpoint.state import TrainingState
+from lather.checkpoint.state import Key, TrainingState
 from lather.checkpoint.table import Progress
 from lather.device import gpu_module, is_gpu
 

@@ -8,7 +8,7 @@ pieces of some of them. The pieces are views of the run's own tensors, for savin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lather.checkpoint.piece import Piece
 from lather.checkpoint.table import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
+from lather.optim.sharded.placement import Box
 from lather.parallel.agreement import together
 from lather.parallel.local_parameters import ShardInfo
 
@@ -32,6 +32,39 @@ RANDOM = "random/"
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
+
+
+Key = tuple[str, tuple[int, ...]]
+"""Name of the tensor and offset of the piece, which together identify the piece."""
+
+Stage = Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
+"""Replaces the tensors that this rank is to write by those that are written."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor of the whole model."""
+
+    name: str
+    """Name of the tensor."""
+    value: Tensor
+    """A view of the run's own tensor: copying into it loads the piece."""
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.offset
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.value.shape))
+
+    @property
+    def counts(self) -> bool:
+        """Whether the piece has elements, or its tensor has none."""
+        return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class CommandOption:
     """Type."""
     default: Any
     text: str
-    """Its description in `--help`."""
+    """Description in `--help`."""
 
     @property
     def flags(self) -> list[str]:

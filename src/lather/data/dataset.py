@@ -51,7 +51,7 @@ class Manifest:
     end_of_text: str
     """Token after each document; empty if there is none."""
     end_token: int | None
-    """Its number."""
+    """Number of that token."""
     tokenizer_sha256: str
     """The checksum of `tokenizer.json`; empty if there is none."""
     made_from: dict[str, Any]

@@ -47,7 +47,7 @@ class DataRecipe:
     end_of_text: str = END_OF_TEXT
     """Token after each document."""
     end_token: int = -1
-    """Its number, of token files without a tokenizer."""
+    """Number of that token, for token files without a tokenizer."""
     token_dtype: Literal["", "uint16", "uint32"] = ""
     """Numbers of .bin files without a header."""
     holdout_every: int = 20

@@ -48,7 +48,7 @@ class Making:
     chat_template: str = ""
     """Source of a chat template; empty: records are texts."""
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """That the template names."""
+    """Special tokens that the template names."""
     holdout_every: int = 20
     """One document in so many is for validation; 0: none."""
     shard_tokens: int = 1 << 26

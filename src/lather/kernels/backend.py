@@ -1,13 +1,29 @@
-"""Which implementation of an operation runs: Triton's on GPU tensors, the torch reference everywhere else."""
+"""The implementation of an operation that runs: Triton's on GPU tensors, the torch reference everywhere else."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
 from lather.device import is_gpu
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run(operation: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """The result of an operation of a `reference.py`; of that of the same name in the `triton.py` beside it, if it has arguments on a GPU.
+
+    All tensors among `arguments` have to be there.
+    """
+    if use_triton(*(x for x in arguments if isinstance(x, Tensor))):
+        package = operation.__module__.rpartition(".")[0]
+        operation = cast(Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__))
+    return operation(*arguments, **options)
 
 
 def use_triton(*tensors: Tensor) -> bool:

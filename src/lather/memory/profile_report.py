@@ -58,14 +58,6 @@ def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
     }
 
 
-def from_json(document: Mapping[str, Any]) -> SavedTensors:
-    """Restore a profile from `to_json`."""
-    storages = (
-        SavedStorage(**{**one, "shape": tuple(one["shape"]), "also_saved_in": tuple(one["also_saved_in"])}) for one in document["storages"]
-    )
-    return SavedTensors(tuple(storages), document["num_tokens"])
-
-
 def write_json(document: Mapping[str, Any], out: Path) -> None:
     """Write the file atomically. Raises UserError if it cannot be written."""
     with whole_file(out, "--json") as aside:

@@ -125,11 +125,6 @@ class DecoderOutput:
         """Sum over the MoE blocks whose routers take it (`Router.takes_z_loss`), 0 if there are none."""
         return _sum([routing.z_loss for routing in self.routings if routing.z_loss is not None])
 
-    def rows_per_expert(self) -> Int[Tensor, "l e"]:
-        """Rows that each expert of each MoE block received; (0, 0) if there are none."""
-        counts = [routing.count_E for routing in self.routings]
-        return torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int64)
-
 
 def _sum(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum() if losses else torch.zeros(())

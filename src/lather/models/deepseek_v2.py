@@ -85,29 +85,7 @@ class DeepseekV2Config(CheckedFields):
     """The head is the embedding."""
 
     def __post_init__(self) -> None:
-        self._require("model_type", self.model_type == "deepseek_v2", "'deepseek_v2'")
-        self._require_at_least(
-            1,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "n_group",
-            "topk_group",
-            "max_position_embeddings",
-        )
-        self._require_at_least(0, "first_k_dense_replace", "n_shared_experts")
-        self._require_positive("routed_scaling_factor", "rope_theta", "rms_norm_eps", "initializer_range")
-        self._require_coefficient("aux_loss_alpha")
-        self._require("q_lora_rank", self.q_lora_rank is None or self.q_lora_rank >= 1, "at least 1, or left out")
+        self._require_family_and_ranges(may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"))
         self._require_rotary("qk_rope_head_dim", self.rope_scaling)
         self._require_at_most("first_k_dense_replace", "num_hidden_layers")
         self._require_at_most("num_experts_per_tok", "n_routed_experts")

@@ -75,23 +75,7 @@ class GptOssConfig(CheckedFields):
     """The head is the embedding."""
 
     def __post_init__(self) -> None:
-        self._require("model_type", self.model_type == "gpt_oss", "'gpt_oss'")
-        self._require_at_least(
-            1,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "sliding_window",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "max_position_embeddings",
-        )
-        self._require_positive("swiglu_alpha", "swiglu_limit", "rope_theta", "rms_norm_eps", "initializer_range")
-        self._require_coefficient("router_aux_loss_coef")
+        self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
         self._require_rotary("head_dim", self.rope_scaling)
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_local_experts")

@@ -70,24 +70,7 @@ class Qwen3MoeConfig(CheckedFields):
     """The head is the embedding."""
 
     def __post_init__(self) -> None:
-        self._require("model_type", self.model_type == "qwen3_moe", "'qwen3_moe'")
-        self._require_at_least(
-            1,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "num_hidden_layers",
-            "decoder_sparse_step",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_experts",
-            "num_experts_per_tok",
-            "max_position_embeddings",
-        )
-        self._require_positive("rope_theta", "rms_norm_eps", "initializer_range")
-        self._require_coefficient("router_aux_loss_coef")
+        self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
         self._require_rotary("head_dim", self.rope_scaling)
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_experts")

@@ -91,7 +91,7 @@ class Option:
 
     name: str
     hint: Any
-    """Its type, without the range."""
+    """The type, without the range."""
     default: Any
     """Default value, or `dataclasses.MISSING` if it has none."""
     range: Range | None

@@ -83,7 +83,7 @@ class Due:
     every: int = 1
     """The interval, steps."""
     first: bool = False
-    """These are the first ones: experts without tokens take part, and none is good enough to stay."""
+    """Whether these are the first bases: experts without tokens take part, and no basis is good enough to stay."""
 
 
 NOBODY = Due("nobody")

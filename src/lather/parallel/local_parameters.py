@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lather.models.experts import Experts
+from lather.optim.sharded.placement import chunk
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
 
@@ -111,7 +112,7 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
     parameter, rows, start, length, replica = source, len(source), 0, len(source), 0
     if isinstance(source, DTensor):
         device_mesh = source.device_mesh
-        start, length = rows_of(rows, device_mesh.size(-1), device_mesh.get_local_rank(device_mesh.ndim - 1))
+        start, length = chunk(rows, device_mesh.size(-1), device_mesh.get_local_rank(device_mesh.ndim - 1))
         replica = device_mesh.get_local_rank(0) if device_mesh.ndim > 1 else 0
         parameter = nn.Parameter(source.to_local(), requires_grad=source.requires_grad)
         assert parameter.shape == (length, *source.shape[1:])
@@ -121,11 +122,3 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)
     return LocalParameter(info, parameter, source)
-
-
-def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of a rank if dim 0 is sharded: equal shares, rounded up, so the last ranks may have
-    fewer."""
-    share = -(-rows // num_ranks)
-    start = min(rank * share, rows)
-    return start, min(share, rows - start)

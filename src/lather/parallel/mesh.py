@@ -71,10 +71,6 @@ class Mesh:
         return self.rank // (self.dp * self.ep)
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank // self.ep % self.dp
-
-    @property
     def ep_rank(self) -> int:
         return self.rank % self.ep
 

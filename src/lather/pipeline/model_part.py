@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lather.models.adapted import add_adapters
 from lather.models.decoder import Block, Decoder, RoutedModel
+from lather.models.entry_names import is_stack
 from lather.models.experts import Experts
 from lather.models.families import ModelConfig, build_model
 from lather.models.lora import LoraConfig, fresh_adapters
@@ -52,7 +53,7 @@ class PartLayers:
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
         """Return this rank's part of a parameter of the whole model."""
-        return value[self.experts(len(value))] if ".experts." in f".{name}" else value
+        return value[self.experts(len(value))] if is_stack(name) else value
 
     def experts(self, num_experts: int) -> slice:
         """Return this rank's experts, which are consecutive. Raises ValueError if they cannot be divided evenly."""
@@ -126,11 +127,6 @@ def empty_part(whole: Decoder, share: PartLayers, device: torch.device, dtype: t
     if tied and head is not None and embedding is not None:
         head.weight = embedding.weight
     return part
-
-
-def whole_part(model: Decoder) -> ModelPart:
-    """Return the whole model as one stage."""
-    return ModelPart(model, PartLayers((range(len(model.layers)),)))
 
 
 @torch.no_grad()

@@ -20,10 +20,9 @@ if F&B = F + B, and shorter otherwise: rank r < P - 1 has P - 2 - r fewer overla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from statistics import median
 
 from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, dualpipev, gives
 
@@ -177,31 +176,3 @@ def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, i
         travels = schedule.rank_of(neighbour) != schedule.rank_of(chunk.stage)
         ready = max(ready, end + transfer * travels)
     return ready
-
-
-def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
-    """Return the median duration of every kind, and of every kind on every stage, from the events of one step.
-
-    Events of the same chunk on the same rank are its parts, between which it waited. Transfers are left out, since they may include waits.
-    """
-    whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
-    for number, event in enumerate(events):
-        whole[event.rank, event.action, 0 if event.action.kind in COMPUTE else number] += event.end - event.start
-    by_kind: defaultdict[Kind, list[float]] = defaultdict(list)
-    by_stage: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for (_, action, _), duration in whole.items():
-        if action.kind not in TRANSFERS:
-            by_kind[action.kind].append(duration)
-            by_stage[action.kind, action.chunks[0].stage].append(duration)
-    return Durations(
-        {kind: median(values) for kind, values in by_kind.items()}, {key: median(values) for key, values in by_stage.items()}, transfer
-    )
-
-
-def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
-    """Return (P - 1)(F&B + B - 3W), DeepSeek's formula for the idle time per rank; the module docstring says when it holds."""
-    forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
-    backward = Action(0, Kind.BACKWARD, 0)
-    overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))
-    by_kind = Durations(durations.kinds)
-    return (num_ranks - 1) * (by_kind.of(overlap) + by_kind.of(backward) - 3 * by_kind.of(weight))

@@ -12,7 +12,6 @@ micro-batches).
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from typing import Any
 
 from lather.errors import require
 from lather.torch_private import dualpipev_actions
-
-TEXT_WIDTH = 120
 
 
 class Kind(StrEnum):
@@ -146,24 +143,6 @@ class Schedule:
                 elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                     live -= 1
         return peak
-
-    def to_text(self) -> str:
-        """Write the table as text: a line with the sizes, then the actions of every rank in order, wrapped."""
-        lines = [f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_micro_batches} micro-batches"]
-        for rank, actions in enumerate(self.ranks):
-            lines += textwrap.wrap(f"rank {rank}: {' '.join(map(str, actions))}", TEXT_WIDTH, subsequent_indent="    ")
-        return "\n".join(lines) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> Schedule:
-        """Parse a table that `to_text` has written. Raises ValueError for any other text, or for a table that is not valid."""
-        head, *rest = re.split(r"^rank \d+:", text, flags=re.MULTILINE)
-        sizes = re.fullmatch(r"(\d+) ranks, (\d+) stages, (\d+) micro-batches\s*", head)
-        if sizes is None or int(sizes[1]) != len(rest):
-            raise ValueError(
-                f"not a table: it starts with {head[:80]!r} and has {len(rest)} ranks, not '<ranks> ranks, <stages> stages, ...'"
-            )
-        return cls(int(sizes[2]), int(sizes[3]), tuple(tuple(map(Action.from_text, line.split())) for line in rest))
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int, *, early_weight_gradients: bool = False) -> Schedule:

@@ -26,7 +26,7 @@ from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
 FILE = "timeline.jsonl"
-"""Its name in a run directory."""
+"""Name of the file in a run directory."""
 
 Moment = Any
 """Seconds on a CPU, a stream's event on a GPU."""

@@ -76,7 +76,6 @@ class RankRun:
     steps: Mapping[str, MemoryTimeline]
     """Timelines by name: building the model, whose part is unsharded at first; the first optimizer step alone, which creates the state; a
     checkpoint; then complete steps, each of which refreshes all bases."""
-    num_operations: int
     work: Mapping[str, Work]
     """Work of one step with all micro-batches, by how often it occurs (`WorkTally`)."""
     state_bytes: Mapping[int, int]
@@ -324,7 +323,7 @@ def run_rank(
                 record("a step beside refreshes", lambda: step(batch, 1e-3))
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, own_layers, found, ledger.time, dict(tally.found), owned, checkpoints.num_bytes)
+        return RankRun(rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoints.num_bytes)
 
 
 class Checkpoints:

@@ -23,9 +23,6 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
 from lather.files import read_rows, sync
 
-TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
-"""Fields that differ between two runs of the same configuration."""
-
 
 @dataclass(frozen=True)
 class StepRow:

@@ -15,7 +15,6 @@ import fcntl
 import json
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +30,7 @@ from lather.train.companions import keep_companions
 from lather.train.fork import copy_run, fork_source, remove_copy
 from lather.train.resume import Start, start_of
 from lather.train.run_data import RunData
+from lather.version import find_commit
 
 
 class RunDirectory:
@@ -176,24 +176,10 @@ def provenance() -> dict[str, Any]:
     """Return versions and hardware on which the numbers of a run may depend besides its configuration."""
     return {
         "lather": lather.__version__,
-        "commit": _commit(),
+        "commit": find_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout in which this file is tracked; None if there is none."""
-    here = Path(__file__)
-    try:
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -13,7 +13,7 @@ from lather.models.decoder import Decoder
 from lather.models.generate import generate
 
 SAMPLE = "sample.txt"
-"""Its file in the run directory."""
+"""Name of the file in the run directory."""
 
 
 def sample_text(model: Decoder, config: Config, run_dir: Path, prompt: str, num_tokens: int, *, seed: int) -> str:

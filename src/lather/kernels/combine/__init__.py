@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import run
 from lather.kernels.combine import reference
 from lather.kernels.route import check_range
 from lather.shapes import Float, Int
@@ -41,21 +41,13 @@ def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], wei
 @torch.no_grad()
 def combine_forward(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
     """The weighted sum of each token's rows, in the rows' dtype; without autograd or checks."""
-    if use_triton(rows, row_TK, weights_TK):
-        from lather.kernels.combine import triton
-
-        return triton.combine_forward(rows, row_TK, weights_TK)
-    return reference.combine_forward(rows, row_TK, weights_TK)
+    return run(reference.combine_forward, rows, row_TK, weights_TK)
 
 
 @torch.no_grad()
 def combine_rows_sum(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"]) -> Float[Tensor, "t d"]:
     """The sum of each token's rows, in their dtype: the adjoint of copying tokens to rows; without autograd or checks."""
-    if use_triton(rows, row_TK):
-        from lather.kernels.combine import triton
-
-        return triton.combine_rows_sum(rows, row_TK)
-    return reference.combine_rows_sum(rows, row_TK)
+    return run(reference.combine_rows_sum, rows, row_TK)
 
 
 @torch.no_grad()
@@ -63,11 +55,7 @@ def combine_backward(
     grad: Float[Tensor, "t d"], rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]
 ) -> tuple[Float[Tensor, "g d"], Float[Tensor, "t k"]]:
     """The gradients of `rows` (zero where no token has the row) and `weights_TK` (zero where the row is -1); without checks."""
-    if use_triton(grad, rows, row_TK, weights_TK):
-        from lather.kernels.combine import triton
-
-        return triton.combine_backward(grad, rows, row_TK, weights_TK)
-    return reference.combine_backward(grad, rows, row_TK, weights_TK)
+    return run(reference.combine_backward, grad, rows, row_TK, weights_TK)
 
 
 def validate(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> None:
@@ -92,12 +80,7 @@ def validate(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> None:
 
 
 def _check_distinct(row_TK: Tensor, num_rows: int) -> None:
-    if use_triton(row_TK):
-        from lather.kernels.combine import triton
-
-        triton.check_distinct(row_TK, num_rows)
-    else:
-        reference.check_distinct(row_TK, num_rows)
+    run(reference.check_distinct, row_TK, num_rows)
 
 
 class _Combine(torch.autograd.Function):

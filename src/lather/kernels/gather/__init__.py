@@ -1,52 +1,32 @@
 """Copying token rows to where the experts want them, keeping nothing but the index for backward.
 
-Letters: N rows of the source, D columns, G picked rows, E experts.
+Letters: N rows of the source, D columns, G picked rows.
 
-`padded_index_gather` is x[index] in a buffer of a rounded-up number of rows; `scatter_for_grouped_gemm` groups rows by expert with every
-group aligned. An index or expert id of -1 means "no row": zeros forward, no gradient backward. Backward adds the gradients of repeated
-indices in fp32, in the order of the index: no atomics, the same bits every time (on CUDA without Triton: torch's own order).
+`padded_index_gather` is x[index] in a buffer of a rounded-up number of rows. An index of -1 means "no row": zeros forward, no gradient
+backward. Backward adds the gradients of repeated indices in fp32, in the order of the index: no atomics, the same bits every time (on CUDA
+without Triton: torch's own order).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import run
 from lather.kernels.gather import reference
-from lather.kernels.route import check_range, plan_route
+from lather.kernels.route import check_range
 from lather.shapes import Float, Int
 
-__all__ = ["ScatteredRows", "add_rows", "gather_rows", "padded_index_gather", "scatter_for_grouped_gemm", "validate"]
-
-_ALLOCATION = 1024
-"""Buffers grow in steps of this many rows, so that the allocator meets few different sizes."""
-
-
-@dataclass(frozen=True)
-class ScatteredRows:
-    """Rows grouped by expert."""
-
-    rows: Float[Tensor, "r d"]
-    """The whole buffer, a multiple of 1024 rows; zero wherever no input row went."""
-    end_E: Int[Tensor, " e"]
-    """Where each expert's run ends, its padding included: the `offs` of `torch.nn.functional.grouped_mm`. int32."""
-    position_G: Int[Tensor, " g"]
-    """The row of `rows` that each input row went to; -1 where it went nowhere. int64."""
+__all__ = ["add_rows", "gather_rows", "padded_index_gather", "validate"]
 
 
 @torch.no_grad()
 def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:
     """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest and where the index is -1; without autograd or checks."""
-    if use_triton(x, index):
-        from lather.kernels.gather import triton
-
-        return triton.gather_rows(x, index, num_rows)
-    return reference.gather_rows(x, index, num_rows)
+    return run(reference.gather_rows, x, index, num_rows)
 
 
 @torch.no_grad()
@@ -56,11 +36,7 @@ def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
     Added up in fp32 (fp64 for fp64), in the order of `index`, rounded once to `grad`'s dtype; without autograd or checks. Where every
     source row was picked at most K times and the rows are known, `combine.combine_rows_sum` does the same without a sort.
     """
-    if use_triton(grad, index):
-        from lather.kernels.gather import triton
-
-        return triton.add_rows(grad, index, num_rows)
-    return reference.add_rows(grad, index, num_rows)
+    return run(reference.add_rows, grad, index, num_rows)
 
 
 def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024) -> Float[Tensor, "g d"]:
@@ -70,24 +46,8 @@ def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_t
     """
     validate(x, index, pad_to_multiple)
     check_range(index, -1, len(x), "index")
-    rows: Tensor = _Gather.apply(x, index, _round_up(len(index), pad_to_multiple))  # type: ignore[no-untyped-call]
+    rows: Tensor = _Gather.apply(x, index, -(-len(index) // pad_to_multiple) * pad_to_multiple)  # type: ignore[no-untyped-call]
     return rows
-
-
-def scatter_for_grouped_gemm(x: Float[Tensor, "g d"], expert_ids: Int[Tensor, " ids"], num_experts: int, alignment: int) -> ScatteredRows:
-    """The rows of `x` grouped by expert, in their order within each, every group starting at a multiple of `alignment`.
-
-    `expert_ids` is int64, from 0 to `num_experts` - 1, or -1 for a row that goes nowhere. Backward gathers, and keeps the positions only;
-    differentiable once. Errors: `validate`, and those of `route.plan_route`.
-    """
-    validate(x, expert_ids, _ALLOCATION)
-    if len(x) != len(expert_ids):
-        raise ValueError(f"{len(x)} rows and {len(expert_ids)} expert ids: every row needs one")
-    check_range(expert_ids, -1, num_experts, "expert_ids")
-    route = plan_route(expert_ids.unsqueeze(1), num_experts, alignment)
-    position = route.row_TK.squeeze(1)
-    rows: Tensor = _Scatter.apply(x, route.token_G, position)  # type: ignore[no-untyped-call]
-    return ScatteredRows(rows, route.end_E, position)
 
 
 def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
@@ -104,10 +64,6 @@ def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
         raise ValueError(f"pad_to_multiple={pad_to_multiple}: has to be at least 1 (1: no padding)")
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
@@ -120,15 +76,3 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return add_rows(grad, ctx.saved_tensors[0], ctx.num_source_rows), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, position: Tensor) -> Tensor:
-        ctx.save_for_backward(position)
-        return gather_rows(x, token, _round_up(len(token), _ALLOCATION))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_rows(grad, ctx.saved_tensors[0]), None, None

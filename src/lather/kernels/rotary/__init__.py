@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import run
 from lather.kernels.rotary import reference
 from lather.shapes import Float
 
@@ -60,11 +60,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool) -> Tensor:
-    if use_triton(x_BSHR, cos_BSP, sin_BSP):
-        from lather.kernels.rotary import triton
-
-        return triton.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
-    return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
+    return run(reference.turn, x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
 
 
 def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:

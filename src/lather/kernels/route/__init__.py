@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import run
 from lather.kernels.route import reference
 from lather.shapes import Int
 
@@ -48,11 +48,7 @@ def plan_route(experts_TK: Int[Tensor, "t k"], num_experts: int, alignment: int 
     Errors: see `validate`.
     """
     validate(experts_TK, num_experts, alignment, num_pairs)
-    if use_triton(experts_TK):
-        from lather.kernels.route import triton
-
-        return Route(*triton.plan_route(experts_TK, num_experts, alignment, num_pairs))
-    return Route(*reference.plan_route(experts_TK, num_experts, alignment, num_pairs))
+    return Route(*run(reference.plan_route, experts_TK, num_experts, alignment, num_pairs))
 
 
 def validate(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> None:
@@ -81,9 +77,4 @@ def check_range(index: Int[Tensor, "..."], low: int, high: int, name: str) -> No
     On the CPU a ValueError with the entry. On CUDA an assertion on the device, so that the host need not wait: the process ends with the
     message at its next synchronisation, as with torch's own index errors.
     """
-    if use_triton(index):
-        from lather.kernels.route import triton
-
-        triton.check_range(index, low, high, name)
-    else:
-        reference.check_range(index, low, high, name)
+    run(reference.check_range, index, low, high, name)

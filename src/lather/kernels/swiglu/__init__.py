@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import run
 from lather.kernels.swiglu import reference
 from lather.kernels.swiglu.reference import Gate
 from lather.shapes import Float
@@ -50,11 +50,7 @@ def clamped_swiglu(gate_up: Float[Tensor, "*rows f2"], alpha: float = 1.702, lim
 def gate_forward(gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f"]:
     """h of `gate_up` (..., 2F), in its dtype; without autograd."""
     validate(gate_up)
-    if use_triton(gate_up):
-        from lather.kernels.swiglu import triton
-
-        return triton.gate_forward(gate_up, gate)
-    return reference.gate_forward(gate_up, gate)
+    return run(reference.gate_forward, gate_up, gate)
 
 
 @torch.no_grad()
@@ -68,22 +64,14 @@ def gate_backward(
     Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
     """
     validate(gate_up, grad_h, scale)
-    if use_triton(grad_h, gate_up):
-        from lather.kernels.swiglu import triton
-
-        return triton.gate_backward(grad_h, gate_up, gate, scale)
-    return reference.gate_backward(grad_h, gate_up, gate, scale)
+    return run(reference.gate_backward, grad_h, gate_up, gate, scale)
 
 
 @torch.no_grad()
 def gate_gradient(grad_h: Float[Tensor, "*rows f"], gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f2"]:
     """The gradient of `gate_up` alone, in its dtype."""
     validate(gate_up, grad_h)
-    if use_triton(grad_h, gate_up):
-        from lather.kernels.swiglu import triton
-
-        return triton.gate_gradient(grad_h, gate_up, gate)
-    return reference.gate_gradient(grad_h, gate_up, gate)
+    return run(reference.gate_gradient, grad_h, gate_up, gate)
 
 
 class _Gated(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lather.errors import require
@@ -17,17 +17,17 @@ class CheckedFields:
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.{name}", getattr(self, name), constraint)
 
-    def _require_at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            self._require(name, getattr(self, name) >= least, f"at least {least}")
-
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            self._require(name, 0 < getattr(self, name) < math.inf, "greater than 0 and finite")
-
-    def _require_coefficient(self, *names: str) -> None:
-        for name in names:
-            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
+    def _require_family_and_ranges(self, may_be_zero: tuple[str, ...]) -> None:
+        """The model's type is the family's; every integer is at least 1 and every float finite and above 0, but for some that may be 0."""
+        for field in fields(self):  # type: ignore[arg-type]  # every configuration is a dataclass
+            value, least = getattr(self, field.name), int(field.name not in may_be_zero)
+            if field.name == "model_type":
+                self._require(field.name, value == field.default, repr(field.default))
+            elif field.type == "int" or (field.type == "int | None" and value is not None):
+                self._require(field.name, value >= least, f"at least {least}{', or left out' * (field.type != 'int')}")
+            elif field.type == "float":
+                in_range, words = (value > 0, "greater than 0") if least else (value >= 0, "at least 0")
+                self._require(field.name, in_range and value < math.inf, f"{words} and finite")
 
     def _require_at_most(self, name: str, most: str) -> None:
         limit = getattr(self, most)

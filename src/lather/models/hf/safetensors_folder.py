@@ -30,7 +30,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
-"""Those that weights come in; U8 holds packed ones."""
+"""Types that weights come in; U8 holds packed ones."""
 ANOTHER_COPY = "fetch or save it again"
 
 Index = tuple[int | slice, ...]

@@ -1,0 +1,66 @@
+"""The checks of `.ci/house.py`, each on a made-up package in which one thing is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / ".ci" / "house.py"
+SPEC = importlib.util.spec_from_file_location("house", FILE)
+assert SPEC is not None
+assert SPEC.loader is not None
+house = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(house)
+
+GOOD = {
+    "src/lather/errors.py": '"""Errors."""\n\n\nclass UserError(Exception):\n    """An error."""\n',
+    "src/lather/models/moe.py": "from lather.errors import UserError\n",
+    "src/lather/train/loop.py": "import lather.models.moe\n\nSTEPS = 3\n'''Whether or not.'''\n",
+    "benchmarks/memory.py": "from lather.train import loop\n",
+}
+
+BAD = {
+    "arrow": ({"src/lather/models/moe.py": "from lather.train.loop import STEPS\n"}, ":1: models imports lather.train.loop"),
+    "arrow of a folder": ({"src/lather/models/moe.py": "\nfrom lather import train\n"}, ":2: models imports lather.train"),
+    "arrow inside a function": ({"src/lather/data/a.py": "def f():\n    import lather.cli\n"}, ":2: data imports lather.cli"),
+    "arrow from below all": ({"src/lather/errors.py": "import lather.optim\n"}, "src/lather/errors.py:1: errors imports lather.optim"),
+    "unknown folder": ({"src/lather/attic/box.py": ""}, "src/lather/attic: no room of the house"),
+    "unknown module": ({"src/lather/attic.py": ""}, "src/lather/attic: no room of the house"),
+    "doubled class": ({"benchmarks/other.py": "class UserError:\n    pass\n"}, "class UserError is also defined at benchmarks/other.py:1"),
+    "doubled private class": ({"src/lather/data/a.py": "class _UserError:\n    pass\n"}, "UserError is also defined at"),
+    "Of": ({"benchmarks/other.py": 'def f():\n    """Of something."""\n'}, 'benchmarks/other.py:2: a docstring that begins with "Of"'),
+    "What": ({"benchmarks/other.py": 'X = 1\n"""What it is."""\n'}, 'benchmarks/other.py:2: a docstring that begins with "What"'),
+    "Those": ({"benchmarks/other.py": '"""Those that are."""\n'}, 'benchmarks/other.py:1: a docstring that begins with "Those"'),
+}  # fmt: skip
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_nothing_is_found_in_a_good_tree(tmp_path: Path) -> None:
+    assert list(house.findings(write(tmp_path, GOOD))) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_found_once(name: str, tmp_path: Path) -> None:
+    files, message = BAD[name]
+    (found,) = house.findings(write(tmp_path, {**GOOD, **files}))
+    assert message in found
+
+
+def test_rooms_that_are_named_are_there() -> None:
+    package = FILE.parents[1] / "src" / "lather"
+    assert {*house.ROOMS, *house.FOR_ALL} == {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
+
+def test_lines_of_code_are_neither_empty_nor_comments_nor_docstrings() -> None:
+    text = '"""Head."""\n\n# why\nX = (\n    1,  # one\n)\n"""Said\nof X."""\n\n\ndef f():\n    """Do."""\n    return "a\\n" """b\n\nc"""\n'
+    assert house.code_lines(text) == 3 + 1 + 3

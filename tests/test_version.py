@@ -1,0 +1,64 @@
+"""The version that the command says, and where the commit comes from."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lather
+from lather import version
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+
+
+def commit_of(folder: Path) -> str:
+    """What a copy of the package in `folder` finds."""
+    code = "from lather.version import find_commit; print(find_commit())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with the two modules that it takes."""
+    (tmp_path / "lather").mkdir()
+    for name in ("__init__.py", "version.py"):
+        shutil.copyfile(Path(lather.__file__).with_name(name), tmp_path / "lather" / name)
+    return tmp_path
+
+
+def test_the_commit_of_a_checkout_and_its_mark_if_files_differ(copied: Path) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run([*GIT, *arguments], cwd=copied, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert commit_of(copied) == "None"  # it lies in a checkout, which does not know it
+    git("add", "lather/__init__.py", "lather/version.py")
+    git("commit", "-qm", "First")
+    git("tag", "v1", "-am", "a tag")
+    assert commit_of(copied) == git("rev-parse", "HEAD")
+    (copied / "lather" / "__init__.py").write_text("changed = True\n")
+    assert commit_of(copied) == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_the_recorded_commit_where_there_is_no_checkout(copied: Path) -> None:
+    assert commit_of(copied) == "None"
+    (copied / "lather" / version.RECORD).write_text("1234\n")
+    assert commit_of(copied) == "1234"
+
+
+@pytest.mark.parametrize(
+    ("commit", "shown"),
+    [("0123456789abcdef" * 2, "0123456789ab"), ("0123456789abcdef-dirty", "0123456789ab-dirty"), (None, "commit unknown")],
+)
+def test_the_line_of_versions(commit: str | None, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "find_commit", lambda: commit)
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert version.describe_version() == f"lather {lather.__version__} ({shown}), torch {torch.__version__}, Python {python}"
