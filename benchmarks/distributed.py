@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.check import CheckError
-from benchmarks.report import Row, RowFile, environment
+from benchmarks.report import Row, RowFile, environment, gather
+from lather.config.toml_file import load_config
 from lather.console import wide_console
 from lather.errors import require
-from lather.models.families import FAMILIES, build_model
+from lather.models.families import build_model
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
 from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.rules.adamw import AdamWRule
@@ -69,15 +70,11 @@ def run(options: DistributedBenchmark) -> int:
     console = wide_console(120)
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "distributed-optimizer.jsonl")
-    try:
-        for row in _rows(options):
-            file.write([{**common, **row}])
-            console.print(row["summary"], highlight=False, soft_wrap=True)
-    except CheckError as error:
-        file.discard()
-        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+    rows = gather(_rows(options), common, file, console)
+    if not rows:
         return 1
-    file.finish()
+    for row in rows:
+        console.print(row["summary"], highlight=False, soft_wrap=True)
     console.print(f"rows {file.path}", highlight=False, soft_wrap=True)
     return 0
 
@@ -242,7 +239,7 @@ def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
 
 def plan_row(preset: str, num_ranks: int) -> Row:
     """Every matrix of a published model under FSDP2 on one mesh of all ranks: dim 0 sharded, experts stacked."""
-    config = next(family.presets[preset] for family in FAMILIES.values() if preset in family.presets)
+    config = load_config(Path(__file__).parents[1] / "configs" / f"{preset}.toml").model
     groups = parameter_groups(build_model(config, None, torch.device("meta")))
     options = SOAP([{**group, "params": list(group["params"])} for group in groups]).param_groups
     wanted, spreads = [], {}

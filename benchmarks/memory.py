@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks.check import CheckError
 from benchmarks.measure import percentiles
 from benchmarks.memory_report import draw, print_table, summary
-from benchmarks.report import Row, RowFile, environment
+from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import wide_console
 from lather.device import gpu_module, is_gpu
 from lather.errors import UserError, require
@@ -137,16 +137,9 @@ def run(options: MemoryBenchmark) -> int:
     device, console = torch.device(options.device), wide_console(120)
     common = environment(device, ())
     file = RowFile(options.out / f"memory-{device.type}.jsonl")
-    rows: list[Row] = []
-    try:
-        for row in _rows(options, device):
-            rows.append({**common, **row})
-            file.write(rows[-1:])
-    except CheckError as error:
-        file.discard()
-        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+    rows = gather(_rows(options, device), common, file, console)
+    if not rows:
         return 1
-    file.finish()
     draw(rows, file.path.with_suffix(".png"))
     print_table(rows, console)
     for line in summary(rows):

@@ -29,7 +29,7 @@ from benchmarks.pipeline_bubble import bubble_rows, table_row
 from benchmarks.pipeline_measure import TOLERANCE, BytesJob, TimeJob, largest, measure
 from benchmarks.pipeline_ranks import PipelineCase
 from benchmarks.pipeline_report import draw, print_table, summary
-from benchmarks.report import Row, RowFile, environment
+from benchmarks.report import Row, RowFile, environment, gather
 from lather.console import wide_console
 from lather.errors import require
 from lather.models.deepseek_v2 import DeepseekV2Config
@@ -94,16 +94,9 @@ def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
     plan, console = plan or PipelinePlan(), wide_console(120)
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "pipeline-cpu.jsonl")
-    rows: list[Row] = []
-    try:
-        for row in _rows(options, plan):
-            rows.append({**common, **row})
-            file.write(rows[-1:])
-    except CheckError as error:
-        file.discard()
-        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+    rows = gather(_rows(options, plan), common, file, console)
+    if not rows:
         return 1
-    file.finish()
     picture = file.path.with_suffix(".png")
     draw(rows, picture)
     print_table(rows, console)

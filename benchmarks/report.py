@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import lather
+from benchmarks.check import CheckError
 from lather.device import is_gpu
 from lather.errors import UserError
 from lather.version import find_commit
@@ -81,3 +83,18 @@ class RowFile:
 
     def discard(self) -> None:
         self.aside.unlink()
+
+
+def gather(rows: Iterable[Row], common: Row, file: RowFile, console: Console) -> list[Row]:
+    """The rows, each with what all have in common, written as they come; none, and no file, if a check fails, which is said."""
+    found: list[Row] = []
+    try:
+        for row in rows:
+            found.append({**common, **row})
+            file.write(found[-1:])
+    except CheckError as error:
+        file.discard()
+        console.print(f"check failed, nothing is reported: {error}", style="red", highlight=False)
+        return []
+    file.finish()
+    return found

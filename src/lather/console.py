@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Iterable
 
-__all__ = ["wide_console"]
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["titled_table", "wide_console"]
 
 
 class _PipedConsole(Console):
@@ -18,3 +22,12 @@ class _PipedConsole(Console):
 def wide_console(columns: int) -> Console:
     """Return a console as wide as the terminal, but at least `columns`, which the tables need."""
     return _PipedConsole(width=max(Console().width, columns))
+
+
+def titled_table(title: str, left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
+    """A table without a frame, whose first columns are words and whose others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for justify, names in (("left", left), ("right", right)):
+        for name in names:
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    return table

@@ -44,6 +44,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if is_gpu(device) and x.device.type == "cpu" else x.to(device)
 
 
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Products in the dtypes that they are given, also inside a caller's autocast block. There is no autocast on the meta device."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def launching_on(x: Tensor) -> AbstractContextManager[object]:
     """Make the GPU of `x` the current device inside the block, if `x` is on one: Triton launches on the current device, not on that of its
     arguments."""

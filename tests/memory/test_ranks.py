@@ -78,7 +78,7 @@ def test_what_travels_is_gone_in_the_end() -> None:
     for schedule in (dualpipev(1, 2), dualpipev(3, 7), sequential(3)):
         chunks = [ChunkBytes(5, 3)] * schedule.num_stages
         for rank in range(schedule.num_ranks):
-            walk = ranks._RankBytes(schedule, rank, chunks, 1, 1)
+            walk = ranks._BytesWalk(schedule, rank, chunks, 1, 1)
             for action in schedule.ranks[rank]:
                 walk.do(action)
                 assert min(walk.alive.values(), default=0) >= 0

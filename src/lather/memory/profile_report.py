@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from lather.console import titled_table
 from lather.errors import UserError
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
 
@@ -159,7 +158,7 @@ def name_of(layers: Sequence[str]) -> str:
 def print_tensors(profile: SavedTensors, console: Console) -> None:
     """Print every saved tensor of every layer; equal layers are printed once."""
     for layers in alike(profile):
-        table = _table(name_of(layers) + (f": {len(layers)} layers, each" if len(layers) > 1 else ""))
+        table = titled_table(name_of(layers) + (f": {len(layers)} layers, each" if len(layers) > 1 else ""))
         for name in ("saved by", "shape", "dtype", "kind", "size", "weight, or also saved in"):
             table.add_column(name, justify="right" if name == "size" else "left", no_wrap=name in ("dtype", "kind", "size"))
         segment = ""
@@ -179,10 +178,6 @@ def print_tensors(profile: SavedTensors, console: Console) -> None:
         console.print(table)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
 def _shortened(places: Sequence[str]) -> str:
     text = ", ".join(places)
     return text if len(text) <= 24 else f"{len(places)} other segments"
@@ -191,17 +186,15 @@ def _shortened(places: Sequence[str]) -> str:
 def print_totals(profile: SavedTensors, console: Console) -> None:
     """Print MiB of activations per layer and segment, of weights and copies per layer, and totals."""
     segments = [segment for segment in profile.segments() if profile.bytes("activation", segment=segment)]
-    table = _table("kept for backward, each storage once")
-    table.add_column("MiB", no_wrap=True)
-    for name in (*segments, "activations", "weight copies", "weights"):
-        table.add_column(name, justify="right")
+    table = titled_table("kept for backward, each storage once", ["MiB"], (*segments, "activations", "weight copies", "weights"))
+    table.columns[0].no_wrap = True
     for layers in alike(profile):
         sizes = [profile.bytes("activation", layer=layers[0], segment=segment) for segment in segments]
         kinds = [profile.bytes(kind, layer=layers[0]) for kind in KINDS]
-        table.add_row(name_of(layers) + (" (each)" if len(layers) > 1 else ""), *map(_mib, (*sizes, *kinds)))
+        table.add_row(name_of(layers) + (" (each)" if len(layers) > 1 else ""), *map(in_mib, (*sizes, *kinds)))
     table.add_section()
     totals = [profile.bytes("activation", segment=segment) for segment in segments]
-    table.add_row("model", *map(_mib, (*totals, *(profile.bytes(kind) for kind in KINDS))), style="bold")
+    table.add_row("model", *map(in_mib, (*totals, *(profile.bytes(kind) for kind in KINDS))), style="bold")
     per_token = (_kib(profile.per_token(size)) for size in (*totals, profile.bytes("activation")))
     table.add_row("KiB per token", *per_token, "", "")
     console.print(table)
@@ -209,8 +202,7 @@ def print_totals(profile: SavedTensors, console: Console) -> None:
 
 def print_comparison(profiles: Mapping[str, SavedTensors], baseline: str, console: Console) -> None:
     """Print KiB of activations per token and segment in each memory mode, with the ratio to `baseline`."""
-    table = _table("activations kept for backward")
-    table.add_column("KiB per token")
+    table = titled_table("activations kept for backward", ["KiB per token"])
     for name in profiles:
         table.add_column(name, justify="right")
         if name != baseline:
@@ -222,7 +214,7 @@ def print_comparison(profiles: Mapping[str, SavedTensors], baseline: str, consol
     for kind in KINDS:
         cells: list[str] = []
         for mode, profile in profiles.items():
-            cells += [_mib(profile.bytes(kind))] + [""] * (mode != baseline)
+            cells += [in_mib(profile.bytes(kind))] + [""] * (mode != baseline)
         table.add_row(f"{kind}, MiB", *cells)
     console.print(table)
 
@@ -236,7 +228,8 @@ def _compared(profiles: Mapping[str, SavedTensors], baseline: str, segment: str 
             yield f"{size / base:.2f} x" if base else "-"
 
 
-def _mib(size: float) -> str:
+def in_mib(size: float) -> str:
+    """A size in MiB for a table, where nothing is a dash."""
     return f"{size / 2**20:,.2f}" if size else "-"
 
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from lather.console import titled_table
 from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.memory.profile_report import in_mib
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
 from lather.pipeline.schedule import Action, Kind, Schedule
 
@@ -138,9 +138,8 @@ def _plain(one: RankBytes) -> dict[str, Any]:
 
 def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
     """Print a line per rank and stage: layers, MiB of a chunk, chunks at the peak; and the rank's peak with its first stage."""
-    table = _table("a pipeline rank's activations")
-    for name in ("rank", "stage", "layers", "MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "travelling", "peak, MiB"):
-        table.add_column(name, justify="left" if name in ("rank", "stage", "layers") else "right")
+    numbers = ("MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "travelling", "peak, MiB")
+    table = titled_table("a pipeline rank's activations", ("rank", "stage", "layers"), numbers)
     for one in ranks:
         for stage in one.stages:
             is_first = stage is one.stages[0]
@@ -148,37 +147,26 @@ def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
                 str(one.rank) if is_first else "",
                 str(stage.stage),
                 name_of_layers(stage.layers),
-                _mib(stage.kept),
-                _mib(stage.waiting),
+                in_mib(stage.kept),
+                in_mib(stage.waiting),
                 str(stage.chunks_at_peak),
                 str(stage.waiting_at_peak),
                 str(one.boundaries_at_peak) if is_first else "",
-                _mib(one.peak) if is_first else "",
+                in_mib(one.peak) if is_first else "",
             )
     console.print(table)
 
 
 def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) -> None:
     """Print a line for each set of levers: the peak of every rank, and the largest."""
-    table = _table("a pipeline rank's activations at their peak, MiB")
-    table.add_column("levers")
-    for one in next(iter(levers.values())):
-        table.add_column(f"rank {one.rank}", justify="right")
-    table.add_column("largest", justify="right")
-    for name, ranks in levers.items():
-        peaks = [one.peak for one in ranks]
-        table.add_row(name, *map(_mib, (*peaks, max(peaks))))
+    ranks = [f"rank {one.rank}" for one in next(iter(levers.values()))]
+    table = titled_table("a pipeline rank's activations at their peak, MiB", ["levers"], [*ranks, "largest"])
+    for name, found in levers.items():
+        peaks = [one.peak for one in found]
+        table.add_row(name, *map(in_mib, (*peaks, max(peaks))))
     console.print(table)
 
 
 def name_of_layers(layers: range) -> str:
     """Return "3-5", or "3" for a single layer."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.2f}" if size else "-"

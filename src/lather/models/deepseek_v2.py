@@ -108,26 +108,6 @@ class DeepseekV2Config(CheckedFields):
         return self.aux_loss_alpha
 
 
-DEEPSEEK_V2_LITE = DeepseekV2Config(
-    vocab_size=102400,
-    hidden_size=2048,
-    intermediate_size=10944,
-    moe_intermediate_size=1408,
-    num_hidden_layers=27,
-    first_k_dense_replace=1,
-    num_attention_heads=16,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    n_routed_experts=64,
-    n_shared_experts=2,
-    num_experts_per_tok=6,
-    seq_aux=True,
-    max_position_embeddings=163840,
-    rope_scaling=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
-)
-
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
     defaults={

@@ -25,12 +25,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.device import no_autocast
 from lather.kernels.combine import combine_forward, combine_rows_sum
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import expert_of_row, grouped_sum, grouped_weight_gradient, run_alignment
-from lather.models.layers import compute_dtype, no_autocast, without_autocast
+from lather.models.layers import compute_dtype, without_autocast
 from lather.models.lora import AdaptedStack, Adapter
 from lather.models.saving.rounded_weights import RoundedWeights, Rounding, to_round
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient

@@ -38,8 +38,6 @@ class Family:
     config: type[ModelConfig]
     build: Callable[..., Decoder]
     """From a configuration, a generator and, optionally, a device."""
-    presets: Mapping[str, ModelConfig]
-    """Published models by name."""
     published: PublishedConfig
 
 
@@ -47,21 +45,9 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
     {
         family.model_type: family
         for family in (
-            Family(
-                "deepseek_v2",
-                DeepseekV2Config,
-                deepseek_v2.build_deepseek_v2,
-                {"deepseek-v2-lite": deepseek_v2.DEEPSEEK_V2_LITE},
-                deepseek_v2.PUBLISHED,
-            ),
-            Family(
-                "qwen3_moe",
-                Qwen3MoeConfig,
-                qwen3_moe.build_qwen3_moe,
-                {"qwen3-30b-a3b": qwen3_moe.QWEN3_30B_A3B},
-                qwen3_moe.PUBLISHED,
-            ),
-            Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, {"gpt-oss-20b": gpt_oss.GPT_OSS_20B}, gpt_oss.PUBLISHED),
+            Family("deepseek_v2", DeepseekV2Config, deepseek_v2.build_deepseek_v2, deepseek_v2.PUBLISHED),
+            Family("qwen3_moe", Qwen3MoeConfig, qwen3_moe.build_qwen3_moe, qwen3_moe.PUBLISHED),
+            Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, gpt_oss.PUBLISHED),
         )
     }
 )

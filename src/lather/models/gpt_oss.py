@@ -110,21 +110,6 @@ def _alternating(count: int) -> tuple[str, ...]:
     return tuple((SLIDING, FULL)[index % 2] for index in range(count))
 
 
-GPT_OSS_20B = GptOssConfig(
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=24,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=32,
-    num_experts_per_tok=4,
-    router_aux_loss_coef=0.9,
-    max_position_embeddings=131072,
-    rope_scaling=YarnConfig(factor=32.0, original_max_position_embeddings=4096, truncate=False),
-)
-
 PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
     defaults={

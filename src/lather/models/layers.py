@@ -13,7 +13,7 @@ Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lather.device import is_gpu
+from lather.device import is_gpu, no_autocast
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter
@@ -48,11 +48,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Products in the dtypes that they are given, also inside a caller's autocast block."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 B = TypeVar("B", bound=Callable[..., Any])

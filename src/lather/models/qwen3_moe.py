@@ -89,21 +89,6 @@ class Qwen3MoeConfig(CheckedFields):
         return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
 
 
-QWEN3_30B_A3B = Qwen3MoeConfig(
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    max_position_embeddings=40960,
-    rope_theta=1e6,
-)
-
 PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
     defaults={

@@ -22,7 +22,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lather.models.layers import no_autocast, weight_product, without_autocast
+from lather.device import no_autocast
+from lather.models.layers import weight_product, without_autocast
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
 

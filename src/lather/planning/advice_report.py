@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from lather.console import titled_table
 from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 
 GIB = 2**30
@@ -18,10 +17,7 @@ def show(advice: Advice, memory: int, console: Console) -> None:
         _show_infeasible(advice, memory, console)
         return
     title = f"settings that fit in {memory / GIB:.2f} GiB, best first, of {advice.number_tried} tried; sizes planned"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("change")
-    for name in ("needs GiB", "left", "flops more", "to experts, GiB", "to other ranks", "bubble"):
-        table.add_column(name, justify="right")
+    table = titled_table(title, ["change"], ("needs GiB", "left", "flops more", "to experts, GiB", "to other ranks", "bubble"))
     for setting, plan in advice.settings:
         sizes = (f"{plan.needed / GIB:.2f}", f"{(memory - plan.needed) / GIB:.2f}")
         table.add_row(as_options(setting.changes) or "none", *sizes, *_price(setting, advice.least_flops))

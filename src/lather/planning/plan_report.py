@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from lather.console import titled_table
 from lather.memory.profile_report import unit_of, write_json
 from lather.pipeline.partition import SLACK, Partition
 from lather.planning.dry_run import RankRun
@@ -34,11 +33,7 @@ GIB = 2**30
 def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether the run fits in `memory` bytes."""
     unit, scale = unit_of(plan.largest.peak)
-    table = Table(title=_title(plan, unit), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("rank")
-    table.add_column("layers")
-    for name in (*COLUMNS, "peak"):
-        table.add_column(name, justify="right")
+    table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
     for run in plan.ranks:
         timeline = run.steps[run.peak_step]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
-from lather.files import read_rows, sync
+from lather.files import read_rows, sync, write_aside
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,7 @@ def _scalars(values: dict[str, Any]) -> dict[str, Any]:
 def cut_rows(path: Path, resume_step: int | None) -> None:
     """Keep only the rows of steps up to `resume_step` (none for a new run) in a file of rows."""
     kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    sync(aside)
-    aside.rename(path)
-    sync(path.parent)
+    write_aside(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,6 @@ widened. On CUDA the gradient of a tile is rounded to bf16 for the products, as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.device import is_gpu
+from lather.device import is_gpu, no_autocast
 from lather.kernels.backend import use_triton
 from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
 from lather.kernels.cross_entropy.reference import losses
@@ -172,7 +171,7 @@ class _ProductPlan:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> Tensor:
-        with _no_autocast(x):
+        with no_autocast(x):
             logsumexp_T, label_logit_T = _logsumexp(plan.rounded(x, labels_T), weight_VD, labels_T, plan)
             ctx.save_for_backward(x, weight_VD, labels_T, logsumexp_T)
             ctx.plan = plan
@@ -182,7 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
-        with _no_autocast(x):
+        with no_autocast(x):
             scale_T = torch.where(labels_T >= 0, divided(grad, ctx.plan.normalizer), 0)
             x_TD = ctx.plan.rounded(x, labels_T)
             needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
@@ -228,8 +227,3 @@ def _gradients(
 def _sum_for(out_CD: Tensor, dtype: torch.dtype) -> Tensor:
     """Where to sum up what becomes `out_CD`, which is zero: itself, if it has the dtype."""
     return out_CD if out_CD.dtype == dtype else torch.zeros_like(out_CD, dtype=dtype)
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Products in the dtypes that they are given, also inside a caller's autocast block."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)

@@ -254,14 +254,14 @@ def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def copy_weights(weights: PublishedWeights, file: StrPath, dtype: torch.dtype = torch.float32) -> None:
-    """Write the weights under Lather's names, one entry per expert, in one safetensors file."""
+def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
+    """Write the weights in fp32 under Lather's names, one entry per expert, in one safetensors file."""
     tensors = []
     for name, shape in weights.shapes.items():
         if is_stack(name):
-            tensors += [TensorToWrite(entry_name(name, e), dtype, shape[1:]) for e in range(shape[0])]
+            tensors += [TensorToWrite(entry_name(name, e), torch.float32, shape[1:]) for e in range(shape[0])]
         else:
-            tensors.append(TensorToWrite(name, dtype, shape))
+            tensors.append(TensorToWrite(name, torch.float32, shape))
     stacks: dict[str, Iterator[tuple[int, Iterator[tuple[int, Tensor]]]]] = {}
 
     def values(name: str) -> Iterator[Tensor]:

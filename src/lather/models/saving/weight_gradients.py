@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lather.device import no_autocast
 from lather.shapes import Float
 
 
@@ -48,7 +49,7 @@ class DeferredGradient:
     def run(self) -> None:
         if self.compute is None:
             raise RuntimeError("this weight gradient was run before: run each entry once")
-        with torch.autocast(_autocast_device(self.weight), enabled=False):
+        with no_autocast(self.weight):
             gradient = self.compute().to(self.weight.dtype)
         self.compute = None
         if self.weight.grad is None:
@@ -121,8 +122,3 @@ def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> 
     for layer in module.modules():
         if isinstance(layer, Deferrable):
             layer.weight_gradients = queue
-
-
-def _autocast_device(x: Tensor) -> str:
-    """There is no autocast on the meta device: any other's will do."""
-    return "cpu" if x.is_meta else x.device.type
