@@ -231,6 +231,8 @@ def first_failure(tests: list[str], tree: Path) -> str:
     done = subprocess.run(
         command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=SECONDS, check=False
     )
+    if done.returncode not in (0, 1):  # of pytest: passed, failed; else nothing was found out
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = re.search(r"^FAILED (.+)", done.stdout, re.MULTILINE)
     return "" if failed is None or "Timeout" in failed[1] else failed[1]
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+from forked import fresh_python
 from lather import __version__
 from lather.checkpoint import save as checkpoint_save
 from lather.cli import COMMANDS, USAGE, main
 from lather.config.toml_file import config_to_toml, field_names, load_config
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.rotary import YarnConfig
-from tiny_run import command, run, start, write_config
+from tiny_run import command, run, write_config
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +313,9 @@ def test_a_command_put_right_works_in_the_same_run_directory(finished: Path, tmp
 
 
 def test_a_reader_that_leaves_early_does_not_end_the_run(finished: Path, tmp_path: Path) -> None:
-    process = start("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")
+    process = fresh_python(
+        command("train", finished / "tiny.toml", "--run-dir", tmp_path / "run")[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()

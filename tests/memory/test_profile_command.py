@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forked import fresh_python
 from lather.cli import main
 from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.layers import MEMORY_MODES
 from memory.written_profile import from_json
-from tiny_run import start, write_config
+from tiny_run import command, write_config
 
 ROWS = 2 * 16
 """Tokens of a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
@@ -187,7 +189,8 @@ def test_documents_stay_apart_where_attention_is_packed(
 
 def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
     """`lather profile ... | head`: here before the first line, so that the pipe is closed whatever the machine's speed."""
-    process = start("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    arguments = ("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
+    process = fresh_python(command(*arguments)[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()

@@ -18,9 +18,10 @@ print(seconds / (start - before_torch), *sorted(new - set(sys.stdlib_module_name
 
 def test_import_needs_torch_alone_and_adds_at_most_an_eighth_of_its_time() -> None:
     """torch takes 1.7 s on a desktop core, so 0.2 s; as a share, since seconds say little beside other processes."""
-    outputs = [
-        subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=120).stdout for _ in range(3)
-    ]
-    for output in outputs:
-        assert output.split()[1:] == ["lather"]
-    assert min(float(output.split()[0]) for output in outputs) <= 1 / 8
+    shares = []
+    while len(shares) < 3 and min(shares, default=1.0) > 1 / 8:  # again, if something else took its time
+        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=120)
+        share, *imported = done.stdout.split()
+        assert imported == ["lather"]
+        shares.append(float(share))
+    assert min(shares) <= 1 / 8
