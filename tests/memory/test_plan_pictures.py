@@ -39,7 +39,7 @@ STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP
 @pytest.fixture
 def plan() -> MemoryPlan:
     steps = {"building the model": timeline([1, 1], {0: "building the model"}), "a step": STEP}
-    ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, 6, {}, {}) for rank in (0, 1))
+    ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {}) for rank in (0, 1))
     return MemoryPlan(2, "cpu", 1.0, ranks, Partition((1, 2, 3, 4), (19.0 * MIB, 19.0 * MIB), 20.0 * MIB), 8)
 
 

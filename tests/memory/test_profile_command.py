@@ -221,7 +221,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["{config}", "--moe.memory", "lean"], ["--moe.memory", "'lean'", "'recompute'"]),
     (["{config}", "--layers", "some"], ["--layers", "'some'", "'distinct'"]),
     (["{config}", "--train.sequence-length", "65"], ["train.sequence_length", "65", "model.max_position_embeddings (64)"]),
-    (["{config}", "--train.micro-batch-size", "3"], ["train.batch_size", "4", "(3)"]),
+    (["{config}", "--train.micro-batch-size", "3"], ["train.batch_size", "4", "a multiple of 3"]),
     (["{config}", "--parallel.pp", "2", "--model.num-hidden-layers", "4"], ["train.batch_size", "4", "at least 8"]),
     (["{config}", "--out", "absent/x.png"], ["absent/x.png", "cannot be written", "no such folder"]),
     (["{config}", "--json", "absent/x.json"], ["absent/x.json", "cannot be written", "no such folder"]),

@@ -123,5 +123,5 @@ def test_phases_of_a_run_have_the_state_of_the_rank_that_owns_most() -> None:
         return MemoryTimeline(curves, {}, [Mark(time, name) for time, name in marks.items()])
 
     steps = {BUILDING: timeline(7, 8, marks={0: BUILDING}), "a step": timeline(1, 5, 2, 9, 3, marks={0: "F", 2: "B", 4: "F"})}
-    run = RankRun(0, 0, (), steps, 7, {}, {0: 10, 1: 14})
+    run = RankRun(0, 0, (), steps, {}, {0: 10, 1: 14})
     assert phase_peaks(run) == {f"{BUILDING}: {BUILDING}": 8, "a step: F": 9, "a step: B": 13}
