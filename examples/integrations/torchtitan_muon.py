@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-import torchtitan_on_cpu  # noqa: F401 - before torchtitan
+import torchtitan_on_cpu  # before torchtitan
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
@@ -77,6 +77,7 @@ def make_config(folder, steps=20):
 
 def main():
     init_logger()
+    torchtitan_on_cpu.join_or_be_alone()
     register()
     trainer = Trainer(make_config(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()))
     trainer.train()

@@ -1,7 +1,4 @@
-"""Lets torchtitan run on a machine without an accelerator, with gloo; import it before anything of torchtitan. With one it does nothing.
-
-Without torchrun it makes this process the only rank.
-"""
+"""Lets torchtitan run on a machine without an accelerator, with gloo; import it before anything of torchtitan. With one it does nothing."""
 
 import os
 from types import SimpleNamespace
@@ -26,5 +23,8 @@ if not torch.accelerator.is_available():
 
     FSDPModule.set_gradient_divide_factor = divide_after_sum
 
-for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-    os.environ.setdefault(name, alone)
+
+def join_or_be_alone():
+    """Without torchrun this process is the only rank."""
+    for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, alone)

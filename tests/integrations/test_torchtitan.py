@@ -54,6 +54,7 @@ def set_weights(model: torch.nn.Module) -> None:
 
 
 def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
+    os.environ["WORLD_SIZE"] = str(num_ranks)
     example = _example()
     from torchtitan.components.lr_scheduler import build_lr_schedulers
 
@@ -64,7 +65,8 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
         arguments.update_from_config(config)
         model = spec.model_cls(arguments)
     model.to_empty(device="cpu")
-    model.init_weights()
+    with torch.no_grad():
+        model.init_weights()  # of buffers
     set_weights(model)
     groups = example.parameter_groups(model, adam_names=("output",))
     optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
