@@ -6,17 +6,16 @@ with 0; SIGINT saves too and exits with 130.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import lather
 from lather.errors import UserError
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+from lather.files import NO_SPACE, reason
 
 USAGE = """\
 usage: lather COMMAND ...
@@ -67,10 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        print(
-            f"lather: stopped: {error.filename or 'a file'} cannot be written ({error.strerror}): make room, then start again",
-            file=sys.stderr,
-        )
+        file = error.filename or "a file"
+        print(f"lather: stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then start again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

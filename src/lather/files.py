@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +23,42 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Replace the file in one go."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, or of one of which a user may have no more."""
+
+
+@contextlib.contextmanager
+def names_full_disk(path: Path) -> Iterator[None]:
+    """In the block, a full disk is an OSError with the name `path`: the error of a write has none, and that of a copy the source's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def reason(error: OSError, path: Path) -> str:
+    """Why the file or folder cannot be written: the error's text, and of a full disk the room that is left there."""
+    text = error.strerror or str(error)
+    if error.errno not in NO_SPACE:
+        return text
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return f"{text}: {shutil.disk_usage(there).free:,} bytes are free there"
+
+
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Replace the file in one go; if that fails, nothing is left of what was written."""
     aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(text, "utf-8")
-    sync(aside)
-    aside.rename(path)
+    with names_full_disk(path):
+        try:
+            aside.write_bytes(content.encode() if isinstance(content, str) else content)
+            sync(aside)
+            aside.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise
     sync(path.parent)
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lather import files
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import metrics
@@ -234,7 +235,8 @@ def test_rows_are_on_disk_before_they_replace_the_old_ones_and_when_asked(tmp_pa
     """A power loss right after a rename, or after a checkpoint, must not cost rows."""
     events: list[str] = []
     rename, fsync = Path.rename, os.fsync
-    monkeypatch.setattr(metrics, "sync", lambda path: events.append(f"sync {path.name}"))
+    for module in (files, metrics):
+        monkeypatch.setattr(module, "sync", lambda path: events.append(f"sync {path.name}"))
     monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"rename {path.name}"), rename(path, to))[1])
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync rows"), fsync(descriptor))[1])
     writer = MetricsWriter(tmp_path, None)

@@ -31,7 +31,7 @@ from lather.data.shards import checksum
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
 from lather.errors import DataError
-from lather.files import sync
+from lather.files import reason, sync, write_aside
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about so many characters, spread over the units."""
@@ -100,9 +100,11 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
             _adopt_plan(partial, plan, recipe)
             _make(partial, folder, plan, recipe, display, workers)
         except OSError as error:
+            for name in (FILES, SKIPPED):  # which are not written aside
+                (partial / "dataset" / name).unlink(missing_ok=True)
+            where = error.filename or partial
             raise DataError(
-                f"{error.filename or partial}: {error.strerror or error}: make room, or mend it; "
-                f"the same command goes on with what is done in {partial}"
+                f"{where}: {reason(error, Path(where))}: make room, or mend it; the same command goes on with what is done in {partial}"
             ) from None
         finally:
             if not (partial / "plan.json").exists():
@@ -134,7 +136,7 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / ".lock").open("a")
     except OSError as error:
-        raise DataError(f"{partial} cannot be written ({error.strerror}): give another folder") from None
+        raise DataError(f"{partial} cannot be written ({reason(error, partial)}): give another folder") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,9 +153,7 @@ def _adopt_plan(partial: Path, plan: MakingPlan, recipe: DataRecipe) -> None:
         if file.read_text("utf-8") != text:
             raise DataError(f"{partial} was begun with other options, or its sources have changed since: delete it to begin anew")
         return
-    aside = partial / ".plan.json"
-    aside.write_text(text, "utf-8")
-    aside.rename(file)
+    write_aside(file, text)
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------
@@ -172,9 +172,7 @@ def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: Maki
     else:
         display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
         tokenizer = train_tokenizer(_texts_for_tokenizer(plan, recipe), recipe.vocab_size, recipe.end_of_text)
-    aside = folder / f".{TOKENIZER}"
-    aside.write_text(tokenizer.to_str(pretty=True), "utf-8")
-    aside.rename(kept)
+    write_aside(kept, tokenizer.to_str(pretty=True))
     return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
 
 
@@ -267,13 +265,7 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
         skipped=dict(sorted(skipped.items())),
         encodings=dict(sorted(encodings.items())),
     )
-    aside = folder / f".{MANIFEST}"
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(folder / MANIFEST)
-    sync(folder)
+    write_aside(folder / MANIFEST, manifest.to_json())
 
 
 def _write_skip(file: TextIO, path: str, line: int, reason: str, detail: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from lather.data.shards import ShardEntry, ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
+from lather.files import write_aside
 
 SPLITS = ("train", "validation")
 MOST_DETAIL = 200
@@ -147,13 +147,7 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
         for writer in writers.values():
             writer.abandon()
         raise
-    path = report_path(Path(making.units), unit.number)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(report)))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_aside(report_path(Path(making.units), unit.number), json.dumps(asdict(report)))
     return report
 
 

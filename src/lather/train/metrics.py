@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
-from lather.files import read_rows, sync
+from lather.files import names_full_disk, read_rows, sync, write_aside
 
 TIME_FIELDS = ("seconds", "step_seconds", "optimizer_seconds", "tokens_per_second", "peak_memory_bytes")
 """Fields that differ between two runs of the same configuration."""
@@ -113,8 +113,9 @@ class MetricsWriter:
     def write(self, row: StepRow | dict[str, Any]) -> None:
         values = asdict(row) if isinstance(row, StepRow) else row
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        with names_full_disk(self.path):
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
         for sink in self.sinks:
             sink.write(_scalars(values))
 
@@ -124,7 +125,8 @@ class MetricsWriter:
         sync(self.path.parent)
 
     def close(self) -> None:
-        self.file.close()
+        with names_full_disk(self.path):
+            self.file.close()
         for sink in self.sinks:
             sink.close()
 
@@ -139,11 +141,7 @@ def _scalars(values: dict[str, Any]) -> dict[str, Any]:
 def cut_rows(path: Path, resume_step: int | None) -> None:
     """Leave the rows of steps up to `resume_step` (none for a fresh run) in a file of rows."""
     kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    sync(aside)
-    aside.rename(path)
-    sync(path.parent)
+    write_aside(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def training_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lather.config.changes import History
 from lather.errors import RunError
-from lather.files import read_rows
+from lather.files import read_rows, reason
 from lather.train.metrics import training_rows
 
 Array = npt.NDArray[np.float64]
@@ -88,7 +88,10 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     try:
         figure.savefig(out, dpi=110, format="png")
     except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror}): give another --out") from None
+        why = reason(error, out)
+        if out.is_file():  # half a picture
+            out.unlink()
+        raise RunError(f"{out}: cannot be written ({why}): give another --out") from None
 
 
 def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
@@ -121,7 +124,7 @@ def smoothed(values: Array) -> Array:
     reach, number = max(LEAST_REACH, int(SHARE * len(values))), len(values)
     result = np.empty(number)
     if number > 2 * reach:
-        weights = _tricube(np.arange(-reach, reach + 1), reach)
+        weights = _tricube(np.arange(-reach, reach + 1, dtype=np.float64), reach)
         result[reach : number - reach] = np.convolve(values, weights / weights.sum(), "valid")
     for index in [*range(min(2 * reach, number)), *range(max(2 * reach, number - reach), number)]:
         own = min(reach, (index + 1) // 2)
