@@ -6,17 +6,16 @@ exits with 0; after SIGINT it also saves and exits with 130.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lather.errors import UserError
+from lather.files import NO_SPACE, reason
 from lather.version import describe_version
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 USAGE = """\
 usage: lather COMMAND ...
@@ -71,10 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        print(
-            f"lather: stopped: {error.filename or 'a file'} cannot be written ({error.strerror}): make room, then start again",
-            file=sys.stderr,
-        )
+        file = error.filename or "a file"
+        print(f"lather: stopped: {file} cannot be written ({reason(error, Path(file))}): make room, then start again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

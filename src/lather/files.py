@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +23,42 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Replace the file atomically."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk, and of a user's exhausted quota."""
+
+
+@contextlib.contextmanager
+def names_full_disk(path: Path) -> Iterator[None]:
+    """Raise the OSError of a full disk in the block with the name `path`: that of a write has no name, and that of a copy the source's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def reason(error: OSError, path: Path) -> str:
+    """Say why the file or folder cannot be written: the error's text, and the bytes that are free if the disk is full."""
+    text = error.strerror or str(error)
+    if error.errno not in NO_SPACE:
+        return text
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return f"{text}: {shutil.disk_usage(there).free:,} bytes are free there"
+
+
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Replace the file atomically; if that fails, delete what was written."""
     aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(text, "utf-8")
-    sync(aside)
-    aside.rename(path)
+    with names_full_disk(path):
+        try:
+            aside.write_bytes(content.encode() if isinstance(content, str) else content)
+            sync(aside)
+            aside.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise
     sync(path.parent)
 
 

@@ -10,9 +10,7 @@ spread evenly. The assignment is always the same for the same mesh.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +36,7 @@ from lather.checkpoint.table import (
     sha256,
 )
 from lather.errors import CheckpointError
-from lather.files import sync
+from lather.files import names_full_disk, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box
 from lather.parallel.agreement import dealt, gathered, of_first, together
@@ -135,10 +133,8 @@ class CheckpointWriter:
         by_name = {one.name_in_file: one for one in chosen}
         tensors = [TensorToWrite(name, one.dtype, one.box.size) for name, one in sorted(by_name.items())]
         file, digest = self.aside / file_of(self.rank), hashlib.sha256()
-        try:
+        with names_full_disk(self.target.parent):
             write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest)
-        except OSError as error:
-            raise _no_space(error, self.target.parent) from None
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
     def publish(self, table: Table, retention: Retention) -> None:
@@ -148,11 +144,9 @@ class CheckpointWriter:
             path = self.aside / stored.name
             if not path.is_file() or path.stat().st_size != stored.num_bytes:
                 raise CheckpointError(f"{path}: was written by another rank, but is not here: give a run_dir that all ranks share")
-        try:
+        with names_full_disk(folder):
             (self.aside / STATE_FILE).write_text(table.to_json(), "utf-8")
             sync(self.aside / STATE_FILE)
-        except OSError as error:
-            raise _no_space(error, folder) from None
         sync(self.aside)
         self.aside.rename(self.target)
         sync(folder)
@@ -195,11 +189,6 @@ def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEn
 def file_of(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def _no_space(error: OSError, folder: Path) -> OSError:
-    """Replace the file name of a full-disk error by the folder, which the user knows."""
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) if error.errno == errno.ENOSPC else error
 
 
 def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from lather.errors import UserError, require
 from lather.evaluation.scoring import score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.evaluation.token_bytes import bytes_per_token
+from lather.files import reason
 from lather.models.decoder import Decoder
 from lather.train.trained_model import TrainedModel
 
@@ -175,8 +178,11 @@ def _number(value: float | None, form: str) -> str:
 
 def _record(path: Path, result: Mapping[str, Any]) -> None:
     """Append the results to the run's record. If it cannot be written, only warn: the results have been printed already."""
+    before = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     except OSError as error:
-        print(f"not recorded: {path} cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"not recorded: {path} cannot be written ({reason(error, path)})", file=sys.stderr)
+        with contextlib.suppress(OSError):  # half a line
+            os.truncate(path, before)

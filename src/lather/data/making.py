@@ -31,7 +31,7 @@ from lather.data.shards import checksum
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
 from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
 from lather.errors import DataError
-from lather.files import sync, write_aside
+from lather.files import reason, sync, write_aside
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about so many characters, spread over the units."""
@@ -100,9 +100,11 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
             _adopt_plan(partial, plan, recipe)
             _make(partial, folder, plan, recipe, display, workers)
         except OSError as error:
+            for name in (FILES, SKIPPED):  # which are not written aside
+                (partial / "dataset" / name).unlink(missing_ok=True)
+            where = error.filename or partial
             raise DataError(
-                f"{error.filename or partial}: {error.strerror or error}: make room, or mend it; "
-                f"the same command goes on with what is done in {partial}"
+                f"{where}: {reason(error, Path(where))}: make room, or mend it; the same command goes on with what is done in {partial}"
             ) from None
         finally:
             if not (partial / "plan.json").exists():
@@ -134,7 +136,7 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / ".lock").open("a")
     except OSError as error:
-        raise DataError(f"{partial} cannot be written ({error.strerror}): give another folder") from None
+        raise DataError(f"{partial} cannot be written ({reason(error, partial)}): give another folder") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lather.data.packing import CHUNK, pack
 from lather.data.shards import ShardReader
 from lather.errors import DataError
+from lather.files import reason
 
 IGNORE_INDEX = -100
 """Label of a position that is not learned."""
@@ -136,4 +137,5 @@ def _keep(folder: Path, chunks: npt.NDArray[Any], starts: npt.NDArray[Any]) -> N
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         if not folder.exists():  # else another process was first
-            raise DataError(f"{folder} cannot be written ({error.strerror}): make the data set's folder writable, or copy it") from None
+            why = reason(error, folder)
+            raise DataError(f"{folder} cannot be written ({why}): make room and the folder writable, or copy the data set") from None

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from lather.console import titled_table
 from lather.errors import UserError
+from lather.files import reason
 from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
 
 COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "0.65", "#aa3377", "#bbbbbb"), strict=True))
@@ -71,7 +72,7 @@ def whole_file(out: Path, option: str) -> Iterator[Path]:
         yield aside
         os.replace(aside, out)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}): give another {option}") from None
+        raise UserError(f"{out}: cannot be written ({reason(error, out)}): give another {option}") from None
     finally:
         with contextlib.suppress(OSError):
             aside.unlink()

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lather.errors import RunError
+from lather.files import reason
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import COMPUTE, Action, Kind
 
@@ -96,7 +97,10 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     try:
         figure.savefig(path, dpi=DPI, format="png")
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}): give another --out") from None
+        why = reason(error, path)
+        if path.is_file():  # half a picture
+            path.unlink()
+        raise RunError(f"{path}: cannot be written ({why}): give another --out") from None
 
 
 def _stages(timeline: Timeline) -> dict[int, list[int]]:

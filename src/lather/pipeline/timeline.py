@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
+from lather.files import names_full_disk
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
@@ -114,5 +115,5 @@ def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
         {"step": step, "rank": event.rank, "action": str(event.action), "start": round(event.start, 9), "end": round(event.end, 9)}
         for event in events
     ]
-    with path.open("a", encoding="utf-8") as file:
+    with names_full_disk(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

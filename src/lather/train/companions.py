@@ -16,6 +16,7 @@ from lather.config.toml_file import folder_of
 from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
+from lather.files import names_full_disk
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_companions
 
 COMPANION_FOLDER = "huggingface"
@@ -53,11 +54,16 @@ def keep_companions(run: Path, config: Config) -> None:
         if folder != run and is_described and same_tokenizer(folder / TOKENIZER_FILE, own):
             aside = run / f".tmp-{COMPANION_FOLDER}"
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            copy_companions(folder, aside)
-            if (folder / CONFIG_FILE).is_file():
-                shutil.copyfile(folder / CONFIG_FILE, aside / CONFIG_FILE)
-            aside.rename(target)
+            try:
+                with names_full_disk(target):
+                    aside.mkdir()
+                    copy_companions(folder, aside)
+                    if (folder / CONFIG_FILE).is_file():
+                        shutil.copyfile(folder / CONFIG_FILE, aside / CONFIG_FILE)
+                    aside.rename(target)
+            except OSError:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
             return
 
 

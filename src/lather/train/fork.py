@@ -19,7 +19,7 @@ from lather.config.changes import CHANGES, History, Row, values_of
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
-from lather.files import read_rows
+from lather.files import read_rows, reason
 from lather.train.companions import COMPANION_FOLDER
 from lather.train.resume import check_fork, config_at
 
@@ -109,8 +109,9 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
                 (aside / name).rename(target / name)
         aside.rmdir()
     except OSError as error:
+        why = f"{error.filename or target}: {reason(error, target)}"
         remove_copy(target)
-        raise RunError(f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({error})") from None
+        raise RunError(f"run_dir = {str(target)!r} cannot be made a copy of {checkpoint} ({why}): make room, or mend it") from None
 
 
 def remove_copy(target: Path) -> None:

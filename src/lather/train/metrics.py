@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lather.device import gpu_module, is_gpu
 from lather.errors import RunError
-from lather.files import read_rows, sync, write_aside
+from lather.files import names_full_disk, read_rows, sync, write_aside
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ class MetricsWriter:
     def write(self, row: Row) -> None:
         values: dict[str, Any] = asdict(row) if isinstance(row, StepRow) else {**row}
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        with names_full_disk(self.path):
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
         for sink in self.sinks:
             sink.write(_scalars(values))
 
@@ -148,7 +149,8 @@ class MetricsWriter:
         sync(self.path.parent)
 
     def close(self) -> None:
-        self.file.close()
+        with names_full_disk(self.path):
+            self.file.close()
         for sink in self.sinks:
             sink.close()
 

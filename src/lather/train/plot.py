@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lather.config.changes import History
 from lather.errors import RunError
-from lather.files import read_rows
+from lather.files import read_rows, reason
 from lather.train.metrics import training_rows
 
 Array = npt.NDArray[np.float64]
@@ -89,7 +89,10 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     try:
         figure.savefig(out, dpi=110, format="png")
     except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror}): give another --out") from None
+        why = reason(error, out)
+        if out.is_file():  # half a picture
+            out.unlink()
+        raise RunError(f"{out}: cannot be written ({why}): give another --out") from None
 
 
 def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:

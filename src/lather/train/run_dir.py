@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import platform
-import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +24,7 @@ from lather.config.changes import CHANGES
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
-from lather.files import write_aside
+from lather.files import reason, write_aside
 from lather.train.companions import keep_companions
 from lather.train.fork import copy_run, fork_source, remove_copy
 from lather.train.resume import Start, start_of
@@ -100,8 +99,7 @@ class RunDirectory:
         self.check_data(data)
         mine, theirs = self.path / "tokenizer.json", data.tokenizer
         if theirs is not None and not (mine.exists() and mine.read_bytes() == theirs.read_bytes()):
-            shutil.copyfile(theirs, self.path / ".tmp-tokenizer.json")
-            (self.path / ".tmp-tokenizer.json").rename(mine)
+            write_aside(mine, theirs.read_bytes())
         if self.start.is_finished:
             return
         if self.start.history.rows or (self.path / CHANGES).exists():
@@ -151,7 +149,7 @@ def _lock(path: Path) -> IO[str]:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("a")
     except OSError as error:
-        raise RunError(f"run_dir = {str(path)!r} cannot be written ({error.strerror}): give another --run-dir") from None
+        raise RunError(f"run_dir = {str(path)!r} cannot be written ({reason(error, path)}): give another --run-dir") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

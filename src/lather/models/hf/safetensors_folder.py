@@ -9,7 +9,6 @@ A tensor, or a part of one, is in memory only when it is asked for.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.files import sync
+from lather.files import names_full_disk, reason, sync
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -231,16 +230,15 @@ def complete_folder(target: Path) -> Iterator[Path]:
         aside.mkdir(parents=True, exist_ok=True)
         lock = os.open(aside, os.O_RDONLY)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ExchangeError(f"{target}: cannot be written ({error.strerror}): give another place") from None
+        raise ExchangeError(f"{target}: cannot be written ({reason(error, place)}): give another place") from None
     try:
         _take(lock, aside, target)
         try:
-            yield aside
-            for path in (*aside.rglob("*"), aside):
-                sync(path)
-            aside.rename(place)
+            with names_full_disk(target):
+                yield aside
+                for path in (*aside.rglob("*"), aside):
+                    sync(path)
+                aside.rename(place)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
             raise

@@ -11,7 +11,6 @@ cause the first failure that is not such a consequence.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import selectors
@@ -27,6 +26,7 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from lather.errors import UserError
+from lather.files import NO_SPACE
 
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
@@ -62,7 +62,7 @@ class Failure:
         now = time.time()
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
             return cls(rank, "space", error.strerror or "", now, error.errno, str(error.filename or ""))
         text = "".join(traceback.format_exception(error))
         return cls(rank, "connection" if _is_consequence(error) else "error", text, now)

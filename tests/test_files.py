@@ -1,0 +1,75 @@
+"""A full disk: one line with the file, the room that is left and a remedy; nothing half-written; and the same command works when there is
+room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from lather import files
+from lather.cli import main
+from lather.data.shards import ShardWriter
+from lather.files import write_aside
+from lather.train.metrics import MetricsWriter
+from lather.train.plot import draw
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_that_is_replaced_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    write_aside(file, "before")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", full)
+        with pytest.raises(OSError, match=rf"No space left on device: '{file}'"):
+            write_aside(file, b"after")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "before"}
+    write_aside(file, b"after")
+    assert file.read_text() == "after"
+
+
+def test_making_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    source, folder = tmp_path / "text.txt", tmp_path / "ours"
+    source.write_text("some text and more of it\n" * 50)
+    command = ["data", "make", str(folder), str(source), "--vocab-size", "300", "--holdout-every", "0", "--workers", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", full)
+        assert main(command) == 2
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"lather: error: {folder}.partial: No space left on device: [\d,]+ bytes are free there: make room, .* the same command .*\n", line
+    )
+    assert sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*")) == [".lock", "plan.json", "tokenizer.json"]
+    assert main(command) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full disk at hand")
+def test_metrics(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, None)
+    writer.file.close()
+    writer.file = Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(OSError, match=rf"No space left on device: '{writer.path}'"):
+        writer.write({"step": 1})
+    with pytest.raises(OSError, match=rf"'{writer.path}'"):
+        writer.close()
+
+
+def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def half(_: object, out: Path, **__: object) -> None:
+        out.write_bytes(b"half")
+        full()
+
+    row = '{"step": 1, "loss": 1.0, "seconds": 1.0, "step_seconds": 1.0, "optimizer_seconds": 0.1}\n'
+    (tmp_path / "metrics.jsonl").write_text(row)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    assert main(["plot", str(tmp_path)]) == 2
+    assert re.search(r"loss.png: cannot be written \(No space left on device: [\d,]+ bytes are free there\)", capsys.readouterr().err)
+    assert not (tmp_path / "loss.png").exists()
+    monkeypatch.undo()
+    draw([tmp_path], tmp_path / "loss.png")
