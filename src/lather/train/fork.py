@@ -111,7 +111,7 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
     except OSError as error:
         why = f"{error.filename or target}: {reason(error, target)}"
         remove_copy(target)
-        raise RunError(f"run_dir = {str(target)!r} cannot be made a copy of {checkpoint} ({why}): make room, or mend it") from None
+        raise RunError(f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some space there") from None
 
 
 def remove_copy(target: Path) -> None:
