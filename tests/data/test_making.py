@@ -153,7 +153,7 @@ def test_a_hub_style_dictionary_of_splits_names_the_split(make: Make, tmp_path: 
     datasets = pytest.importorskip("datasets")
     splits = {name: datasets.Dataset.from_dict({"text": texts(3, seed)}) for seed, name in enumerate(("a", "b"))}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match=r"has the splits a, b: name one, as .*saved#a"):
+    with pytest.raises(DataError, match=r"has the splits a, b: name one, as in .*saved#a"):
         make(tmp_path / "saved")
     assert texts_of(make(Path(f"{tmp_path / 'saved'}#b"))) == texts(3, 1)
 
@@ -304,7 +304,7 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
     last = start(*command)
     out, _ = last.communicate(timeout=120)
     assert last.returncode == 0, out
-    assert "going on: " in out
+    assert "continuing: " in out
     assert texts_of(DataSet(tmp_path / "ours")) == texts(20_000)
 
 
@@ -341,7 +341,7 @@ def test_what_was_begun_otherwise_is_refused_with_the_remedy(make: Make, tmp_pat
         patch.setattr(making, "do_units", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source)
-    with pytest.raises(DataError, match=r"ours\.partial was begun with other options, or its sources have changed since: delete it"):
+    with pytest.raises(DataError, match=r"ours\.partial was started with other options, or its sources have changed since: delete it"):
         make(source, holdout_every=5)
     write_jsonl(source, texts(21))
     with pytest.raises(DataError, match=r"its sources have changed since"):
@@ -367,7 +367,7 @@ def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, t
         lambda: train_tokenizer(iter(["others"]), 290, END_OF_TEXT).save(str(model / "tokenizer.json")),
     ):
         change()
-        with pytest.raises(DataError, match="was begun with other options, or its sources have changed since"):
+        with pytest.raises(DataError, match="was started with other options, or its sources have changed since"):
             make_dataset(tmp_path / "ours", recipe, Notes(), 1)
     shutil.rmtree(tmp_path / "ours.partial")
     dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
@@ -379,7 +379,7 @@ def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, t
 def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "precious").write_text("mine")
-    with pytest.raises(DataError, match="ours is there already: give another folder, or delete it"):
+    with pytest.raises(DataError, match="ours exists already: give another folder, or delete it"):
         make(write_jsonl(tmp_path / "a.jsonl", texts(5)))
     assert (tmp_path / "ours" / "precious").read_text() == "mine"
 

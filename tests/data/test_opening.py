@@ -377,7 +377,7 @@ def test_a_damaged_shard_is_named_with_the_remedy(data: DataConfig, damage: str,
     path = dataset.folder / SHARD.replace("npy", suffix)
     change, message = DAMAGE[damage]
     change(path)
-    with pytest.raises(DataError, match=rf"{path}: .*{message}.* delete {dataset.folder} to make the data set anew"):
+    with pytest.raises(DataError, match=rf"{path}: .*{message}.* delete {dataset.folder} to make the data set again"):
         dataset.split("train")
 
 
@@ -418,7 +418,7 @@ def test_a_damaged_manifest_is_named_with_the_remedy(data: DataConfig, case: str
     folder, value = opened(data).folder, MANIFESTS[case]
     path = folder / MANIFEST
     path.unlink() if value is None else path.write_bytes(value)
-    with pytest.raises(DataError, match=rf"{path}: .*delete {folder} and make the data set anew"):
+    with pytest.raises(DataError, match=rf"{path}: .*delete {folder} and make the data set again"):
         DataSet(folder)
 
 

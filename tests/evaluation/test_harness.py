@@ -203,7 +203,7 @@ def test_data_that_cannot_be_fetched_is_one_line(
     capsys.readouterr()
     assert main(["eval", str(run), "--tasks", "small_questions", "--task-folder", str(task_folder)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lather")]
-    assert f"their data cannot be fetched ({error})" in line
+    assert f"their data cannot be downloaded ({error})" in line
 
 
 def test_the_harness_finds_the_model_by_name(run: Path) -> None:

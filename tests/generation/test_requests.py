@@ -24,7 +24,7 @@ def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", "\n \n", "there is no prompt in it"),
+        ("a.txt", "\n \n", "it holds no prompt"),
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2: not JSON"),
         ("a.jsonl", '\n{"text": "x"}', "line 2: neither messages nor prompt"),
         ("a.jsonl", '"x"', "line 1: neither"),

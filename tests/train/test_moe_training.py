@@ -245,7 +245,7 @@ def test_a_given_tokenizer_is_used_as_it_is(make_config: MakeConfig, tmp_path: P
     ("data", "model", "message"),
     [
         ({"tokenizer": "missing.json"}, {}, "missing.json: not a usable tokenizer .* tokenizer must be"),
-        ({"end_of_text": "<eos>"}, {}, "end_of_text = '<eos>' is no token of"),
+        ({"end_of_text": "<eos>"}, {}, "end_of_text = '<eos>' is not a token of"),
         ({}, {"vocab_size": 260}, "has token 263, but vocab_size is 260"),
     ],
     ids=["missing", "end of text", "vocabulary"],

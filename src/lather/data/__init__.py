@@ -1,1 +1,1 @@
-"""Text and tokens of others into memory-mapped shards, and these into the batches of a run."""
+"""Data: turns text and token files into data sets of token shards, and data sets into the batches of a run."""

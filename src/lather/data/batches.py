@@ -1,4 +1,4 @@
-"""The batches of a run: a rank's sequences of a global batch, as a function of the seed and the step."""
+"""The batches of a run: the sequences of each step and data rank, as a function of the seed and the step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from lather.shapes import Bool, Int
 
 @dataclass(frozen=True)
 class Batch:
-    """Some sequences of a global batch, those of a data rank: B of them, of S positions."""
+    """The sequences of a global batch that one data rank trains on: B sequences of S positions."""
 
     inputs_BS: Int[Tensor, "b s"]
     labels_BS: Int[Tensor, "b s"]
-    """The token after each input; `IGNORE_INDEX` where it is not learned."""
+    """The token after each input; `IGNORE_INDEX` where the loss leaves it out."""
     begins_BS: Bool[Tensor, "b s"] | None = None
-    """Where a document begins that does not see what is before it; None: attention sees all of the sequence."""
+    """True at the first token of a document, if attention stays within documents; None: attention spans the whole sequence."""
     labels_of_all: int | None = None
-    """Labels of the whole global batch; None: the ranks have to add theirs up."""
+    """Number of labels in the global batch; None: unknown, the ranks have to add up their own."""
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Split sequences with one token more than is trained on; `IGNORE_INDEX` among them is no label, and 0 as an input."""
+        """Split sequences of S + 1 tokens into inputs and labels. `IGNORE_INDEX` among the tokens is left out of the loss, and becomes
+        input 0."""
         inputs_BS = tokens_BS[:, :-1]
         return cls(inputs_BS.masked_fill(inputs_BS == IGNORE_INDEX, 0), tokens_BS[:, 1:])
 
@@ -39,7 +40,7 @@ class Batch:
         return int((self.labels_BS != IGNORE_INDEX).sum())
 
     def padded(self, rows: int) -> Batch:
-        """Append sequences of which nothing is learned."""
+        """Append this number of sequences without labels."""
         if not rows:
             return self
         padding = (0, 0, 0, rows)
@@ -53,7 +54,7 @@ class Batch:
 
 
 class Source:
-    """Sequences under a name, for messages."""
+    """The sequences of one split of a data set; `name` appears in messages."""
 
     def __init__(self, name: str, sequences: Sequences, vocab_size: int) -> None:
         self.name, self.sequences, self.vocab_size = name, sequences, vocab_size
@@ -63,9 +64,9 @@ class Source:
 
 
 def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *, apart: bool) -> Batch:
-    """The sequences of these sources and numbers. `apart`: attention stays within documents.
+    """Read `samples`, pairs of (number of the source, number of the sequence). `apart`: attention stays within documents.
 
-    Raises DataError if a shard is truncated or has a token that is outside the vocabulary.
+    Raises DataError if a shard is truncated or has a token outside the vocabulary.
     """
     length = sources[0].sequences.length
     inputs_BS = np.zeros((len(samples), length), dtype=np.int64)
@@ -88,11 +89,12 @@ class Batches:
     """The training batches of a run."""
 
     def __init__(self, sources: Sequence[Source], order: Samples, batch_size: int, *, apart: bool = False) -> None:
-        """`batch_size`: sequences of a step, of all ranks; `apart`: attention stays within documents."""
+        """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within documents."""
         self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Read what data rank `rank` of `ranks` learns at step 1, 2, ...; a batch may span two epochs, and no sequence is dropped."""
+        """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A batch may span two epochs; no sequence is
+        dropped."""
         start, each = (step - 1) * self.batch_size, self.batch_size // ranks
         samples = self.order.samples(start, start + self.batch_size)
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each], apart=self.apart)
@@ -102,22 +104,22 @@ class Batches:
 
 
 class HeldOut:
-    """Held-out sequences, the same at every validation, spread evenly over a source but for a last one that is shorter."""
+    """Held-out sequences, the same at every validation, spread evenly over a source; a shorter last sequence is left out."""
 
     def __init__(self, source: Source, most: int, *, apart: bool = False) -> None:
-        """`most`: sequences that are taken."""
+        """`most`: maximal number of sequences."""
         self.source, self.apart = source, apart
         last = source.sequences.num_labels(len(source) - 1)
         size = max(1, len(source) - (last is not None and last < source.sequences.length))
         wanted = min(most, size)
         self.indices = [index * size // wanted for index in range(wanted)]
-        """Which of the source's sequences they are."""
+        """Numbers of the sequences in the source."""
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
-        """The sequences of a data rank, as many as of every other; where they do not go round, some have no labels."""
+        """Read the sequences of one data rank. Every rank gets the same number; ranks that lack some get sequences without labels."""
         each = -(-len(self.indices) // ranks)
         own = self.indices[rank * each : (rank + 1) * each]
         return read_batch([self.source], [(0, index) for index in own], apart=self.apart).padded(each - len(own))

@@ -1,8 +1,8 @@
-"""Conversations to text, by the tokenizer's own chat template, and which of the text is an answer.
+"""Formats conversations as text with the tokenizer's own chat template, and finds the assistant's answers in the text.
 
-A template is a Jinja program in `chat_template` of a tokenizer_config.json, or a file chat_template.jinja beside it, as transformers has
-them. It is run in a sandbox, as there. What the template adds with an assistant's message, when the messages are given to it one more at a
-time, is that assistant's answer; of it the part after what the template asks the assistant with (`add_generation_prompt`) is learned.
+As in transformers, a template is a Jinja program, either `chat_template` in tokenizer_config.json or a file chat_template.jinja beside it,
+and it runs in a sandbox. An answer is the text that the template adds for an assistant's message. Its beginning, which the template also
+writes to ask for an answer (`add_generation_prompt`), is not trained on.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from lather.errors import DataError
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
 MOST_CHARACTERS, MOST_MESSAGES = 1 << 24, 2000
-"""A longer conversation is not taken: it is encoded as a whole, and rendered once for each answer."""
+"""Longer conversations are skipped, because a conversation is encoded as a whole and rendered once for each answer."""
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The ChatML template, for tokenizers that bring none."""
+"""The ChatML template, for tokenizers without a template of their own."""
 FIRST_MARK = 0xF0000
-"""The mark of the first message: a character for private use, of which there are more here than messages that are taken."""
+"""The mark of the first message: the first private-use character of a range with more characters than `MOST_MESSAGES`."""
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-"""Names that collections of conversations give to roles."""
+"""Names of roles in published data sets, and their standard names."""
 
 
 class ChatError(Exception):
-    """A record that is no conversation; the message says why."""
+    """The record is not a conversation; the message says why."""
 
 
 def messages_of(record: dict[str, Any]) -> Messages:
-    """The messages of a record: "messages" or "conversations", lists of role and content (or from and value), or "prompt" and "completion".
+    """Read the messages of a record: a list "messages" or "conversations" of objects with role and content (or from and value), or the
+    fields "prompt" and "completion".
 
     Raises ChatError.
     """
@@ -54,20 +55,20 @@ def messages_of(record: dict[str, Any]) -> Messages:
 
 
 def tools_of(record: dict[str, Any]) -> Tools:
-    """The tools of a record, as a list or as JSON. Raises ChatError."""
+    """Read the tools of a record, given as a list or as JSON. Raises ChatError."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise ChatError(f"tools is no JSON: {error}") from None
+            raise ChatError(f"tools is not JSON: {error}") from None
     if tools and not isinstance(tools, list):
         raise ChatError(f"tools is {type(tools).__name__}, not a list")
     return tools or None
 
 
 def _part(value: Any, name: str, role: str) -> list[Any]:
-    """The messages of a prompt or completion, which is one message's text or a list of messages."""
+    """Return the messages of a prompt or completion, which is either the text of one message or a list of messages."""
     if not isinstance(value, str | list):
         raise ChatError(f"{name} is {type(value).__name__}, not text")
     return [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -75,7 +76,7 @@ def _part(value: Any, name: str, role: str) -> list[Any]:
 
 def _message(one: Any, number: int) -> dict[str, Any]:
     if not isinstance(one, dict):
-        raise ChatError(f"message {number} is no object")
+        raise ChatError(f"message {number} is not an object")
     message = dict(one)
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
@@ -91,11 +92,14 @@ class ChatTemplate:
     """A tokenizer's chat template."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """`special_tokens`: those that templates name, such as bos_token. Raises DataError if it is no Jinja template."""
+        """`special_tokens`: values of the variables for special tokens in templates, such as bos_token. Raises DataError if `source` is not
+        a Jinja template."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime(2025, 1, 1).strftime(form)  # the same text at any time
+        environment.globals["strftime_now"] = lambda form: datetime.datetime(2025, 1, 1).strftime(
+            form
+        )  # data sets must not depend on the date
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -104,12 +108,12 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate:
-        """The template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""
+        """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""
         file, config = tokenizer.parent / "chat_template.jinja", tokenizer.parent / "tokenizer_config.json"
         try:
             settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
             source = file.read_text("utf-8") if file.exists() else settings.get("chat_template") or CHATML
-            if isinstance(source, list):  # several by name
+            if isinstance(source, list):  # a list of named templates
                 source = next((one["template"] for one in source if one.get("name") == "default"), CHATML)
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
@@ -119,7 +123,8 @@ class ChatTemplate:
         return cls(source, {name: token for name, token in tokens.items() if token})
 
     def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
-        """The text of the messages; `asking`: with what asks the assistant for an answer; `tools`: those that the assistant is told of.
+        """Return the text of the messages. `asking` adds the beginning of an answer, as `add_generation_prompt` does; `tools`: definitions
+        of the tools that the assistant may call.
 
         Raises ChatError.
         """
@@ -132,10 +137,11 @@ class ChatTemplate:
             raise ChatError(f"the chat template fails on it: {error}") from None
 
     def answers(self, messages: Messages, tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the messages, and from where to where in it the assistant's answers are, each with what ends it.
+        """Return the text of the messages, and the ranges of the assistant's answers in it, each including the template's end of an answer.
 
-        Where contents end is found by marks after them. An answer begins after what ends the message before it and, as far as the text has
-        it, what the template asks the assistant with. Raises ChatError if there is no answer, or the template does not show the messages.
+        The ends of contents are found by rendering the messages with a mark after each content. An answer starts after the end of the
+        message before it and after the template's beginning of an answer, as far as the text contains that. Raises ChatError if there is no
+        answer, or if the template leaves out messages.
         """
         text, ends = self.render(messages, tools=tools), self._content_ends(messages, tools)
         spans = []
@@ -152,7 +158,8 @@ class ChatTemplate:
         return text, spans
 
     def _content_ends(self, messages: Messages, tools: Tools) -> dict[int, int]:
-        """Where in the text the content of each message ends that is shown. Raises ChatError if marks change the text."""
+        """Return the end of each message's content in the text, without messages that the template leaves out. Raises ChatError if marks
+        change the text."""
         marked, ends = self.render(_marked(messages), tools=tools), {}
         for number in range(len(messages)):
             place = marked.find(chr(FIRST_MARK + number))
@@ -160,18 +167,18 @@ class ChatTemplate:
                 ends[number] = place
                 marked = marked[:place] + marked[place + 1 :]
         if marked != self.render(messages, tools=tools):
-            raise ChatError("the chat template shows contents otherwise than they are")
+            raise ChatError("the chat template changes the contents of messages")
         return ends
 
     def _end(self, text: str, messages: Messages, number: int, ends: dict[int, int], tools: Tools) -> int:
-        """Where a message ends, with what the template puts after it when it is the last one."""
+        """Return the end of a message in the text, including the text that the template writes after a last message."""
         if number not in ends:
             return max((end for other, end in ends.items() if other < number), default=0)
         closing = self.render(_marked(messages[: number + 1]), tools=tools).rpartition(chr(FIRST_MARK + number))[2]
         return ends[number] + _agreement(closing, text[ends[number] :])
 
     def _asked(self, messages: Messages, tools: Tools) -> str:
-        """The text with which the template asks the assistant after these messages."""
+        """Return the beginning of an answer that the template writes after these messages."""
         if not messages:
             return ""
         before, asking = self.render(messages, tools=tools), self.render(messages, asking=True, tools=tools)
@@ -179,7 +186,7 @@ class ChatTemplate:
 
 
 def _marked(messages: Messages) -> Messages:
-    """With a mark of its own after each content, but before the white space that it ends with, which templates may drop."""
+    """Add a different mark to each content, before its trailing white space, because templates may strip that."""
     marked = []
     for number, message in enumerate(messages):
         content = message["content"]
@@ -191,7 +198,7 @@ def _marked(messages: Messages) -> Messages:
 
 
 def _agreement(one: str, two: str) -> int:
-    """How many characters at the beginning are the same."""
+    """Return the length of the common prefix."""
     return next((number for number, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two)))
 
 

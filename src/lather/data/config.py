@@ -1,4 +1,4 @@
-"""`[data]`: which text is learned, and in which order and pieces."""
+"""`[data]`: the text that is trained on, and how it is mixed and cut into sequences."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from lather.errors import require
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text is learned."""
+    """The text that is trained on."""
 
     path: tuple[str, ...] = ()
-    """Data sets that `lather data make` has made; none: one is made of `source`."""
+    """Folders of data sets made by `lather data make`; none: a data set is made from `source`."""
     weights: tuple[float, ...] = ()
-    """Each data set's part of the sequences that are learned; none: every sequence of all of them comes once in an epoch."""
+    """Weight of each data set in the mixture: its share of the training sequences is proportional to it; none: an epoch has every sequence
+    of all data sets once."""
     validation: dict[str, str] = field(default_factory=dict)
-    """More held-out sets by name: data sets, of which the split "validation" is evaluated, or "train" if there is no other."""
+    """Additional held-out sets, by name: folders of data sets, whose split "validation" is evaluated, or "train" if there is no other."""
     packing: Literal["stream", "documents"] = "stream"
-    """stream: documents follow one another, and sequences are cut from that wherever they end. documents: a sequence holds whole documents
-    and pieces of long ones, by best fit, each with attention of its own."""
+    """stream: all documents are joined and cut into sequences of equal length, across the ends of documents. documents: whole documents,
+    and pieces of long ones, are packed into sequences by best fit, and attention stays within each."""
     packed_attention: bool = False
-    """Attention stays within a document, also where sequences are cut from the stream."""
+    """With packing "stream", too, attention stays within a document."""
     source: str = "python-stdlib"
     """"python-stdlib": the running Python's own standard library; "package:NAME": an installed package's files; otherwise a file or a
-    folder. Its data set is made at the first start, and kept in `cache_dir`."""
+    folder. The data set is made when the run starts for the first time, and kept in `cache_dir`."""
     pattern: str = "*.py"
-    """Which files below the folder are text (glob on the file name)."""
+    """Files of the folder to use (glob on the file name)."""
     tokenizer: str = ""
-    """A `tokenizer.json`; empty: a byte-level BPE of `model.vocab_size` tokens is trained on the text."""
+    """Path of a `tokenizer.json`; empty: a byte-level BPE tokenizer of `model.vocab_size` tokens is trained on the text."""
     end_of_text: str = END_OF_TEXT
-    """Token after each document; a tokenizer that is given must have it."""
+    """Token that is added after each document; a given tokenizer must have it."""
     cache_dir: str = "data"
-    """Folder for data sets made of `source`; each corpus and vocabulary size gets a folder of its own in it."""
+    """Folder for data sets made from `source`; each corpus and vocabulary size gets a subfolder."""
     holdout_every: int = 20
-    """One document in this many is held out for validation, documents."""
+    """One of this number of documents is held out for validation."""
     shard_tokens: int = 1_000_000
-    """A token shard ends with the first document that ends after so many tokens."""
+    """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
         require(bool(self.source), "data.source", self.source, "'python-stdlib', 'package:NAME', a file or a folder")
@@ -59,7 +60,7 @@ class DataConfig:
         return self.packed_attention or self.packing == "documents"
 
     def recipe(self, vocab_size: int) -> DataRecipe:
-        """The recipe of the data set that `source` stands for."""
+        """Return the recipe of the data set that is made from `source`."""
         return DataRecipe(
             (self.source,),
             pattern=self.pattern,

@@ -1,12 +1,12 @@
-"""A data set: a folder with shards, a tokenizer, and a manifest that says what is in it and what it was made from.
+"""A data set: a folder with shards, a tokenizer, and a manifest that describes its content and sources.
 
-    dataset.json            the manifest; it is written last and has a checksum of itself
-    tokenizer.json          with which the texts were encoded; absent if tokens were taken over from elsewhere without one
-    train-00000-000.npy     shards of the split "train" (`lather.data.shards`), by unit of work and number within it
-    skipped.jsonl           what was not taken, one line each: file, line, reason
-    files.jsonl             the files that it was made from: name, kind, bytes
+    dataset.json            the manifest; it is written last and includes its own checksum
+    tokenizer.json          the tokenizer that encoded the texts; absent if token files came without one
+    train-00000-000.npy     a shard of the split "train" (`lather.data.shards`): number of the unit of work, number within the unit
+    skipped.jsonl           skipped documents and files, one per line: file, line, reason
+    files.jsonl             the source files: name, kind, bytes
 
-A data set is complete or absent, and opened by its manifest alone.
+A folder without a manifest is not a data set; with a manifest it is complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Split:
     longest: int
     """Tokens of the longest document."""
     text_bytes: int
-    """UTF-8 bytes of its texts; 0 if they are not known."""
+    """UTF-8 bytes of the texts; 0 if unknown."""
     shards: list[ShardEntry]
 
 
@@ -47,24 +47,24 @@ class Manifest:
     """The description of a data set, kept in `dataset.json`."""
 
     vocab_size: int
-    """Above every token."""
+    """Number of tokens in the vocabulary; every token is below it."""
     end_of_text: str
-    """Token after each document; empty if there is none."""
+    """Text of the token after each document; empty if there is none."""
     end_token: int | None
     """Number of that token."""
     tokenizer_sha256: str
-    """The checksum of `tokenizer.json`; empty if there is none."""
+    """Checksum of `tokenizer.json`; empty if there is none."""
     made_from: dict[str, Any]
     """Sources, options, chat template and libraries."""
     splits: dict[str, Split]
     skipped: dict[str, int] = field(default_factory=dict)
-    """How many documents or files were not taken, by reason."""
+    """Number of skipped documents or files, by reason."""
     encodings: dict[str, int] = field(default_factory=dict)
-    """How many text files had which encoding."""
+    """Number of text files, by encoding."""
 
     @property
     def identity(self) -> str:
-        """A short name of the tokens, wherever the data set lies and whatever it was made from."""
+        """A short digest of the tokens; it does not depend on the folder or the sources."""
         content: list[Any] = [self.tokenizer_sha256, self.end_token]
         content += [[name, [shard.checksums for shard in split.shards]] for name, split in sorted(self.splits.items())]
         return _digest(content)[:12]
@@ -79,16 +79,16 @@ def _digest(value: Any) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError if it is missing, damaged, edited, or of another version of Lather."""
+    """Read the manifest. Raises DataError if it is missing, damaged, edited, or in the format of another version of Lather."""
     path = folder / MANIFEST
-    remedy = f"restore it, or delete {folder} and make the data set anew"
+    remedy = f"restore it, or delete {folder} and make the data set again"
     try:
         mapping = json.loads(path.read_text("utf-8"))
         if not isinstance(mapping, dict):
             raise TypeError("not a JSON object")
         version = mapping.pop("format", None)
         if version != FORMAT:
-            raise DataError(f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and make the data set anew")
+            raise DataError(f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and make the data set again")
         expected = mapping.pop("checksum", None)
         if expected != _digest({"format": version, **mapping}):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
@@ -105,10 +105,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class DataSet:
-    """A data set that is there."""
+    """An existing data set."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError if there is no data set, or what is there is not whole."""
+        """Raises DataError if the folder holds no data set, or an incomplete one."""
         if not folder.is_dir():
             raise DataError(f"{folder}: no such data set: make it with `lather data make {folder} SOURCE`")
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -118,7 +118,7 @@ class DataSet:
         return token_dtype(self.manifest.vocab_size)
 
     def split(self, name: str) -> ShardReader:
-        """The tokens of a split. Raises DataError if there is none of this name, or a shard is missing or truncated."""
+        """Open the tokens of a split. Raises DataError if there is no such split, or a shard is missing or truncated."""
         if name not in self.manifest.splits:
             there = ", ".join(self.manifest.splits) or "none"
             raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
@@ -129,7 +129,7 @@ class DataSet:
         return self.folder / TOKENIZER if self.manifest.tokenizer_sha256 else None
 
     def check(self) -> list[str]:
-        """Read everything and compare it with the checksums; returns a line for each thing that is wrong."""
+        """Compare all files with their checksums; return one line for each that is wrong."""
         wrong = []
         files = {
             f"{shard.name}.{suffix}": value

@@ -1,7 +1,7 @@
-"""Records to documents, and documents to tokens.
+"""Makes documents from records, and tokens from documents.
 
-A document is a text and, for conversations, the ranges of it that are learned. Tokens of many documents are made at once, because the
-library encodes a batch in parallel; a long text is encoded in parts that end with a line or a word, so that memory stays flat.
+A document is a text and, for conversations, the ranges of it that are trained on. Documents are encoded in batches, because the library
+encodes a batch in parallel; a long text is encoded in parts that end with a line or a word, so that memory stays flat.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A text to learn."""
+    """A text to train on."""
 
     line: int
-    """The line of its record."""
+    """Line of the document's record."""
     text: str
     learned: tuple[tuple[int, int], ...] | None = None
-    """From where to where, characters, it is learned; None: all of it."""
+    """Ranges of characters that are trained on, as (start, stop); None: the whole text."""
     num_bytes: int = 0
     """The length of the text in UTF-8."""
     split: str = "train"
 
 
 class DocumentMaker:
-    """Makes documents of records."""
+    """Makes documents from records."""
 
     def __init__(self, field: str, template: ChatTemplate | None = None) -> None:
-        """`field`: of rows and lines that holds the text; with a `template` they hold conversations."""
+        """`field`: name of the field that holds the text; with a `template`, records are conversations instead."""
         self.field, self.template = field, template
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of tables that are read."""
+        """The columns to read from tables."""
         return ("messages", "conversations", "prompt", "completion", "tools") if self.template else (self.field,)
 
     def make(self, record: Record) -> Document | Skip:
-        """The record's document, or why there is none."""
+        """Return the document of a record, or the reason to skip the record."""
         found = self._make(record)
         if isinstance(found, Skip):
             return found
@@ -94,21 +94,21 @@ class EncodedPart:
     document: Document
     tokens: Array
     learned: Array | None
-    """Which of them are learned; None: all."""
+    """Which of the tokens are trained on; None: all."""
     is_last: bool
 
 
 class Encoder:
-    """Makes tokens of documents, each ended by `end`, if that is given."""
+    """Encodes documents, and adds the token `end` to each, if it is given."""
 
     def __init__(self, tokenizer: Tokenizer, end: int | None, *, chat: bool = False) -> None:
-        """`chat`: the name of a special token in a text is that token, as chat templates mean it, and not only its letters."""
+        """`chat`: the name of a special token in a text is encoded as that token, for chat templates; otherwise as plain characters."""
         tokenizer.encode_special_tokens = not chat
         self.tokenizer, self._end, self._chat = tokenizer, [] if end is None else [end], chat
         self.dtype = np.dtype(np.uint32 if max(tokenizer.get_vocab().values(), default=0) >= 2**16 else np.uint16)
 
     def encode(self, documents: Iterable[Document]) -> Iterator[EncodedPart]:
-        """The tokens of the documents, in order; many texts are encoded at once."""
+        """Encode documents in batches; yield their tokens in order."""
         encode = self.tokenizer.encode_batch if self._chat else self.tokenizer.encode_batch_fast
         for batch in _in_batches(self._parts(documents)):
             for (document, _, is_last), encoding in zip(
@@ -125,7 +125,7 @@ class Encoder:
                 yield document, text, number == len(parts)
 
     def _learned(self, encoding: Encoding, spans: Iterable[tuple[int, int]]) -> Array:
-        """A token is learned if it begins within a span; what ends the document is, if the token before is."""
+        """Mark the tokens to train on: those that start within a span, and the end-of-text token if the token before it is marked."""
         starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=len(encoding.offsets))
         learned = np.zeros(len(starts), dtype=bool)
         for start, stop in spans:
@@ -134,7 +134,7 @@ class Encoder:
 
 
 def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tuple[Document, str, bool]]]:
-    """Lists of about `BATCH_CHARACTERS` together."""
+    """Yield batches of about `BATCH_CHARACTERS` characters."""
     batch: list[tuple[Document, str, bool]] = []
     characters = 0
     for part in parts:
@@ -151,7 +151,7 @@ def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tu
 
 
 def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
-    """A `tokenizer.json`; a missing or damaged one is reported by name, with the remedy."""
+    """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or damaged."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -163,7 +163,7 @@ def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, end_of_text: str) -> Tokenizer:
-    """Byte-level BPE: any text encodes, and decodes to itself. Token 0, `end_of_text`, ends a document."""
+    """Train a byte-level BPE tokenizer: it encodes any text, and decodes it to the same text. Token 0 is `end_of_text`."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 1:
         raise DataError(f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least {len(alphabet) + 1}")

@@ -1,8 +1,8 @@
-"""Data sets of runs that were begun before data sets had a document index: those runs go on with them, in the order of that time.
+"""Data sets in format 1, from before data sets had a document index: runs that were started with one continue on it, in its order.
 
-Such a data set is a folder in `data.cache_dir` named after a digest of all texts. Its `dataset.json` has format 1 and lists shards
-`<split>-00000.npy` of equal length; a sequence is a window of a shard and never crosses it; an epoch is numpy's permutation of all windows.
-If the folder is gone it is made again, as it was made then: with all texts in memory.
+Such a data set is a folder in `data.cache_dir` with a digest of all texts in its name. Its `dataset.json` lists shards `<split>-00000.npy`
+of equal length; a sequence is a window within one shard; an epoch is numpy's permutation of all windows. A missing data set is made again,
+with all texts in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Document = tuple[str, str]
 
 
 def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report: Callable[[str], None]) -> Path:
-    """The folder of the data set of this name, made again if it is not there. Raises DataError if the texts are others now."""
+    """Return the folder of the data set of this name; make it again if it is missing. Raises DataError if the texts have changed."""
     folder = Path(config.cache_dir) / name
     if (folder / MANIFEST).exists():
         return folder
@@ -39,9 +39,9 @@ def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report:
     now = f"{Path(config.source).resolve().name}-{vocab_size}-{_fingerprint(documents, config)}"
     if now != name:
         raise DataError(
-            f"the run was begun with the data set {name}, but data.source now gives {now}: restore the text, or give another --run-dir"
+            f"the run was started with the data set {name}, but data.source now gives {now}: restore the text, or give another --run-dir"
         )
-    report(f"making the data set {name} again, for a run that was begun with it")
+    report(f"making the data set {name} again, for a run that was started with it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as temporary:
         aside = Path(temporary) / name
@@ -103,7 +103,7 @@ class ShardWindows:
     """
 
     def __init__(self, folder: Path, split: str, length: int, end_token: int | None) -> None:
-        """`end_token`: after which attention begins anew; None: it crosses documents."""
+        """`end_token`: token that ends a document, which attention does not cross; None: attention crosses documents."""
         self.folder, self.length, self.end_token = folder, length, end_token
         try:
             manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -113,7 +113,7 @@ class ShardWindows:
             self._shards: list[npt.NDArray[Any]] = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
             if any(shard.shape != (entry["tokens"],) for shard, entry in zip(self._shards, entries, strict=True)):
                 raise ValueError("a shard is not as long as it was")
-        except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
+        except Exception as error:  # numpy's reader raises errors of many types for damaged headers
             raise DataError(f"{folder}: the run's data set is damaged ({error}): delete it, and it is made again") from None
         counts = [max(0, (len(shard) - 1) // length) for shard in self._shards]
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -134,10 +134,10 @@ class ShardWindows:
 
 
 class PermutedOrder:
-    """The order of the single source of that time (`lather.data.order.Samples`)."""
+    """The order of the only source in format 1 (`lather.data.order.Samples`)."""
 
     def __init__(self, size: int, seed: int) -> None:
-        """`size`: sequences."""
+        """`size`: number of sequences."""
         self.sizes, self.seed = [size], seed
         self._epoch: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 

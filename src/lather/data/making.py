@@ -1,8 +1,8 @@
-"""Makes a data set: divides the sources into units of work, has processes do them, and puts the result in place in one go.
+"""Makes a data set: divides the sources into units of work, distributes these over processes, and renames the result into place.
 
-While it is being made everything is in FOLDER.partial: `plan.json`, what is to be done; `units/`, a report of each unit that is done; and
-`dataset/`, which is renamed FOLDER at the end. Killed at any moment, the same command goes on with the units that are missing, and the
-result is the same to the byte, however many processes there are: a unit's documents go to shards of its own, in their order.
+An unfinished data set is in FOLDER.partial: `plan.json` lists the units, `units/` has a report of each finished unit, and `dataset/` is
+renamed to FOLDER at the end. If the command is killed at any moment, the same command continues with the missing units. The result is the
+same to the byte for any number of processes, because every unit writes its documents to its own shards, in order.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from lather.errors import DataError
 from lather.files import reason, sync, write_aside
 
 TOKENIZER_CHARACTERS = 64 << 20
-"""A tokenizer is trained on about so many characters, spread over the units."""
+"""A tokenizer is trained on about this number of characters, spread over the units."""
 
 
 @dataclass(frozen=True)
 class MakingPlan:
-    """The work that makes a data set."""
+    """The files and units of work of a data set."""
 
     files: list[SourceFile]
     listing: str
-    """A short name of the files as they were (`listing_of`)."""
+    """Digest of the files' names, sizes and times (`listing_of`)."""
     skipped: list[tuple[str, str, str]]
-    """Files that are not read, with reason and detail."""
+    """Files that are not read: path, reason, detail."""
     units: list[ReadUnit]
 
     def to_json(self, recipe: DataRecipe) -> str:
@@ -53,7 +53,7 @@ class MakingPlan:
 
 
 def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
-    """The files of all sources, in order. Raises DataError if one is missing, or they are of kinds that do not mix."""
+    """List the files of all sources, in order. Raises DataError if a source is missing, or if token files and texts are mixed."""
     reading = recipe.reading()
     files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, reading)]
     files += [("validation", file) for source in recipe.validation for file in list_files(source, reading)]
@@ -63,17 +63,17 @@ def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
 
 
 def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
-    """A short name of the files as they are now, by their names, sizes and times."""
+    """Return a short digest of the files' names, sizes and times."""
     entries = [(split, file.name, file.kind, file.size, file.changed) for split, file in files]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
 
 
 def make_plan(recipe: DataRecipe) -> MakingPlan:
-    """Divide the sources into units of work. Raises DataError if one is missing, or the recipe lacks what they need."""
+    """Divide the sources into units of work. Raises DataError if a source is missing, or the recipe lacks a tokenizer and its size."""
     files = list_sources(recipe)
     if not (recipe.tokenizer or recipe.vocab_size):
         raise DataError(
-            "neither tokenizer nor vocab_size is given: give a tokenizer.json, or the size of one (of texts it is trained then)"
+            "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for texts, a tokenizer of that size is trained)"
         )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
     units = divide([(split, file) for split, file in files if file.path not in others], recipe.reading())
@@ -83,16 +83,15 @@ def make_plan(recipe: DataRecipe) -> MakingPlan:
 
 
 def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, workers: int = 0) -> DataSet:
-    """Make the data set, or go on making it. `workers`: processes; 0: one per core.
+    """Make the data set, or continue to make it. `workers`: number of processes; 0: one per core.
 
-    Raises DataError, with what is done so far kept, if sources are missing or changed, nothing can be taken, or the folder is there
-    already.
+    Raises DataError if sources are missing or have changed, no document can be used, or the folder exists already. Finished units are kept.
     """
     partial = folder.with_name(folder.name + ".partial")
     if folder.exists() and not (partial / "plan.json").exists():
-        raise DataError(f"{folder} is there already: give another folder, or delete it")
+        raise DataError(f"{folder} exists already: give another folder, or delete it")
     with _locked(partial, display):
-        if (folder / MANIFEST).exists():  # another process was first, or was killed just before its end
+        if (folder / MANIFEST).exists():  # another process has made it, or was killed just before its end
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
@@ -104,7 +103,8 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
                 (partial / "dataset" / name).unlink(missing_ok=True)
             where = error.filename or partial
             raise DataError(
-                f"{where}: {reason(error, Path(where))}: make room, or mend it; the same command goes on with what is done in {partial}"
+                f"{where}: {reason(error, Path(where))}: free space, or correct the error; "
+                f"the same command continues with the finished units in {partial}"
             ) from None
         finally:
             if not (partial / "plan.json").exists():
@@ -113,7 +113,7 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
 
 
 def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, display: MakingDisplay, workers: int) -> None:
-    """Do the units that are missing, then put the data set in place."""
+    """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
     for one in (aside, units):
         one.mkdir(exist_ok=True)
@@ -121,7 +121,7 @@ def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, dis
     making = _making(recipe, tokenizer, aside, units)
     missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
     if len(missing) < len(plan.units):
-        display.note(f"going on: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
+        display.note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
     do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
     _complete(aside, units, plan, recipe, making)
     aside.rename(folder)
@@ -131,7 +131,7 @@ def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, dis
 
 @contextlib.contextmanager
 def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
-    """One process at a time makes the data set; the others wait for it."""
+    """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = (partial / ".lock").open("a")
@@ -147,11 +147,11 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
 
 
 def _adopt_plan(partial: Path, plan: MakingPlan, recipe: DataRecipe) -> None:
-    """Keep the plan; if one is kept already, it must be this one."""
+    """Write the plan, or check that it equals the plan of an earlier start."""
     file, text = partial / "plan.json", plan.to_json(recipe)
     if file.exists():
         if file.read_text("utf-8") != text:
-            raise DataError(f"{partial} was begun with other options, or its sources have changed since: delete it to begin anew")
+            raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
         return
     write_aside(file, text)
 
@@ -160,10 +160,10 @@ def _adopt_plan(partial: Path, plan: MakingPlan, recipe: DataRecipe) -> None:
 
 
 def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: MakingDisplay) -> Tokenizer | None:
-    """The tokenizer, kept in the folder; None for token files that come without one. Raises DataError if it does not fit."""
+    """Load or train the tokenizer, and copy it to the folder; None for token files without one. Raises DataError if it is not usable."""
     kept, given = folder / TOKENIZER, recipe.tokenizer_file
     if kept.exists():
-        return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
+        return load_tokenizer(kept, f"delete {folder.parent} to start again")
     if given is not None:
         tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
         display.note(f"tokenizer: {given}")
@@ -173,11 +173,11 @@ def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: Maki
         display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
         tokenizer = train_tokenizer(_texts_for_tokenizer(plan, recipe), recipe.vocab_size, recipe.end_of_text)
     write_aside(kept, tokenizer.to_str(pretty=True))
-    return load_tokenizer(kept, f"delete {folder.parent} to begin anew")
+    return load_tokenizer(kept, f"delete {folder.parent} to start again")
 
 
 def _texts_for_tokenizer(plan: MakingPlan, recipe: DataRecipe) -> Iterator[str]:
-    """Texts to train on, the first of each unit."""
+    """Yield the first texts of each unit, for training a tokenizer."""
     making = Making("", "", 0, None, recipe.field, *recipe.chat_template(), holdout_every=recipe.holdout_every)
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
@@ -197,11 +197,13 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
         highest = max(tokenizer.get_vocab().values(), default=-1)
         vocab_size = recipe.vocab_size or highest + 1
         if highest >= vocab_size:
-            raise DataError(f"tokenizer = {recipe.tokenizer!r} has token {highest}, but vocab_size is {vocab_size}: they do not fit")
+            raise DataError(
+                f"tokenizer = {recipe.tokenizer!r} has token {highest}, but vocab_size is {vocab_size}: give at least {highest + 1}"
+            )
         end = tokenizer.token_to_id(recipe.end_of_text)
         if end is None:
             raise DataError(
-                f"end_of_text = {recipe.end_of_text!r} is no token of {recipe.tokenizer}: give the one that ends a document there"
+                f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give its token that ends a document"
             )
     template, special_tokens = recipe.chat_template()
     return Making(
@@ -222,7 +224,7 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
 
 
 def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, making: Making) -> None:
-    """Write the lists of files and of what was skipped, and the manifest, last. Raises DataError if there is nothing to train on."""
+    """Write the lists of files and skipped documents, and last the manifest. Raises DataError if there is no document to train on."""
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
     splits: dict[str, SplitReport] = {}
@@ -230,7 +232,7 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
     with (folder / SKIPPED).open("w", encoding="utf-8") as file:
         for skip in plan.skipped:
             _write_skip(file, skip[0], 0, *skip[1:])
-        lines = Counter[str]()  # of each file, in the parts so far
+        lines = Counter[str]()  # of each file, in its parts so far
         for unit in plan.units:
             report = UnitReport.read(report_path(units, unit.number))
             befores = []

@@ -1,4 +1,4 @@
-"""The data sets of a run: opened, made of `data.source` if need be, and checked to belong together."""
+"""Opens the data sets of a run, makes one from `data.source` if necessary, and checks that they fit each other and the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Report = Callable[[str], None]
 
 
 class _Notes:
-    """A display that shows lines only."""
+    """A display that shows notes but no progress."""
 
     def __init__(self, report: Report) -> None:
         self.note = report
@@ -27,7 +27,7 @@ class _Notes:
 
 
 def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[DataSet]:
-    """The data sets that are trained on. `report` is told of what takes time.
+    """Open the data sets to train on. `report` is called with a line before each operation that takes long.
 
     Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens outside the vocabulary.
     """
@@ -39,7 +39,7 @@ def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[D
 
 
 def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
-    """The data set of `data.source` as its files are now, by their names, sizes and times."""
+    """Open or make the data set of `data.source` for the present names, sizes and times of its files."""
     recipe = config.recipe(vocab_size)
     try:
         listing = listing_of(list_sources(recipe))
@@ -65,21 +65,22 @@ def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
     hashes = [one.manifest.tokenizer_sha256 for one in (first, dataset)]
     if all(hashes) and hashes[0] != hashes[1]:
         raise DataError(
-            f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of them anew with the other's tokenizer.json"
+            f"{dataset.folder} was made with another tokenizer than {first.folder}: make one of them again with the other's tokenizer.json"
         )
 
 
 def training_batches(
     datasets: Sequence[DataSet], config: DataConfig, length: int, batch_size: int, seed: int, phases: Sequence[MixturePhase] = ()
 ) -> Batches:
-    """The batches of `batch_size` sequences of `length` tokens. `phases`: of weights that changed during the run; none: as configured."""
+    """Return the training batches, of `batch_size` sequences of `length` tokens. `phases`: the mixtures of the run, if its weights have
+    changed; none: the configured mixture."""
     sources = [open_source(dataset, "train", config, length) for dataset in datasets]
     order = Order([len(source) for source in sources], seed, phases or [MixturePhase(0, config.weights)])
     return Batches(sources, order, batch_size, apart=config.apart)
 
 
 def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int) -> dict[str, HeldOut]:
-    """Up to `most` held-out sequences of each data set that has some, and of each of `data.validation`, by name.
+    """Return, by name, up to `most` held-out sequences of each data set that has a validation split, and of each of `data.validation`.
 
     Raises DataError if one of `data.validation` is missing or does not fit.
     """
@@ -95,7 +96,7 @@ def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, 
 
 
 def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
-    """The sequences of `length` tokens of a split, packed as configured. Raises DataError if there is no such split, or no sequence."""
+    """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there is no such split, or no sequence."""
     reader = dataset.split(split)
     sequences: Sequences
     if config.packing == "documents":

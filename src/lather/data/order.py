@@ -1,7 +1,7 @@
-"""The order in which a run reads sequences: a function of the seed and the number of the sample, with nothing to remember.
+"""The order in which a run reads sequences: a function of the seed and the sample's number, so that it has no state to save.
 
-Without weights the sequences of all sources are shuffled together, anew for every epoch, and each comes once in an epoch. With weights
-every source has its part of the samples and goes through epochs of its own.
+Without weights the sequences of all sources are shuffled together, differently in every epoch, and an epoch reads each once. With weights
+every source has its share of the samples, and is shuffled in epochs of its own.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ class Samples(Protocol):
     """The samples of a run."""
 
     sizes: list[int]
-    """Sequences of each source."""
+    """Number of sequences of each source."""
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Source and sequence of the samples from `start` until `stop`."""
+        """Return the source and the sequence of each sample from `start` until `stop`."""
 
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """From sample `start` on, sources have these weights; none: all sequences once in an epoch, or later every source as it is long."""
+    """The weights of the sources from sample `start` on. Empty: in the first phase an epoch has every sequence once; in later phases
+    the weights are the sources' sizes."""
 
     start: int
     weights: tuple[float, ...] = ()
     num_sources: int | None = None
-    """How many of the sources there are in this phase, the first ones; None: all."""
+    """Only this number of sources, the first ones, take part in the phase; None: all."""
 
 
 class Order:
-    """The samples of a run, by a shuffle without memory."""
+    """The samples of a run, computed from the seed and the samples' numbers."""
 
     def __init__(self, sizes: Sequence[int], seed: int, phases: Sequence[MixturePhase] = (MixturePhase(0),)) -> None:
-        """`sizes`: sequences of each source; `phases`: in their order, the first from sample 0 on."""
+        """`sizes`: number of sequences of each source; `phases`: in order, the first of them from sample 0 on."""
         self.sizes, self.seed = list(sizes), seed
         self.phases = [phases[0], *(self._weighted(phase) for phase in phases[1:])]
         self._firsts = list(accumulate(sizes, initial=0))
-        self._used = [[0] * len(sizes)]  # of each source, before each phase
+        self._used = [[0] * len(sizes)]  # samples of each source before each phase
         for phase, following in zip(self.phases, self.phases[1:], strict=False):
             counts = self._counts(phase, following.start - phase.start)
             self._used.append([before + count for before, count in zip(self._used[-1], counts, strict=True)])
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Source and sequence of the samples from `start` until `stop`."""
+        """Return the source and the sequence of each sample from `start` until `stop`."""
         found: list[tuple[int, int]] = []
         while start < stop:
             number = bisect_right(self.phases, start, key=lambda phase: phase.start) - 1
@@ -63,7 +64,7 @@ class Order:
         return found
 
     def epochs(self, samples: int) -> list[float]:
-        """How often each source has been read in the samples below this one."""
+        """Return the number of epochs of each source in the first `samples` samples."""
         number = bisect_right(self.phases, samples, key=lambda phase: phase.start) - 1
         counts = self._counts(self.phases[number], samples - self.phases[number].start)
         return [(before + count) / size for before, count, size in zip(self._used[number], counts, self.sizes, strict=True)]
@@ -84,7 +85,7 @@ class Order:
         return found
 
     def _counts(self, phase: MixturePhase, samples: int) -> list[int]:
-        """The number of samples of each source among a phase's first ones; an estimate where there are no weights."""
+        """Return the number of samples of each source among the first ones of a phase; without weights it is an estimate."""
         present = self._num_sources(phase)
         if phase.weights:
             counts = Mixture(phase.weights, self.seed).counts(samples)
@@ -93,7 +94,7 @@ class Order:
         return counts + [0] * (len(self.sizes) - present)
 
     def _weighted(self, phase: MixturePhase) -> MixturePhase:
-        """A later phase, with sizes as weights if it has none: then, too, each source goes on where it was."""
+        """Give a later phase without weights the sizes as weights, so that each source continues where it was."""
         return replace(phase, weights=phase.weights or tuple(self.sizes[: self._num_sources(phase)]))
 
     def _num_sources(self, phase: MixturePhase) -> int:
@@ -101,7 +102,7 @@ class Order:
 
 
 def _epochs(samples: Sequence[int], size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The items of these samples of one shuffle of `size` items after another."""
+    """Return the items at `samples` in a sequence of shuffles of `size` items, one per epoch."""
     epochs, places = np.divmod(np.asarray(samples, dtype=np.int64), size)
     items = np.empty_like(places)
     for epoch in np.unique(epochs):

@@ -1,8 +1,8 @@
-"""Whole documents to sequences of a fixed length, by best fit.
+"""Packs whole documents into sequences of a fixed length, by best fit.
 
-Documents are cut only if they are longer than a sequence; then the pieces, longest first, each go to the fullest sequence that has room
-("Fewer Truncations Improve Language Modeling", Ding et al., 2024). Pieces of one length are placed together, so that the time grows with
-the number of different lengths and not of documents.
+Only documents longer than a sequence are cut. Then each piece, longest first, goes to the fullest sequence that has room for it ("Fewer
+Truncations Improve Language Modeling", Ding et al., 2024). Pieces of equal length are placed together, so that the time grows with the
+number of different lengths, not with the number of documents.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy.typing as npt
 from lather.data.shards import ShardReader
 
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
-"""A piece of a document: its first token in the split's stream, and how many labels it has."""
+"""A piece of a document: the place of its first token in the split, and its number of labels."""
 
 
 def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int32]:
-    """The bin of each item, for items of 1 to `capacity` and bins that hold `capacity`; bins are counted from 0.
+    """Return the number of the bin of each item, for items of length 1 to `capacity` and bins of size `capacity`.
 
     Raises ValueError if an item is longer than a bin, or empty.
     """
@@ -26,8 +26,8 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
     bins = np.empty(len(lengths), dtype=np.int32)
     by_length = np.argsort(-lengths.astype(np.int32), kind="stable").astype(np.int64)
     starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
-    open_bins: dict[int, list[npt.NDArray[np.int32]]] = {}  # by the room that is left
-    rooms, num_bins = 0, 0  # `rooms`: the bit of every room that some open bin has
+    open_bins: dict[int, list[npt.NDArray[np.int32]]] = {}  # by the room left in them
+    rooms, num_bins = 0, 0  # `rooms` is a bit mask: bit r is set if an open bin has room r
     for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True):
         length, items = int(lengths[by_length[start]]), by_length[start:stop]
         while len(items):
@@ -57,7 +57,8 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
 
 
 def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-    """The pieces of all documents, sequence by sequence, and where each sequence's pieces begin, and the last one's end."""
+    """Return the pieces of all documents, sorted by sequence, and the index of each sequence's first piece, followed by the number of
+    pieces."""
     chunks = np.concatenate([np.empty(0, CHUNK), *(_chunks(reader, shard, length) for shard in range(len(reader.entries)))])
     bins = best_fit(chunks["length"], length)
     order = np.argsort(bins, kind="stable")
@@ -66,10 +67,10 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
-    """The pieces of a shard's documents; what follows the last document's end in it is one, too."""
+    """Return the pieces of a shard's documents; tokens after the end of the last document form one more document."""
     ends = np.append(reader.ends(shard), reader.entries[shard].tokens)
     firsts = np.concatenate([[0], ends[:-1]])
-    labels = ends - firsts - 1  # the first token of a document is no label
+    labels = ends - firsts - 1  # the first token of a document is not a label
     firsts, labels = firsts[labels > 0], labels[labels > 0]
     counts = -(-labels // length)
     number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,8 +1,8 @@
-"""A shuffle of n items that takes no memory: the item at any place is computed from the place and a key.
+"""A shuffle of n items that needs no memory: the item at a place is computed from the place and a key.
 
-A Feistel network is a permutation of the numbers below 4^k whatever its round functions are (Luby and Rackoff, 1988). Applied again to
-every result that is not below n, until it is ("cycle walking", Black and Rogaway, 2002), it is a permutation of the numbers below n. 4^k is
-less than 4 n, so four applications do on average.
+A Feistel network is a permutation of the numbers below 4^k for any round functions (Luby and Rackoff, 1988). Applied repeatedly until the
+result is below n ("cycle walking", Black and Rogaway, 2002), it is a permutation of the numbers below n. As 4^k is less than 4 n, fewer
+than four applications are needed on average.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROUNDS = 8
 
 
 def shuffled(places: npt.ArrayLike, n: int, key: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The items at these places of a shuffle of `range(n)`; another `key` (integers of at least 0) is another shuffle.
+    """Return the items at these places of a shuffle of `range(n)`. Each `key` (integers of at least 0) gives another shuffle.
 
     Raises ValueError for a place outside `range(n)`.
     """
@@ -42,7 +42,7 @@ def _feistel(x: npt.NDArray[np.uint64], half: np.uint64, round_keys: npt.NDArray
 
 
 def _scramble(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit depends on every bit."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every output bit depends on every input bit."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Units of work done by several processes, with a count of what they have made so far.
+"""Distributes units of work over several processes, and counts the documents and tokens that they have made.
 
-The processes are started afresh and not forked, because a process that has threads cannot be forked safely. One that loses its parent ends
-at once. Where there is one unit, or one process is asked for, the work is done here, and the tokenizer uses all cores.
+The processes are spawned and not forked, because forking a process that has threads is not safe. They end with their parent. A single unit,
+or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ POLL_SECONDS = 0.5
 
 
 class MakingDisplay(Protocol):
-    """The place where the making of a data set shows how it is going."""
+    """Shows the progress of making a data set."""
 
     def note(self, text: str) -> None:
         """Show a line."""
 
     def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        """Show how many units are done, and how many documents and tokens this start has made."""
+        """Show the number of finished units, and the documents and tokens made since the command was started."""
 
 
 def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
-    """Do these units, which are left of `num_units`. Raises what a unit raises; units that are done stay done."""
+    """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
     if workers == 1 or len(units) < 2:
         _do_here(units, num_units, making, display)
         return
@@ -62,7 +62,7 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
             display.progress(done, num_units, *counts[:])
     finally:
         for connection, process in processes.items():
-            connection.close()  # which ends it, if it is idle
+            connection.close()  # an idle process ends when its connection closes
             if connection in at_work:
                 process.kill()
             process.join()
@@ -82,7 +82,7 @@ def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display:
 
 
 def _hand_over(connection: Connection, unit: ReadUnit, following: Sequence[ReadUnit]) -> None:
-    """Hear that the unit is done, and send the following one, if there is one. Raises what the unit raised."""
+    """Receive the result of a unit, and send the following unit, if there is one. Raises the unit's error."""
     try:
         error = connection.recv()
     except (EOFError, ConnectionError):
@@ -102,15 +102,15 @@ def _send(connection: Connection, unit: ReadUnit) -> None:
 
 def _killed(unit: ReadUnit) -> DataError:
     return DataError(
-        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps for want of memory; "
-        "the same command goes on; give it fewer --workers"
+        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+        "the same command continues: give it fewer --workers"
     )
 
 
 def _work(connection: Connection, making: Making, counts: Any) -> None:
-    """Do the units that come, until nobody sends any more. `counts`: documents and tokens made by all processes."""
+    """Do units from the connection until it closes. `counts`: documents and tokens made by all processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for it says what happened
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles and reports it
     end_with_parent()
 
     def count(documents: int, tokens: int) -> None:
@@ -123,7 +123,7 @@ def _work(connection: Connection, making: Making, counts: Any) -> None:
             unit = connection.recv()
             try:
                 do_unit(unit, making, count)
-            except Exception as error:  # for the process that waits for it
+            except Exception as error:  # the parent process raises it
                 connection.send(error)
             else:
                 connection.send(None)

@@ -1,4 +1,4 @@
-"""The recipe of a data set: its sources, and how they are read, divided and encoded."""
+"""The recipe of a data set: its sources, and the options for reading, dividing and encoding them."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ class DataRecipe:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")]
     """Files, folders, python-stdlib, package:NAME, or hf:NAME[@CONFIG]#SPLIT."""
     validation: tuple[str, ...] = ()
-    """Sources that are held out as a whole; none: one document in `holdout_every` is."""
+    """Sources for the validation split; none: one of `holdout_every` documents is held out."""
     pattern: str = "*"
-    """Which files of a folder are taken (glob on the file name)."""
+    """Files of a folder to use (glob on the file name)."""
     format: Format = "auto"
-    """Kind of the files; auto: by their names (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json of a file that is
-    itself a source); all others are text."""
+    """Format of the files; auto: by the suffix (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json if the file itself is
+    given as a source); all other files are text."""
     field: str = "text"
-    """Field of JSONL lines, or column of tables, that holds the text."""
+    """Name of the JSONL field, or of the table column, that holds the text."""
     chat: bool = False
-    """Lines and rows are conversations ("messages", "conversations", or "prompt" and "completion"); their answers are what is learned."""
+    """Lines and rows are conversations ("messages", "conversations", or "prompt" and "completion"); only the assistant's answers are
+    trained on."""
     separator: str = ""
-    """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is a document, above 1 MiB one for each MiB."""
+    """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one document, or one per MiB above 1 MiB."""
     encoding: str = "auto"
-    """Encoding of text files; auto: UTF-8, or what the first bytes announce, or else Windows-1252."""
+    """Encoding of text files; auto: the encoding of the byte order mark, or else UTF-8, or else Windows-1252."""
     tokenizer: str = ""
-    """A `tokenizer.json`, or a folder that has one; empty: a byte-level BPE of `vocab_size` tokens is trained on the texts."""
+    """Path of a `tokenizer.json`, or of a folder that has one; empty: a byte-level BPE tokenizer of `vocab_size` tokens is trained on the
+    texts."""
     vocab_size: int = 0
-    """Tokens of the vocabulary; 0: the tokenizer's."""
+    """Number of tokens in the vocabulary; 0: that of the tokenizer."""
     end_of_text: str = END_OF_TEXT
-    """Token after each document."""
+    """Token that is added after each document."""
     end_token: int = -1
-    """Number of that token, for token files without a tokenizer."""
+    """Number of the end-of-text token, for token files without a tokenizer."""
     token_dtype: Literal["", "uint16", "uint32"] = ""
-    """Numbers of .bin files without a header."""
+    """Number type of .bin files without a header."""
     holdout_every: int = 20
-    """One document in this many is held out for validation; 0: none."""
+    """One of this number of documents is held out for validation; 0: none."""
     shard_tokens: int = 1 << 26
-    """A shard ends with the first document that ends after so many tokens."""
+    """A shard is closed after the document with which it reaches this number of tokens."""
 
     def __post_init__(self) -> None:
         require(bool(self.sources), "sources", self.sources, "at least one file or folder")
@@ -68,7 +70,7 @@ class DataRecipe:
             raise DataError(f"encoding = {self.encoding!r} is not valid: give one that Python knows, such as latin-1, or auto") from None
 
     def reading(self) -> Reading:
-        """How the files are read."""
+        """Return the options for reading the files."""
         columns = DocumentMaker(self.field, None if not self.chat else ChatTemplate("", {})).columns
         return Reading(self.pattern, self.format, self.separator, self.encoding, columns)
 
@@ -80,16 +82,17 @@ class DataRecipe:
         return path / "tokenizer.json" if path.is_dir() else path
 
     def chat_template(self) -> tuple[str, dict[str, str]]:
-        """The source of the tokenizer's chat template, and the special tokens that it names; empty if records are texts."""
+        """Return the source of the tokenizer's chat template and its special tokens; both empty if records are texts."""
         if not self.chat:
             return "", {}
         template = ChatTemplate.beside(self.tokenizer_file or Path("tokenizer.json"))
         if not template.source.strip():
-            raise DataError(f"{self.tokenizer}: the chat template is empty: restore it, or take it away to have ChatML")
+            raise DataError(f"{self.tokenizer}: the chat template is empty: restore it, or remove it to use ChatML")
         return template.source, template.special_tokens
 
     def digest(self, listing: str) -> str:
-        """A short name of the recipe, wherever its sources and tokenizer lie, and of files as they are (`MakingPlan.listing`)."""
+        """Return a short digest of the recipe and of the files (`MakingPlan.listing`); it does not depend on the paths of the sources and
+        the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()

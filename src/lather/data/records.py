@@ -1,8 +1,8 @@
-"""Records of files: lines, rows and whole texts, read as a stream from any part of a file.
+"""Reads the records of files (lines, rows and whole texts) as a stream, from any part of a file.
 
-A `FilePart` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a data
-set of Hugging Face, or all of a compressed file. A record belongs to the part in which it begins, so parts that meet neither repeat nor
-lose one.
+A `FilePart` is a range of a file that can be read by itself: bytes of a text or JSONL file, row groups of a Parquet file, rows of a Hugging
+Face data set, or the whole of a compressed file. A record belongs to the part in which it begins, so adjacent parts neither repeat nor
+lose a record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lather.errors import DataError
 
 Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
-"""A text file above this length is cut at the ends of lines, and every piece is a document."""
+"""A longer text file is cut at the ends of lines, and every piece is a document."""
 ROWS = 256
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 BLOCK_BYTES = 1 << 20
@@ -36,9 +36,9 @@ class FilePart:
     kind: Kind
     start: int = 0
     stop: int = -1
-    """Bytes, row groups or rows; -1: to the end."""
+    """End of the range, in bytes, row groups or rows; -1: the end of the file."""
     separator: str = ""
-    """Between documents of a text file; empty: a file is one document."""
+    """Text between documents of a text file; empty: a file is one document."""
     encoding: str = "auto"
     columns: tuple[str, ...] = ()
     """Columns of Parquet and Hugging Face data to read."""
@@ -46,7 +46,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class Skip:
-    """Something that was not taken."""
+    """A record or file that was skipped."""
 
     line: int
     """Line, row or item, counted from 1 at the start of the part; 0: the whole file."""
@@ -56,7 +56,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Record:
-    """A text, or the fields of a line or row."""
+    """The content of a text, or the fields of a line or row."""
 
     line: int
     content: str | dict[str, Any]
@@ -66,7 +66,7 @@ class Record:
 
 @dataclass
 class RecordReader:
-    """The records of a part, and what in it is none. `lines` counts the lines that begin in it, when it has been read."""
+    """Iterates over the records of a part, and its skipped records. Afterwards `lines` is the number of lines that begin in the part."""
 
     part: FilePart
     lines: int = field(default=0, init=False)
@@ -98,7 +98,7 @@ class RecordReader:
         return self._whole()
 
     def _is_plain(self) -> bool:
-        """Whether line ends and separators can be found without decoding."""
+        """Tell whether line ends and separators can be found without decoding."""
         with _open(self.part.path) as file:
             mark = mark_of(file.read(4))
         return (not mark or MARKS[mark] == "utf-8") and has_plain_line_ends(self.part.encoding)
@@ -113,7 +113,7 @@ class RecordReader:
                     yield found
 
     def _pieces(self) -> Iterator[Record | Skip]:
-        """Lines that begin in the same `PIECE_BYTES` of the file are a document."""
+        """Join the lines that begin in the same `PIECE_BYTES` of the file to one document."""
         piece: list[bytes] = []
         number, first = 0, 1
         for offset, line in self._lines():
@@ -142,7 +142,7 @@ class RecordReader:
                 yield Skip(line, "empty")
 
     def _json(self) -> Iterator[Record | Skip]:
-        """A list of records, or one; lines of records under the wrong name are taken, too. The file is read as a whole."""
+        """Read the whole file: a list of records, a single record, or JSONL with the suffix .json."""
         with _open(self.part.path) as file:
             content = file.read()
         try:
@@ -182,7 +182,7 @@ class RecordReader:
                     yield Skip(self.lines, "not a JSON object", type(content).__name__)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that begin in the part, with their offsets."""
+        """Yield the lines that begin in the part, with their offsets."""
         part = self.part
         with _open(part.path) as file:
             offset = part.start
@@ -229,7 +229,7 @@ class RecordReader:
         try:
             for start in range(self.part.start, stop, ROWS):
                 yield from self._rows(rows.select(range(start, min(start + ROWS, stop))).to_list())
-        except Exception as error:  # the library raises whatever a damaged file makes it stumble over
+        except Exception as error:  # the library raises errors of many types for damaged files
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
     def _rows(self, rows: list[dict[str, Any]]) -> Iterator[Record]:
@@ -239,7 +239,7 @@ class RecordReader:
 
 
 def open_parquet(path: str) -> Any:
-    """A `pyarrow.parquet.ParquetFile`. Raises what pyarrow raises."""
+    """Open a `pyarrow.parquet.ParquetFile`. Raises pyarrow's errors."""
     return _library("pyarrow.parquet").ParquetFile(path)
 
 
@@ -257,7 +257,7 @@ def _open(path: str) -> Iterator[IO[bytes]]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The contents of all frames of a file. The library's own reader does not tell a file that was cut from one that ends."""
+    """Decompresses all frames of a file. The library's own reader does not detect a truncated file."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._zstandard = raw, _library("zstandard")
@@ -288,15 +288,15 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator[bytes]:
-    """Pieces that begin from `start` until `stop` (-1: the end) and are ended by the separator or by the end of the file."""
-    offset = start - len(separator) if start else 0  # of the buffer; what begins at `start` has a separator before it
+    """Yield the pieces that begin from `start` until `stop` (-1: the end); a separator or the end of the file ends a piece."""
+    offset = start - len(separator) if start else 0  # offset of the buffer: a piece that begins at `start` has a separator before it
     if offset:
         file.seek(offset)
     buffer, place, begun = b"", 0, not start
     while True:
         end = buffer.find(separator, place)
         if end < 0:
-            if not begun:  # all but what may be the beginning of a separator is another part's
+            if not begun:  # the text belongs to another part, but its end may be the start of a separator
                 place = max(place, len(buffer) - len(separator) + 1)
                 if 0 <= stop <= offset + place:
                     return
@@ -316,14 +316,14 @@ def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator
 
 
 def overlaps_itself(separator: str) -> bool:
-    """Whether it ends as it begins, so that where it occurs depends on where the search began."""
+    """Tell whether the separator ends with its own beginning, so that the places found depend on where the search started."""
     encoded = separator.encode()
     return any(encoded.endswith(encoded[:length]) for length in range(1, len(encoded)))
 
 
 def open_huggingface(name: str) -> Any:
-    """A data set of Hugging Face's `datasets`: a folder that `save_to_disk` made (FOLDER, or FOLDER#SPLIT), or hf:NAME[@CONFIG]#SPLIT of a
-    hub."""
+    """Open a data set of Hugging Face's `datasets`: a folder made by `save_to_disk` (FOLDER, or FOLDER#SPLIT), or hf:NAME[@CONFIG]#SPLIT
+    from the hub."""
     datasets = _library("datasets")
     place, _, split = name.partition("#")
     try:
@@ -331,13 +331,13 @@ def open_huggingface(name: str) -> Any:
             path, _, config = place.removeprefix("hf:").partition("@")
             return datasets.load_dataset(path, config or None, split=split or "train")
         found = datasets.load_from_disk(place)
-    except Exception as error:  # the library raises whatever a damaged folder or an absent network makes it stumble over
+    except Exception as error:  # the library raises errors of many types
         raise DataError(
-            f"{name}: not a readable data set of Hugging Face ({error}): give a folder of save_to_disk, or hf:NAME#SPLIT"
+            f"{name}: not a readable Hugging Face data set ({error}): give a folder made by save_to_disk, or hf:NAME#SPLIT"
         ) from None
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise DataError(f"{name}: has the splits {', '.join(found)}: name one, as {place}#{next(iter(found))}")
+            raise DataError(f"{name}: has the splits {', '.join(found)}: name one, as in {place}#{next(iter(found))}")
         return found[split]
     return found
 

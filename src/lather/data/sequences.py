@@ -20,17 +20,17 @@ from lather.errors import DataError
 from lather.files import reason
 
 IGNORE_INDEX = -100
-"""Label of a position that is not learned."""
+"""Label of a position that the loss leaves out."""
 
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Rows to be filled, all of the same sequence."""
+    """Arrays that are filled with one sequence."""
 
     inputs_S: npt.NDArray[np.int64]
     labels_S: npt.NDArray[np.int64]
     begins_S: npt.NDArray[np.bool_]
-    """Where a document begins that must not see what is before it."""
+    """True at the first token of a document that must not attend to earlier tokens."""
 
 
 class Sequences(Protocol):
@@ -41,21 +41,21 @@ class Sequences(Protocol):
     def __len__(self) -> int: ...
 
     def num_labels(self, index: int) -> int | None:
-        """Labels of a sequence; None: not known before it is read."""
+        """Return the number of labels of a sequence; None: not known before it is read."""
 
     def fill(self, index: int, rows: SequenceRows) -> None:
-        """Write a sequence into the rows, in which there is input 0, label `IGNORE_INDEX` and no begin of a document."""
+        """Write a sequence into `rows`, which are initialized to input 0, label `IGNORE_INDEX` and False."""
 
 
 class Windows:
-    """The split's tokens cut every S tokens, wherever documents end: each token but the first is a label of one sequence. The last one may
-    be shorter."""
+    """The tokens of a split, cut every S tokens across the ends of documents: each token except the first is a label in one sequence. The
+    last sequence may be shorter."""
 
     def __init__(self, reader: ShardReader, length: int, *, apart: bool = False) -> None:
-        """`apart`: attention begins anew with each document. Raises DataError if there are fewer than 2 tokens."""
+        """`apart`: attention stays within documents. Raises DataError if there are fewer than 2 tokens."""
         self.reader, self.length, self.apart = reader, length, apart
         if not len(self):
-            raise DataError(f"{reader.folder}: {len(reader)} tokens are no sequence: give more text")
+            raise DataError(f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text")
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.reader) - 1) // self.length))
@@ -73,7 +73,7 @@ class Windows:
 
 
 class PackedDocuments:
-    """Whole documents, as many as fit into a sequence, each with attention of its own."""
+    """Whole documents packed into sequences; attention stays within each document."""
 
     def __init__(self, reader: ShardReader, length: int, chunks: npt.NDArray[np.void], starts: npt.NDArray[np.int64]) -> None:
         self.reader, self.length, self._chunks, self._starts = reader, length, chunks, starts
@@ -82,7 +82,7 @@ class PackedDocuments:
 
     @classmethod
     def open(cls, reader: ShardReader, split: str, length: int) -> PackedDocuments:
-        """With the packing kept in the data set's folder, which is made now if it is not there.
+        """Open the packing that is kept in the data set's folder; compute it first if it is missing.
 
         Raises DataError if it cannot be written.
         """
@@ -93,7 +93,7 @@ class PackedDocuments:
             chunks, starts = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("chunks.npy", "starts.npy"))
             if chunks.dtype != CHUNK or starts.dtype != np.int64 or int(starts[-1]) != len(chunks):
                 raise ValueError("its parts do not fit")
-        except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
+        except Exception as error:  # numpy's reader raises errors of many types for damaged headers
             raise DataError(f"{folder}: damaged ({error}): delete it, and it is made again") from None
         return cls(reader, length, chunks, starts)
 
@@ -118,7 +118,7 @@ class PackedDocuments:
 
 
 def _fill(reader: ShardReader, start: int, stop: int, place: int, rows: SequenceRows) -> None:
-    """Tokens `start` until `stop` of the stream as inputs and labels from `place` on."""
+    """Write the tokens from `start` until `stop` of the split as inputs and labels from `place` on."""
     tokens = reader.tokens(start, stop)
     rows.inputs_S[place : place + len(tokens) - 1] = tokens[:-1]
     labels_S = rows.labels_S[place : place + len(tokens) - 1]
@@ -136,6 +136,6 @@ def _keep(folder: Path, chunks: npt.NDArray[Any], starts: npt.NDArray[Any]) -> N
         aside.rename(folder)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if not folder.exists():  # else another process was first
+        if not folder.exists():  # otherwise another process was faster
             why = reason(error, folder)
-            raise DataError(f"{folder} cannot be written ({why}): make room and the folder writable, or copy the data set") from None
+            raise DataError(f"{folder} cannot be written ({why}): make the data set's folder writable, free space, or copy it") from None

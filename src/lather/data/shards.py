@@ -1,9 +1,9 @@
-"""The shards of a data set: flat arrays of tokens in numpy's own format, written once in a stream and read a few tokens at a time.
+"""The shards of a data set: flat arrays of tokens in numpy's file format, written once as a stream and read in short pieces.
 
-A shard NAME is up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies above 65,536); NAME.ends.npy, the place after
-the last token of each document in it (int64); and, where not everything is to be learned, NAME.learned.npy, a bool for each token. Any of
-them can be memory-mapped with `numpy.load(file, mmap_mode="r")`. Reading here goes through `os.pread`, because pages of a mapped file would
-count as memory of the process, and a shuffle touches all of them in the end.
+A shard NAME consists of up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies above 65,536); NAME.ends.npy, the place
+after the last token of each document (int64); and, if only some tokens are trained on, NAME.learned.npy, a bool for each token. They can be
+memory-mapped with `numpy.load(file, mmap_mode="r")`. This module reads them with `os.pread`, because pages of a mapped file count as memory
+of the process, and a shuffle would touch all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lather.errors import DataError
 
 HEADER_BYTES = 128
-"""Length of a version 1.0 header of an array with one dim."""
+"""Length of the version 1.0 header that is written here."""
 OPEN_FILES = 64
 Array = npt.NDArray[Any]
 
@@ -50,7 +50,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class _ArrayFile:
-    """A .npy file that grows; its header is known, and with it the checksum complete, only at the end."""
+    """A .npy file that grows; its header is written at the end, when the length is known."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self.path, self.dtype, self.length = path, np.dtype(dtype), 0
@@ -62,7 +62,7 @@ class _ArrayFile:
         self.length += len(values)
 
     def finish(self) -> str:
-        """Returns the checksum of the whole file, which is on the disk then."""
+        """Write the header, sync the file to the disk, and return its checksum."""
         header = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.length},), }}"
         start = np.lib.format.magic(1, 0) + (HEADER_BYTES - 10).to_bytes(2, "little")
         self._file.seek(0)
@@ -73,7 +73,7 @@ class _ArrayFile:
         return checksum(self.path)
 
     def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # what is buffered may not fit on the disk, either
+        with contextlib.suppress(OSError):  # the disk may be too full for the buffer
             self._file.close()
         self.path.unlink(missing_ok=True)
 
@@ -85,15 +85,15 @@ def checksum(path: Path) -> str:
 
 @dataclass
 class ShardWriter:
-    """Writes one unit's documents of one split: shards `<prefix>-000`, `<prefix>-001`, ..., each ended at the first document's end after
-    `shard_tokens` tokens."""
+    """Writes the documents of one unit and one split to shards `<prefix>-000`, `<prefix>-001`, ...; a shard is closed after the document
+    with which it reaches `shard_tokens` tokens."""
 
     folder: Path
     prefix: str
     dtype: np.dtype[Any]
     shard_tokens: int
     masked: bool = False
-    """Whether each token has a mark of being learned."""
+    """True if each token has a mark that says whether it is trained on."""
     entries: list[ShardEntry] = field(default_factory=list)
     _files: dict[str, _ArrayFile] = field(default_factory=dict)
     _ends: list[int] = field(default_factory=list)
@@ -110,14 +110,14 @@ class ShardWriter:
             self._files["learned.npy"].append(np.ones(len(tokens), dtype=bool) if learned is None else learned)
 
     def end_document(self) -> None:
-        """The document is complete."""
+        """Record the end of a document."""
         length = self._files["npy"].length
         self._ends.append(length)
         if length >= self.shard_tokens:
             self.finish()
 
     def finish(self) -> None:
-        """Complete the shard that is being written, if there is one."""
+        """Complete the current shard, if there is one."""
         if not self._files:
             return
         name, tokens = f"{self.prefix}-{len(self.entries):03d}", self._files["npy"].length
@@ -128,7 +128,7 @@ class ShardWriter:
         self._files, self._ends = {}, []
 
     def abandon(self) -> None:
-        """Delete the shard that is being written."""
+        """Delete the current shard."""
         for file in self._files.values():
             file.abandon()
         self._files, self._ends = {}, []
@@ -138,7 +138,7 @@ class ShardWriter:
 
 
 class _OpenFiles:
-    """Descriptors of files being read, the least used closed first."""
+    """Descriptors of open files; the least recently used is closed first."""
 
     def __init__(self) -> None:
         self._descriptors: OrderedDict[Path, int] = OrderedDict()
@@ -169,7 +169,8 @@ class _OpenFiles:
 class ShardReader:
     """The tokens of a split, as one stream over its shards.
 
-    Raises DataError naming the file if one is missing, or not as long as the manifest says; checksums are left to `lather data check`.
+    Raises DataError, with the path, if a file is missing or has another length than in the manifest. Checksums are verified only by
+    `lather data check`.
     """
 
     def __init__(self, folder: Path, entries: list[ShardEntry], dtype: np.dtype[Any]) -> None:
@@ -181,25 +182,25 @@ class ShardReader:
             self._check(entry)
 
     def __len__(self) -> int:
-        """Tokens of the split."""
+        """Return the number of tokens in the split."""
         return int(self.starts[-1])
 
     def tokens(self, start: int, stop: int) -> Array:
-        """The tokens from `start` until `stop` of the stream."""
+        """Read the tokens from `start` until `stop` of the stream."""
         return self._read(start, stop, "npy", self.dtype)
 
     def learned(self, start: int, stop: int) -> Array:
-        """Which of these tokens are to be learned."""
+        """Read which of these tokens are trained on."""
         return self._read(start, stop, "learned.npy", np.dtype(np.bool_))
 
     def ends(self, shard: int) -> Array:
-        """Where the documents of a shard end, in its own tokens."""
+        """Return the ends of a shard's documents, as places in the shard."""
         entry = self.entries[shard]
         path = self.folder / f"{entry.name}.ends.npy"
         return np.frombuffer(self._files.read(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
 
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Where in the stream documents end: the places after their last tokens, above `start` and up to `stop`."""
+        """Return the ends of documents in the stream (the places after their last tokens), above `start` and up to `stop`."""
         found = [np.empty(0, np.int64)]
         for shard in range(self._shard_at(start), self._shard_at(max(start, stop - 1)) + 1):
             entry, first = self.entries[shard], int(self.starts[shard])
@@ -244,4 +245,4 @@ class ShardReader:
 
 
 def _remedy(path: Path) -> str:
-    return f"restore it, or delete {path.parent} to make the data set anew"
+    return f"restore it, or delete {path.parent} to make the data set again"

@@ -1,8 +1,8 @@
-"""The sources of a data set: their files, the kinds of these, and their division into units of work.
+"""The sources of a data set: lists their files, recognises the files' kinds, and divides the files into units of work.
 
-A source is a file, a folder, "python-stdlib", "package:NAME", a folder that `datasets` of Hugging Face saved, or hf:NAME[@CONFIG]#SPLIT.
-The division depends on nothing but the files and the options, so that the result does not, either: not on the number of processes, nor on
-how often they were killed.
+A source is a file, a folder, "python-stdlib", "package:NAME", a folder saved by Hugging Face's `datasets`, or hf:NAME[@CONFIG]#SPLIT.
+The division depends only on the files and the options, so that the data set does not depend on the number of processes or on
+interruptions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-"""Folders of the standard library that are not taken: tests, other people's packages, and generated tables."""
+"""Folders of the standard library that are left out: tests, installed packages, and generated tables."""
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -34,9 +34,9 @@ SUFFIXES: dict[str, Kind] = {
     ".ds": "tokens",
 }
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
-"""A unit of work has so many bytes at least and at most; between these there are about so many units."""
+"""Minimal and maximal bytes of a unit of work, and the number of units to aim for within these limits."""
 RANGE_BYTES = PIECE_BYTES
-"""Byte ranges of text and JSONL files begin at multiples of this."""
+"""Byte ranges of text and JSONL files begin at multiples of this number."""
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 
 
@@ -49,14 +49,14 @@ class SourceFile:
     size: int
     """Bytes."""
     changed: int
-    """When it was last changed, nanoseconds."""
+    """Time of the last change, in nanoseconds."""
     name: str
-    """In its folder."""
+    """Path relative to the source's folder."""
 
 
 @dataclass(frozen=True)
 class ReadUnit:
-    """The part of a source that one process reads at a time; its documents go to shards of its own."""
+    """A unit of work, which one process reads; its documents go to its own shards."""
 
     number: int
     split: SplitName
@@ -65,7 +65,7 @@ class ReadUnit:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read."""
+    """Options for reading files."""
 
     pattern: str = "*"
     kind: Literal["auto"] | Kind = "auto"
@@ -75,9 +75,9 @@ class Reading:
 
 
 def list_files(source: str, reading: Reading) -> list[SourceFile]:
-    """The files of a source, by name. Raises DataError if there is no such source, or no file in it."""
+    """List the files of a source, sorted by name. Raises DataError if the source does not exist, or has no file."""
     if source.startswith("hf:") or reading.kind == "huggingface" or _is_saved_by_datasets(source):
-        found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none of a hub's
+        found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none for a data set of the hub
         size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
         return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
@@ -90,7 +90,7 @@ def list_files(source: str, reading: Reading) -> list[SourceFile]:
 
 
 def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
-    """Files in a folder and its folders, but hidden ones and those that belong to a token file beside them."""
+    """Yield the files in a folder and its subfolders, without hidden files and the index files of token files."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
@@ -100,7 +100,8 @@ def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
 
 
 def _file(path: Path, root: Path, reading: Reading, *, is_named: bool = False) -> SourceFile:
-    """`is_named`: the file itself is a source. One that is found in a folder of sources may be a .json that is a program's, and is text."""
+    """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file read as records, because a .json file in
+    a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
     kind = reading.kind if reading.kind != "auto" else SUFFIXES.get(suffix, "text")
     if reading.kind == "auto" and is_named and suffix == ".json":
@@ -117,7 +118,7 @@ def _is_saved_by_datasets(source: str) -> bool:
 
 
 def root_of(source: str) -> tuple[Path, set[str]]:
-    """The file or folder of a source, and the names of folders in it that are left out."""
+    """Return the file or folder of a source, and the names of subfolders that are left out."""
     if source == "python-stdlib":
         return Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT
     kind, colon, name = source.partition(":")
@@ -139,7 +140,7 @@ def root_of(source: str) -> tuple[Path, set[str]]:
 
 
 def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[ReadUnit]:
-    """Units of work, which take the files in their order."""
+    """Divide the files, in order, into units of work."""
     unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
     units: list[ReadUnit] = []
     parts: list[FilePart] = []
@@ -155,7 +156,7 @@ def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[
 
 
 def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    """The parts of a file, none much larger than a unit if that can be, with their bytes."""
+    """Yield the parts of a file with their bytes; if the file can be cut, no part is much larger than a unit."""
     whole = FilePart(file.path, file.kind, 0, -1, reading.separator if file.kind == "text" else "", reading.encoding, reading.columns)
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
@@ -168,7 +169,7 @@ def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tupl
 
 
 def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    """Equal ranges of `length` bytes, row groups or rows, which are `size` bytes."""
+    """Cut a file of `length` bytes, row groups or rows, and `size` bytes, into equal ranges."""
     if length <= 0:
         yield whole, size
         return
@@ -181,7 +182,7 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
 
 
 def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
-    """Whether lines, or documents between separators, can be found from the middle of the file."""
+    """Tell whether reading may start in the middle of the file and find the next line or separator."""
     if reading.separator and overlaps_itself(reading.separator):
         return False
     mark = mark_of(start_of(file.path))
@@ -189,7 +190,7 @@ def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
 
 
 def start_of(path: str) -> bytes:
-    """The first bytes of a file; empty if it cannot be read."""
+    """Return the first bytes of a file; empty if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4)
@@ -198,7 +199,7 @@ def start_of(path: str) -> bytes:
 
 
 def kind_instead(file: SourceFile) -> str | None:
-    """The kind that a file which would be read as text or JSONL is instead, by its first bytes."""
+    """Return the actual kind of a file that would be read as text or JSON, but whose first bytes are of another kind."""
     if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
     return kind_of_bytes(start_of(file.path))
@@ -209,7 +210,7 @@ def _num_row_groups(path: str) -> int:
         return int(open_parquet(path).num_row_groups)
     except DataError:
         raise
-    except Exception:  # whoever reads the file says what is wrong with it
+    except Exception:  # the error is reported when the file is read
         return 0
 
 

@@ -1,8 +1,8 @@
-"""Bytes of text files to text.
+"""Decodes text files.
 
-The encoding is the one that the first bytes' mark announces, else UTF-8 if all bytes are, else Windows-1252, in which the text of any
-Western European language with one byte per character can be read. If more letters beyond ASCII are right in UTF-8 than wrong, it is UTF-8
-that was damaged: what is wrong becomes U+FFFD. Which one it was is counted. Zero bytes without a mark are no text.
+The encoding is that of the byte order mark, or else UTF-8 if all bytes are valid, or else Windows-1252, which suits text of Western
+European languages with one byte per character. If most characters beyond ASCII are valid in UTF-8, the file counts as damaged UTF-8, and
+invalid bytes become U+FFFD. The encodings are counted. A file with zero bytes but without a byte order mark is not text.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-"""The encodings by their marks; a mark comes before those that it begins with."""
+"""Encodings by byte order mark; a longer mark comes before its own prefix."""
 OTHER_KINDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"%PDF": "PDF"}
-"""Kinds of files that are no text, by their first bytes."""
+"""Kinds of files that are not text, by their first bytes."""
 
 
 DAMAGED = "utf-8 (damaged)"
-"""The name under which texts are counted that are UTF-8 but for some bytes."""
+"""Name under which texts in damaged UTF-8 are counted."""
 
 
 class NoTextError(Exception):
-    """Bytes that are no text; the message says why."""
+    """The bytes are not text; the message says why."""
 
 
 def kind_of_bytes(start: bytes) -> str | None:
-    """The kind of a file that starts like this, if it is known not to be text."""
+    """Return the kind of a file that starts with these bytes, if it is known not to be text."""
     return next((kind for magic, kind in OTHER_KINDS.items() if start.startswith(magic)), None)
 
 
 def mark_of(start: bytes) -> bytes:
-    """The byte order mark that these bytes begin with; empty if there is none."""
+    """Return the byte order mark at the start of these bytes; empty if there is none."""
     return next((mark for mark in MARKS if start.startswith(mark)), b"")
 
 
 def has_plain_line_ends(encoding: str) -> bool:
-    """Whether a byte 10 is the end of a line, and nothing else, in this encoding."""
+    """Tell whether, in this encoding, byte 10 always ends a line."""
     return encoding == "auto" or "\n".encode(encoding) == b"\n"
 
 
 def decode(content: bytes, encoding: str = "auto") -> tuple[str, str]:
-    """The text, and the name of its encoding. Raises NoTextError."""
+    """Return the text, and the name of its encoding. Raises NoTextError."""
     if encoding != "auto":
         return _decode(content, encoding), encoding
     if kind := kind_of_bytes(content):
@@ -73,7 +73,7 @@ def _decode(content: bytes, encoding: str) -> str:
 
 
 def cut(text: str, length: int) -> Iterator[str]:
-    """The text in parts of at most `length` characters, each but the last ended after a line, or else a word, if it has one."""
+    """Cut a text into parts of at most `length` characters, after a line or else before a space, if there is one."""
     start = 0
     while len(text) - start > length:
         end = start + length

@@ -1,12 +1,12 @@
-"""Token files of others.
+"""Token files that other programs have written.
 
 Megatron         NAME.bin and NAME.idx: sequences of any integer type, and an index of their lengths (Megatron-LM's `indexed_dataset.py`)
 llm.c            NAME.bin that begins with 256 int32: 20240520 and version 1 (uint16) or 20240801 and version 7 (uint32), number of tokens
 datatrove        NAME.ds and NAME.ds.index: uint16 or uint32, and where documents end (uint64)
-bare             any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes them
+bare             any other NAME.bin: uint16 or uint32 without a header, as nanoGPT writes
 numpy            NAME.npy, a flat array of integers
 
-Where an index says so, or else with the end-of-text token, a document ends.
+Documents end where the index says; without an index, after each end-of-text token.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ BLOCK_TOKENS = 1 << 20
 
 
 class TokenFileError(Exception):
-    """A file that holds no tokens; the message says why."""
+    """The file holds no tokens that can be read; the message says why."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where the tokens of a file lie."""
+    """The place and type of the tokens in a file."""
 
     path: Path
     dtype: str
     offset: int
     length: int
-    """Tokens."""
+    """Number of tokens."""
     ends: Array | None = None
-    """After which token each document ends; None: after each end-of-text token."""
+    """The place after each document's last token; None: documents end after each end-of-text token."""
 
     def blocks(self, end: int | None) -> Iterator[tuple[Array, Array]]:
-        """The tokens in blocks, and after which of a block's tokens documents end."""
+        """Yield the tokens in blocks, each with the places in the block after which documents end."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for start in range(0, self.length, BLOCK_TOKENS):
@@ -60,14 +60,14 @@ class TokenFile:
 
 
 def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
-    """`bare_dtype`: "uint16" or "uint32", of a .bin without a header. Raises TokenFileError."""
+    """Recognise the format and find the tokens. `bare_dtype`: "uint16" or "uint32", for a .bin without a header. Raises TokenFileError."""
     size = path.stat().st_size
     if path.suffix == ".npy":
         return _numpy(path, size)
     if path.suffix == ".ds":
         return _datatrove(path, size)
     if path.suffix == ".idx":
-        raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is not there")
+        raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
     if path.with_suffix(".idx").exists():
         return _megatron(path, size)
     with path.open("rb") as file:
@@ -93,8 +93,8 @@ def _numpy(path: Path, size: int) -> TokenFile:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             offset = file.tell()
-    except Exception as error:  # numpy's reader raises whatever a damaged header makes it stumble over
-        raise TokenFileError(f"no array of numpy ({error})") from None
+    except Exception as error:  # numpy's reader raises errors of many types for damaged headers
+        raise TokenFileError(f"not a numpy array ({error})") from None
     if len(shape) != 1 or dtype.kind not in "iu":
         raise TokenFileError(f"holds {shape} {dtype}, not a flat array of integers")
     return _of_length(path, dtype.str, offset, shape[0], size)
@@ -103,21 +103,21 @@ def _numpy(path: Path, size: int) -> TokenFile:
 def _datatrove(path: Path, size: int) -> TokenFile:
     index, mask = (path.with_name(path.name + suffix) for suffix in (".index", ".loss"))
     if mask.exists():
-        raise TokenFileError(f"{mask.name} says which tokens are learned, which is not read")
+        raise TokenFileError(f"{mask.name} says which tokens are trained on, but Lather cannot read it")
     if not index.exists():
-        raise TokenFileError(f"{index.name}, which says where its documents end, is not there")
+        raise TokenFileError(f"{index.name}, the index of its documents, is missing")
     content = index.read_bytes()
     ends = np.frombuffer(content[: len(content) // 8 * 8], "<u8").astype(np.int64)
     length = int(ends[-1]) if len(ends) else 0
     if len(content) % 8 or (np.diff(ends, prepend=0) < 0).any() or size not in (2 * length, 4 * length):
-        raise TokenFileError(f"{index.name} does not fit its {size:,} bytes")
+        raise TokenFileError(f"{index.name} does not match its {size:,} bytes")
     return TokenFile(path, "<u2" if size == 2 * length else "<u4", 0, length, np.unique(ends))
 
 
 def _megatron(path: Path, size: int) -> TokenFile:
     index = path.with_suffix(".idx").read_bytes()
     if not index.startswith(MEGATRON_MAGIC) or len(index) < 34:
-        raise TokenFileError(f"{path.with_suffix('.idx').name} is no Megatron index")
+        raise TokenFileError(f"{path.with_suffix('.idx').name} is not a Megatron index")
     version, code = int.from_bytes(index[9:17], "little"), index[17]
     dtype = MEGATRON_DTYPES.get(code, "")
     if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
@@ -128,13 +128,13 @@ def _megatron(path: Path, size: int) -> TokenFile:
         raise TokenFileError(f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences")
     lengths = np.frombuffer(index, "<i4", sequences, 34).astype(np.int64)
     pointers = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
-    borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)  # in sequences; it begins with 0
+    borders = np.frombuffer(index, "<i8", documents, 34 + 12 * sequences)  # numbers of sequences, from 0
     item = np.dtype(dtype).itemsize
     stops = np.cumsum(lengths)
     if sequences and not np.array_equal(pointers, (stops - lengths) * item):
         raise TokenFileError("its sequences do not follow each other")
     found = _of_length(path, dtype, 0, int(stops[-1]) if sequences else 0, size)
     if documents and (borders[0] != 0 or borders[-1] != sequences or (np.diff(borders) < 0).any()):
-        raise TokenFileError(f"{path.with_suffix('.idx').name} divides other than its {sequences:,} sequences into documents")
+        raise TokenFileError(f"{path.with_suffix('.idx').name} has documents that do not match its {sequences:,} sequences")
     of_documents = stops[borders[1:] - 1] if documents > 1 and sequences else stops
     return TokenFile(path, found.dtype, 0, found.length, np.unique(of_documents))

@@ -1,7 +1,7 @@
-"""A unit of work: the documents of some parts of files to shards, by one process.
+"""Does a unit of work: one process reads the documents of some parts of files and writes them to shards.
 
-What it leaves is complete or absent: `<number>.json` in the folder of units, written last, lists its shards. A process that is killed
-before has left nothing that counts.
+A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists the unit's shards and is written last,
+so a unit whose process was killed is done again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lather.files import write_aside
 
 SPLITS = ("train", "validation")
 MOST_DETAIL = 200
-"""Characters of a skip's detail that are kept."""
+"""Maximal length of a skip's detail, in characters."""
 Count = Callable[[int, int], None]
-"""Is told how many documents and tokens were made since it was told last."""
+"""Called with the numbers of documents and tokens made since the last call."""
 
 
 @dataclass(frozen=True)
 class Making:
-    """How documents are made of records, and shards of documents. Every process has it."""
+    """Settings for making documents from records, and shards from documents; they are sent to every process."""
 
     folder: str
     """Folder of the shards and tokenizer.json."""
@@ -42,15 +42,15 @@ class Making:
     """Folder of the units' reports."""
     vocab_size: int
     end: int | None
-    """Token after each document."""
+    """Number of the token that is added after each document."""
     text_field: str = "text"
-    """Field of rows and lines that has the text."""
+    """Field of rows and lines that holds the text."""
     chat_template: str = ""
     """Source of a chat template; empty: records are texts."""
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """Special tokens that the template names."""
+    """Special tokens of the template."""
     holdout_every: int = 20
-    """One document in so many is for validation; 0: none."""
+    """One of this number of documents is held out for validation; 0: none."""
     shard_tokens: int = 1 << 26
     bare_dtype: str = ""
     """dtype of token files without a header."""
@@ -61,7 +61,7 @@ class Making:
 
 @dataclass
 class SplitReport:
-    """Counts of what a unit wrote to a split."""
+    """Counts of documents, tokens and bytes that a unit has written to a split, and its shards."""
 
     documents: int = 0
     tokens: int = 0
@@ -70,12 +70,12 @@ class SplitReport:
     shards: list[ShardEntry] = field(default_factory=list)
 
     def count(self, tokens: int, text_bytes: int) -> None:
-        """A document more."""
+        """Add a document."""
         self.documents, self.tokens, self.longest = self.documents + 1, self.tokens + tokens, max(self.longest, tokens)
         self.text_bytes += text_bytes
 
     def add(self, other: SplitReport) -> None:
-        """Another unit's."""
+        """Add the counts of another unit."""
         self.documents, self.tokens, self.longest = (
             self.documents + other.documents,
             self.tokens + other.tokens,
@@ -87,12 +87,12 @@ class SplitReport:
 
 @dataclass
 class UnitReport:
-    """The result of a unit."""
+    """The result of a unit of work."""
 
     number: int
     splits: dict[str, SplitReport] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
-    """Lines or rows of each part."""
+    """Number of lines or rows of each part."""
     skipped: list[tuple[int, int, str, str]] = field(default_factory=list)
     """Number of the part, line in it, reason, detail."""
     encodings: dict[str, int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ def report_path(units: Path, number: int) -> Path:
 
 
 def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
-    """Whether the unit's report is whole, and its shards are in the folder."""
+    """Tell whether the unit's report is complete, and its shards exist."""
     try:
         report = UnitReport.read(report_path(units, unit.number))
     except (OSError, ValueError, KeyError, TypeError):
@@ -122,7 +122,7 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
 
 
 def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
-    """Write the unit's shards, then its report. Raises OSError if the disk is full, after deleting what it was writing."""
+    """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
     report = UnitReport(unit.number)
     folder, dtype = Path(making.folder), token_dtype(making.vocab_size)
     writers = {
@@ -153,18 +153,19 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
 
 @dataclass(frozen=True)
 class _TokenRun:
-    """Tokens of a document: all, or a part of a long one."""
+    """The tokens of a document, or of a part of a long one."""
 
     split: str
     tokens: npt.NDArray[Any]
     learned: npt.NDArray[Any] | None
     is_last: bool
     text_bytes: int
-    """Bytes of the whole document's text; 0 if they are not known."""
+    """Bytes of the whole document's text; 0 if unknown."""
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
-    """Another one in each unit, so that short units hold out neither more nor fewer than long ones."""
+    """Return the place of the held-out document among `every` documents. It varies with the unit, so that short units hold out neither
+    more nor fewer documents than long ones."""
     return every // 2 if unit == 0 else unit * 2654435761 % 2**32 % every
 
 
@@ -172,14 +173,14 @@ def _place_of_held_out(unit: int, every: int) -> int:
 
 
 def documents_of(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Document]:
-    """The unit's documents, divided among the splits; what is skipped, and encodings, go to `report`."""
+    """Yield the unit's documents, each assigned to a split; record skipped documents and encodings in `report`."""
     documents, every = _documents(unit, making.document_maker(), report), making.holdout_every
     if unit.split == "validation" or not every:
         yield from (replace(document, split=unit.split) for document in documents)
         return
     first = list(itertools.islice(documents, every)) if unit.number == 0 else []
     place = _place_of_held_out(unit.number, every)
-    if unit.number == 0:  # which holds out one at least, if it has two
+    if unit.number == 0:  # hold out at least one document, if there are two
         place = min(place, len(first) // 2) if len(first) > 1 else -1
     for index, document in enumerate(itertools.chain(first, documents)):
         yield replace(document, split=SPLITS[index % every == place])
@@ -210,7 +211,7 @@ def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_Toke
 
 
 def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
-    """The documents of token files; the end of a file ends its last one."""
+    """Yield the documents of token files; the end of a file ends its last document."""
     document, every = 0, making.holdout_every if unit.split == "train" else 0
     place = _place_of_held_out(unit.number, every) if every else -1
     for number, part in enumerate(unit.parts):
@@ -238,5 +239,5 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_Tok
                     split = SPLITS[document % every == place] if every else unit.split
                     yield _TokenRun(split, tokens[start:stop], None, is_last, 0)
                     document += is_last
-        except TokenFileError as error:  # its length was right a moment ago
+        except TokenFileError as error:  # its length was right when it was opened
             raise DataError(f"{part.path}: {error}: it changed while it was read") from None

@@ -1,1 +1,1 @@
-"""Evaluation of trained models, in one process: held-out sets, per token and per byte, and the tasks of lm-evaluation-harness."""
+"""Evaluates trained models in one process, on held-out sets (per token and per byte) and on tasks of lm-evaluation-harness."""

@@ -1,9 +1,9 @@
-"""Lather's models for lm-evaluation-harness (extra `lm-eval`), which has the tasks: `lm_eval`'s model "lather", and running tasks with it.
+"""Runs tasks of lm-evaluation-harness (extra `lm-eval`) on models trained with Lather; registers the model type "lather" with `lm_eval`.
 
-A continuation's log-likelihood is that of its tokens after the context's, of which the last `context` are read. Rows of a batch are padded
-on the right, where attention, which looks back, does not see it; texts are generated behind a key-value cache. In one process.
+The log-likelihood of a continuation is computed from the last `context` tokens of the request's context and continuation. Rows of a batch
+are padded on the right, which causal attention does not see. Texts are generated with a key-value cache. Everything runs in one process.
 
-Letters: B requests of a batch, S positions.
+Letters: B requests per batch, S positions.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lather.models.generate import Sampling
 from lather.train.trained_model import TrainedModel
 
 ANY = 1.0, 50
-"""Temperature and top-k of tasks that want a sample and say no more, as transformers has them."""
+"""Temperature and top-k for tasks that ask for sampling without values; these are the defaults of transformers."""
 
 
 @register_model("lather")
 class HarnessModel(TemplateLM):
-    """A checkpoint of a run as lm-evaluation-harness calls models."""
+    """Adapts a checkpoint of a run to the model interface of lm-evaluation-harness."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class HarnessModel(TemplateLM):
         max_batch_size: int | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        """`run`: RUN, RUN@STEP or RUN@best; `context`: tokens that the model reads, 0 for those of a training sequence; `max_gen_toks`: for
-        tasks that do not say how many; `max_batch_size`: the harness gives it, for automatic sizes, which there are not here.
+        """`run`: RUN, RUN@STEP or RUN@best; `context`: tokens that the model reads, 0 for the length of a training sequence;
+        `max_gen_toks`: generated tokens for tasks that give no number; `max_batch_size`: passed by the harness and ignored.
 
-        Raises UserError if there is no such checkpoint, or no token that ends its texts.
+        Raises UserError if the checkpoint does not exist, or if the tokenizer has no token that ends a text.
         """
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
@@ -66,10 +66,10 @@ class HarnessModel(TemplateLM):
         self._trained = run if isinstance(run, TrainedModel) else TrainedModel.find(run)
         self._context, self._batch_size, self._max_gen_toks = self._trained.context(context), int(batch_size), max_gen_toks
         self._text_tokenizer: Tokenizer = self._trained.tokenizer()
-        self._text_tokenizer.encode_special_tokens = False  # names of special tokens are those tokens, as chat templates mean it
+        self._text_tokenizer.encode_special_tokens = False  # chat templates write special tokens by name
         self._ends = self._trained.stop_tokens(self._text_tokenizer)
         if not self._ends:
-            raise UserError(f"{self._trained.run}: no token of its tokenizer ends a text, which tasks begin with: set data.end_of_text")
+            raise UserError(f"{self._trained.run}: its tokenizer has no end-of-text token, which tasks need: set data.end_of_text")
         self._decoder = decoder or self._trained.decoder(device or "auto")
         self._device = next(self._decoder.parameters()).device
         self._in_conversation = False
@@ -78,26 +78,26 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token after each document."""
+        """The token that ends a document."""
         own: int | None = self._text_tokenizer.token_to_id(self._trained.config.data.end_of_text)
         return min(self._ends) if own is None else own
 
     @cached_property
     def prefix_token_id(self) -> int:
-        """The token that a text without a context begins with."""
+        """The first token of a text without a context."""
         name = self._trained.chat_template().special_tokens.get("bos_token", "")
         token: int | None = self._text_tokenizer.token_to_id(name) if name else None
         return self.eot_token_id if token is None else token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The tokens of a text; a text that begins with the first token's name does not get it twice."""
+        """Encode a text; a text that already begins with the prefix token does not get it twice."""
         tokens: list[int] = self._text_tokenizer.encode(string, add_special_tokens=add_special_tokens is not False).ids
         twice = add_special_tokens is None and tokens[:2] == [self.prefix_token_id] * 2
         return tokens[1:] if twice else tokens
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for what the harness keeps of encoded requests."""
+        """The key under which the harness caches encoded requests."""
         texts = self._text_tokenizer.to_str() + self._conversation.template.source
         return f"lather-{hashlib.sha256(texts.encode()).hexdigest()[:16]}"
 
@@ -108,17 +108,17 @@ class HarnessModel(TemplateLM):
         return ConversationFormat(self._text_tokenizer, self._trained.chat_template())
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, for the harness's records."""
+        """Return the template's source, which the harness records."""
         return self._conversation.template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the tokenizer's template writes it; from now on answers end as in it."""
+        """Format a conversation with the tokenizer's template; later answers also end where the template ends them."""
         self._in_conversation = True
         text = self._conversation.text(list(chat_history), asking=add_generation_prompt)
         last = chat_history[-1] if chat_history else {}
         if add_generation_prompt or last.get("role") != "assistant":
             return text
-        before, content, _ = text.rpartition(last["content"])  # an answer that has been begun is gone on with
+        before, content, _ = text.rpartition(last["content"])  # the model continues a started answer: leave out its end
         return before + content
 
     # --- log-likelihoods ----------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, each in windows of the context's length, in which every token is predicted once."""
+        """Return log-likelihoods of whole texts. Each text is cut into windows of the context's length that predict every token once."""
         windows: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -149,7 +149,8 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], silent: bool) -> list[tuple[float, bool]]:
-        """Log-likelihood of the second tokens after the first, and whether each was the most likely one; pairs of like length together."""
+        """Return, for each pair, the log-likelihood of the second tokens after the first, and whether all of them were the most likely
+        ones. Pairs of similar length share a batch."""
         for _, after in pairs:
             if len(after) > self._context:
                 raise UserError(
@@ -169,7 +170,7 @@ class HarnessModel(TemplateLM):
     # --- generation ---------------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of the request's texts or a token that ends it all."""
+        """Continue each context up to one of the request's stop texts or a token that ends a text."""
         groups: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(number)
@@ -185,7 +186,7 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], wish: _Wish, seeds: Sequence[int]) -> list[str]:
-        room = max(1, self._context - wish.num_tokens, self._context // 2)  # what is generated beyond the context slides
+        room = max(1, self._context - wish.num_tokens, self._context // 2)  # the context slides when more tokens are generated
         prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         special = {token for text in wish.until if (token := self._text_tokenizer.token_to_id(text)) is not None}
         stop_tokens, stop_texts = self._ends | special, wish.until
@@ -201,7 +202,7 @@ class HarnessModel(TemplateLM):
 
 @dataclass(frozen=True)
 class _Wish:
-    """A task's wishes for a generated text."""
+    """A task's settings for generated texts."""
 
     until: tuple[str, ...]
     num_tokens: int
@@ -209,7 +210,7 @@ class _Wish:
 
     @classmethod
     def of(cls, wishes: dict[str, Any], num_tokens: int) -> _Wish:
-        """From the harness's arguments. Without `do_sample` or a temperature the most likely tokens are taken."""
+        """Read the harness's arguments. Without `do_sample` or a temperature, decoding is greedy."""
         until = wishes.get("until") or ()
         lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
         temperature, top_k, top_p = ANY[0] if wishes.get("do_sample") else 0.0, ANY[1], 1.0
@@ -225,7 +226,7 @@ def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
-    """Rows of the last `context` inputs of each pair; labels are the second tokens."""
+    """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its second tokens."""
     inputs = [[*before, *after][:-1][-context:] for before, after in pairs]
     inputs_BS = torch.zeros(len(pairs), max(map(len, inputs)), dtype=torch.int64)
     labels_BS = torch.full_like(inputs_BS, IGNORE_INDEX)
@@ -238,10 +239,10 @@ def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
 def run_tasks(
     model: HarnessModel, tasks: Sequence[str], manager: TaskManager, *, limit: int = 0, shots: int = -1, chat: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task. `manager`: of `find_tasks`; `limit`: documents of each task, 0 for all; `shots`: examples before each document,
-    negative for as many as the task says; `chat`: by the chat template.
+    """Return the metrics of each task. `manager`: from `find_tasks`; `limit`: documents per task, 0 for all; `shots`: examples before each
+    document, negative for the task's own number; `chat`: format documents with the chat template.
 
-    Raises UserError if the tasks' data is not there and cannot be fetched.
+    Raises UserError if the tasks' data is missing and cannot be downloaded.
     """
     try:
         found = lm_eval.simple_evaluate(
@@ -257,14 +258,14 @@ def run_tasks(
     except OSError as error:
         if error.errno is not None:
             raise
-        raise UserError(f"--tasks {','.join(tasks)}: their data cannot be fetched ({error}): connect, or fetch it before") from None
+        raise UserError(f"--tasks {','.join(tasks)}: their data cannot be downloaded ({error}): connect, or download it before") from None
     return {task: {name: value for name, value in row.items() if isinstance(value, float)} for task, row in found["results"].items()}
 
 
 def find_tasks(tasks: Iterable[str], folder: Path | None = None) -> tuple[TaskManager, list[str]]:
-    """The harness's tasks and those of `folder`, and the names that `tasks`, which may have wildcards, stand for.
+    """Return a manager of the harness's tasks and those of `folder`, and the names of the tasks that `tasks` (with wildcards) match.
 
-    Raises UserError if one stands for none.
+    Raises UserError if one of `tasks` matches none.
     """
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-folder {folder}: not a folder: give one with YAML files of tasks")

@@ -1,6 +1,6 @@
-"""Scores of labels: the nats of each, and whether it was the most likely token; over a held-out set, per token and per byte.
+"""Scores labels: the nats of each, and whether it was the most likely token; sums them over a held-out set, per token and per byte.
 
-The logits of a few labels at a time are made, in fp32 or wider whatever the rest is computed in.
+Logits are computed for a few labels at a time to save memory, and always in fp32 or wider.
 
 Letters: B sequences, S positions, D hidden size, N labels, V vocabulary.
 """
@@ -28,7 +28,8 @@ LOGITS_AT_A_TIME = 1 << 24
 
 @torch.no_grad()
 def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Nats of each label that is not `IGNORE_INDEX`, in row order, and whether it was the most likely token; on the model's device."""
+    """Return the nats of each label that is not `IGNORE_INDEX`, in row order, and whether it was the most likely token; both on the model's
+    device."""
     device = next(model.parameters()).device
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
     x_BSD, _ = model.hidden(batch.inputs_BS.to(device), cu_seqlens=boundaries)
@@ -51,15 +52,15 @@ def _score(x_ND: Tensor, head_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class Score:
-    """The measure of how well a model predicts a held-out set."""
+    """Sums over a held-out set that measure how well a model predicts it."""
 
     sequences: int
     tokens: int
-    """Labels: tokens that were predicted. Of conversations those of answers."""
+    """Number of labels: all predicted tokens; in conversations, only tokens of answers."""
     nats: float
-    """Sum over the labels."""
+    """Sum of the labels' nats."""
     hits: int
-    """Labels that were the most likely token."""
+    """Number of labels that were the most likely token."""
     num_bytes: int | None
     """UTF-8 bytes of the labels' text; None: the set has no tokenizer."""
 
@@ -70,21 +71,21 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
+        """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits for each byte of the text: the same measure for any tokenizer. None if there are no bytes."""
+        """Bits per byte of text, which compares models with different tokenizers. None if there are no bytes."""
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
 
     @property
     def accuracy(self) -> float:
-        """Part of the labels that were the most likely token."""
+        """Fraction of the labels that were the most likely token."""
         return self.hits / self.tokens
 
     def as_row(self) -> dict[str, Any]:
-        """Fields of a row of results; what is not finite is null."""
+        """Return the fields of a row of results; values that are not finite become null."""
         row = {
             "sequences": self.sequences,
             "tokens": self.tokens,
@@ -107,7 +108,7 @@ def score_set(
     bytes_V: Int[Tensor, " v"] | None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Score:
-    """Score these sequences of a source. `apart`: attention stays within documents; `progress` is told how many sequences are done."""
+    """Score the sequences `indices` of a source. `apart`: attention stays within documents; `progress` gets the number scored."""
     nats, hits, tokens, num_bytes = 0.0, 0, 0, 0
     for first in range(0, len(indices), batch_size):
         some = indices[first : first + batch_size]

@@ -1,4 +1,4 @@
-"""The held-out sets that a model is evaluated on: those that its run was validated on, or data sets that are named."""
+"""The held-out sets that a model is evaluated on: given data sets, or the run's own validation sets."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class HeldOutSet:
     tokenizer: Tokenizer | None
 
     def indices(self, most: int) -> Sequence[int]:
-        """Up to `most` sequences, spread evenly, those of the run's own validation if there are as many; 0: all of them."""
+        """Choose up to `most` sequences, spread evenly as in validation during training; 0: all of them."""
         return range(len(self.source)) if most == 0 or most >= len(self.source) else HeldOut(self.source, most).indices
 
 
 def open_sets(trained: TrainedModel, named: Sequence[str], split: str, length: int) -> list[HeldOutSet]:
-    """The sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if there are none; sequences of `length` tokens.
+    """Open the sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if `named` is empty, in sequences of `length` tokens.
 
-    Taken is `split`; if that is empty, "validation", or "train" of a data set without one. Raises DataError if a data set is missing or
-    damaged, or has another tokenizer than the run or tokens outside the model's vocabulary; UserError if two have one name.
+    An empty `split` means "validation", or "train" for a data set without it. Raises DataError if a data set is missing or damaged, has
+    another tokenizer than the run, or has tokens outside the model's vocabulary; UserError if two sets have the same name.
     """
     folders = _named(named) if named else _of_run(trained)
     sets = []
@@ -66,7 +66,7 @@ def _named(named: Sequence[str]) -> dict[str, Path]:
 
 
 def _of_run(trained: TrainedModel) -> dict[str, Path]:
-    """The data sets that the run was validated on: of those that it learned the ones that have a held-out split, and `data.validation`."""
+    """Return the data sets that the run was validated on: its training data sets that have a held-out split, and `data.validation`."""
     data = trained.config.data
     folders: dict[str, Path] = {}
     for folder in map(Path, data.path or _recorded(trained)):
@@ -79,28 +79,28 @@ def _of_run(trained: TrainedModel) -> dict[str, Path]:
 
 
 def _recorded(trained: TrainedModel) -> list[str]:
-    """The data sets that were made of `data.source` when the run began."""
+    """Return the data sets that were made from `data.source` when the run started."""
     try:
         record = json.loads((trained.run / "provenance.json").read_text("utf-8"))
         return [folder for folder, _ in data_sets_of(record)]
     except (OSError, ValueError, KeyError, TypeError):
-        reason = "it does not say which data sets it has learned (it was imported, or begun with an older Lather)"
+        reason = "it does not record its training data sets (it was imported, or started with an older Lather)"
         raise UserError(f"{trained.run}: {reason}: name data sets, as in lather eval {trained.run} FOLDER") from None
 
 
 def _checked_tokenizer(dataset: DataSet, trained: TrainedModel) -> Tokenizer | None:
-    """The data set's, if it has one. Raises DataError if the model was trained with another one, or with fewer tokens."""
+    """Load the data set's tokenizer, if it has one. Raises DataError if the model has another tokenizer or a smaller vocabulary."""
     vocab_size = trained.config.model.vocab_size
     if dataset.manifest.vocab_size > vocab_size:
         raise DataError(
             f"{dataset.folder} has a vocabulary of {dataset.manifest.vocab_size} tokens, but the model's is {vocab_size}: "
-            f"make it anew with {trained.run / 'tokenizer.json'}"
+            f"make it again with {trained.run / 'tokenizer.json'}"
         )
     if dataset.tokenizer is None:
         return None
     theirs = load_tokenizer(dataset.tokenizer, "restore it")
     if (trained.run / "tokenizer.json").exists() and theirs.to_str() != trained.tokenizer().to_str():
         raise DataError(
-            f"{dataset.folder} was made with another tokenizer than the run's: make it anew with {trained.run / 'tokenizer.json'}"
+            f"{dataset.folder} was made with another tokenizer than the run's: make it again with {trained.run / 'tokenizer.json'}"
         )
     return theirs

@@ -1,9 +1,9 @@
-"""The bytes of text, in UTF-8, that each token of a vocabulary stands for.
+"""Counts the UTF-8 bytes of text that each token of a vocabulary stands for.
 
-With byte-level BPE (GPT-2's, and Lather's own) this is exact: the bytes of a text's tokens add up to the text's. With other tokenizers a
-token counts as what it is written as, with a space for SentencePiece's mark of one; where the tokenizer changes the text (cases, accents,
-a space before the first word, characters that it does not know) the sum is the changed text's. Special tokens, such as the end of a text,
-stand for none: what they cost is counted, and no bytes.
+With byte-level BPE (GPT-2's, and Lather's own) this is exact: the bytes of a text's tokens add up to the bytes of the text. With other
+tokenizers, a token counts the bytes of its written form, in which SentencePiece's mark for a space is a space; if the tokenizer changes the
+text (case, accents, a space before the first word, unknown characters), the sum is that of the changed text. Special tokens, such as the
+end of a text, count no bytes, although their nats are part of the loss.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 from lather.shapes import Int
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""A space as SentencePiece writes it."""
+"""SentencePiece's mark for a space."""
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""A byte as SentencePiece writes it."""
+"""SentencePiece's token for a single byte."""
 CONTINUED = "##"
-"""The beginning of WordPiece's tokens that are not the first of their word."""
+"""Prefix of WordPiece's tokens that continue a word."""
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[torch.Tensor, " v"]:
-    """Bytes by token, 0 for tokens that the tokenizer does not have."""
+    """Return the bytes of each token; 0 for tokens that the tokenizer does not have."""
     kinds = set(_types(json.loads(tokenizer.to_str())))
     added = tokenizer.get_added_tokens_decoder()
     table = torch.zeros(vocab_size, dtype=torch.int64)
@@ -51,7 +51,7 @@ def _written_bytes(written: str, is_word_piece: bool) -> int:
 
 
 def _types(part: Any) -> Iterator[str]:
-    """The types of a tokenizer's decoder, model and pre-tokenizer, and of their parts."""
+    """Yield the type names of a tokenizer's decoder, model and pre-tokenizer, and of their parts."""
     if isinstance(part, dict):
         if isinstance(part.get("type"), str):
             yield part["type"]

@@ -1,1 +1,1 @@
-"""Text from a decoder: prompts and conversations to tokens, and tokens to text as they come."""
+"""Text generation: encodes prompts and conversations to tokens, and decodes the model's tokens to text as they are generated."""

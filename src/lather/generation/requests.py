@@ -1,4 +1,4 @@
-"""Requests: texts to continue and conversations to answer, from command lines and files."""
+"""Requests: texts to continue and conversations to answer, given on the command line or read from files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class Request:
 
     text: str = ""
     messages: Messages | None = None
-    """None: it is the text."""
+    """The conversation; None: the request is `text`."""
 
     def describe(self) -> dict[str, Any]:
-        """As fields of a row of results."""
+        """Return the request as fields of a row of results."""
         return {"prompt": self.text} if self.messages is None else {"messages": self.messages}
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The requests of a file: lines of .jsonl are objects with "prompt", "messages" or "conversations", those of any other file are texts.
+    """Read the requests of a file. Each line of a .jsonl file is an object with "prompt", "messages" or "conversations"; each line of any
+    other file is a text.
 
-    Empty lines count for nothing. Raises DataError, with the line, for what is none of these, and if there is nothing.
+    Empty lines are skipped. Raises DataError, with the line number, for a line that is not a request, and for a file without requests.
     """
     try:
         lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
@@ -36,7 +37,7 @@ def read_requests(path: Path) -> list[Request]:
         raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise DataError(f"--prompts {path}: there is no prompt in it: give one on each line")
+        raise DataError(f"--prompts {path}: it holds no prompt: give one on each line")
     if path.suffix != ".jsonl":
         return [Request(line) for _, line in numbered]
     return [_of_line(line, f"--prompts {path}, line {number}") for number, line in numbered]

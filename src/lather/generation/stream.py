@@ -1,8 +1,8 @@
-"""Tokens to text, piece by piece as they come.
+"""Decodes tokens to text piece by piece, as they are generated.
 
-A character may be of several tokens, and tokenizers like SentencePiece's write a space before a word only if something precedes it. So a
-token is decoded together with some before it, and what the text has grown by is the token's piece. Whatever may still turn out otherwise
-is held back: a character that is not whole, and what may be the beginning of a text that ends it all.
+A character may consist of several tokens, and tokenizers like SentencePiece's write a space before a word only if another token precedes
+it. So a token is decoded together with a few tokens before it; its piece is the text that it adds. Text that later tokens may still change
+is held back: an incomplete character, and the possible beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""The character that tokenizers decode a part of one to."""
+"""The character that tokenizers return for an incomplete character."""
 TOKENS_BEFORE = 8
 
 
 class TextStream:
-    """The text of tokens that follow a prompt. Special tokens have none."""
+    """Decodes the tokens that follow a prompt; special tokens add no text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_texts: Sequence[str] = ()) -> None:
-        """`stop_texts`: the first that occurs ends the text, without it."""
+        """The text ends before the first occurrence of any of `stop_texts`."""
         self._tokenizer, self._stop_texts = tokenizer, [text for text in stop_texts if text]
         self._tokens = list(prompt[-TOKENS_BEFORE:])
         self._done = len(self._tokens)
-        """The number of these tokens that are in the text."""
+        """Number of tokens in `_tokens` whose text has been returned."""
         self._held = ""
         self.stopped = False
-        """True once a stop text came."""
+        """True once a stop text has occurred."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before; nothing after a stop text."""
+        """Add a token; return the text that it makes final. After a stop text, return nothing."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -41,7 +41,7 @@ class TextStream:
         return self._without_stop_text(grown)
 
     def rest(self) -> str:
-        """The text that was held back, when no token follows."""
+        """Return the text that was held back; call it after the last token."""
         if self.stopped:
             return ""
         text = self._without_stop_text(self._grown())

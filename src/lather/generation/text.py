@@ -1,4 +1,4 @@
-"""Texts that a decoder continues: prompts to tokens, and what follows them as text, row by row as it comes."""
+"""Continues texts: encodes prompts, generates tokens for all of them side by side, and decodes these as they are generated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lather.models.generate import Continuations, Sampling
 
 @dataclass(frozen=True)
 class Ending:
-    """When a text ends."""
+    """Conditions that end a text."""
 
     num_tokens: int
-    """Most tokens to add."""
+    """Maximal number of tokens to add."""
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end the text; they have none themselves."""
+    """Tokens that end the text; they add no text."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end it; they are left out."""
+    """Strings that end the text; they are left out of it."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class ContinuedText:
 
     text: str
     num_tokens: int
-    """The number of tokens added, those of a stop text included."""
+    """Number of generated tokens, including those of a stop text."""
     stopped: bool
-    """True if a stop token or text ended it, and not the number of tokens."""
+    """True if a stop token or stop text ended the text; False if it reached the maximal number of tokens."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a text. Raises DataError if it is not valid Unicode, or there are none."""
+    """Encode a text. Raises DataError if it is not valid Unicode, or has no token."""
     try:
         tokens: list[int] = tokenizer.encode(prompt).ids
     except TypeError:
@@ -59,8 +59,8 @@ def continue_texts(
     seeds: Sequence[int],
     show: Callable[[int, str], None] = lambda row, piece: None,
 ) -> list[ContinuedText]:
-    """Continue all prompts side by side. `seeds`: one for each; `show` is given a row's number and a piece of its text as soon as that is
-    certain."""
+    """Continue all prompts side by side, with one of `seeds` for each. `show` is called with a row's number and the next piece of its text
+    as soon as that piece is final."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     stop_tokens = ending.stop_tokens
     rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=stop_tokens)

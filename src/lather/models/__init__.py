@@ -1,6 +1,6 @@
-"""Mixture-of-experts language models: shared layers, one file per family for what is its own.
+"""Mixture-of-experts language models: shared layers, and one file per model family.
 
-What a script of one's own needs is here; the rest is in the modules.
+This package exports the names that scripts usually need; the modules have the rest.
 """
 
 from lather.models.cache import KeyValueCache

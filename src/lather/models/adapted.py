@@ -1,12 +1,12 @@
-"""The choice of weights that get adapters (`lather.models.lora`), and the merging of adapters into them.
+"""Chooses the weights that get adapters (`lather.models.lora`), and merges adapters into weights.
 
     attention         the projections of every block's attention
-    experts           gate/up and down of the routed experts, one A and B for each expert, for gate and up one A together
+    experts           gate/up and down of the routed experts; each expert has an A and a B, and gate and up share one A
     shared_experts    gate, up and down of the shared experts
     dense             gate, up and down of dense blocks
 
-A weight is called as its parameter is, without `.weight`: `layers.0.self_attn.q_proj`, `layers.0.mlp.experts.down_proj`. Its adapter's
-parameters are `layers.0.self_attn.q_proj.lora.A` and `.B`, of experts `layers.0.mlp.experts.down_lora.A` and `.B`.
+The name of a weight is that of its parameter without `.weight`: `layers.0.self_attn.q_proj`, `layers.0.mlp.experts.down_proj`. The
+parameters of its adapter are `layers.0.self_attn.q_proj.lora.A` and `.B`, and for experts `layers.0.mlp.experts.down_lora.A` and `.B`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lather.models.moe import MoE
 
 GROUPS = ("attention", "experts", "shared_experts", "dense")
 FACTOR = re.compile(r".*[._]lora\.[AB]")
-"""The name of a parameter of an adapter."""
+"""Matches the names of adapters' parameters."""
 
 
 def adaptable(model: Decoder) -> dict[str, str]:
-    """The weights that can have an adapter, in order, each with its group."""
+    """Return the weights that can have an adapter, in order, each with its group."""
     found = {}
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block)
@@ -54,7 +54,7 @@ def _group(block: Block, name: str) -> str:
 
 
 def adapted(model: Decoder, config: LoraConfig) -> list[str]:
-    """The weights that `config` gives an adapter. Raises ConfigError for a target that the model does not have."""
+    """Return the weights to which `config` gives an adapter. Raises ConfigError for a target that the model does not have."""
     if not config.rank:
         return []
     groups = adaptable(model)
@@ -72,7 +72,7 @@ def adapted(model: Decoder, config: LoraConfig) -> list[str]:
 
 
 def matching(pattern: str, names: Iterable[str], field: str, what: str) -> list[str]:
-    """The names that the glob pattern matches. Raises ConfigError, with the nearest ones, if there are none."""
+    """Return the names that the glob pattern matches. Raises ConfigError, with the nearest names, if there are none."""
     names = list(names)
     found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not found:
@@ -82,8 +82,8 @@ def matching(pattern: str, names: Iterable[str], field: str, what: str) -> list[
 
 
 def add_adapters(model: Decoder, config: LoraConfig) -> None:
-    """Give the model the adapters of `config`, all zero, in place; on the meta device they take no memory. Raises ConfigError for a target
-    that the model does not have."""
+    """Add the adapters of `config`, filled with zeros, to the model in place; on the meta device they take no memory. Raises ConfigError
+    for a target that the model does not have."""
     for name in adapted(model, config):
         owner, _, part = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -96,12 +96,12 @@ def add_adapters(model: Decoder, config: LoraConfig) -> None:
 
 
 def is_adapters(parameter: str) -> bool:
-    """Whether the parameter, or an expert's entry of it, is an adapter's."""
+    """Tell whether this is the name of an adapter's parameter, or of an expert's entry of one."""
     return FACTOR.fullmatch(split_entry(parameter)[0]) is not None
 
 
 def factor_names(parameter: str) -> tuple[str, str]:
-    """The names of A and B for a weight's parameter, `layers.0.self_attn.q_proj.weight`, or an expert's entry of it."""
+    """Return the names of A and B for a weight's parameter, such as `layers.0.self_attn.q_proj.weight`, or for an expert's entry of it."""
     name, expert = split_entry(parameter)
     stem = f"{name.removesuffix('.weight')}.lora" if name.endswith(".weight") else f"{name.removesuffix('_proj')}_lora"
     names = f"{stem}.A", f"{stem}.B"
@@ -110,7 +110,7 @@ def factor_names(parameter: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class MergedTensors:
-    """The weights of a checkpoint with its adapters merged into them, read on demand; a matrix more is in memory meanwhile."""
+    """The weights of a checkpoint with its adapters merged into them, read on demand; merging needs memory for one more matrix."""
 
     stored: TensorSource
     scale: float

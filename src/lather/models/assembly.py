@@ -1,4 +1,4 @@
-"""From a family's blocks to its model with fresh weights."""
+"""Builds a family's model, with fresh weights, from its blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lather.models.decoder import Block, Decoder
 
 @runtime_checkable
 class Outline(Protocol):
-    """Fields of every family's configuration on the model around its blocks."""
+    """Fields of every family's configuration that describe the model outside its blocks."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -32,9 +32,9 @@ class Outline(Protocol):
 def assemble(
     config: Outline, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
 ) -> Decoder:
-    """The model of `block(0)`, `block(1)` and so on, its weights drawn on CPU and moved to `device`.
+    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved to `device`.
 
-    On the meta device nothing is drawn and no memory is used: for sizes, and for weights that are read later.
+    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model whose weights are loaded later.
     """
     is_meta = device is not None and device.type == "meta"
     with torch.device("meta") if is_meta else contextlib.nullcontext():

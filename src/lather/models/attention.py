@@ -1,17 +1,17 @@
-"""Causal self-attention over packed documents and sliding windows: multi-head latent, and grouped queries with or without sinks.
+"""Causal self-attention over packed documents and sliding windows: multi-head latent attention, and grouped-query attention with or without
+sinks.
 
-Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its plain training form: keys and values are
-expanded from the latent, so that attention itself is an ordinary one; grouped queries (Ainslie et al., arXiv:2305.13245); RMSNorm of
-queries and keys (Henry et al., arXiv:2010.04245, as Qwen3 has it); sinks (GPT-OSS, arXiv:2508.10925): softmax over the keys and one learned
-logit per head that has no value.
+Sources: multi-head latent attention, MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its training form, which expands keys and values
+from the latent and then attends as usual; grouped queries (Ainslie et al., arXiv:2305.13245); RMSNorm of queries and keys (Henry et al.,
+arXiv:2010.04245, in the form of Qwen3); sinks (GPT-OSS, arXiv:2508.10925): the softmax includes one learned logit per head that has no
+value.
 
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's query and key (MLA: non-rotary width),
-R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: those of the S positions, or
-with a cache those of all that was read.
+R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of
+the cache.
 
-What is seen from where is a `lather.models.token_positions.SequenceLayout`'s to say, or for tokens that follow what was read before, a
-`lather.models.cache.CachedLayout`'s: plain causal attention needs no mask, windows and documents
-take a boolean mask on CPU and flex attention's block mask on CUDA.
+A `lather.models.token_positions.SequenceLayout`, or with a cache a `lather.models.cache.CachedLayout`, says which tokens a token attends
+to. Plain causal attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's block mask on CUDA.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lather.models.token_positions import SequenceLayout, for_device
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6
-"""The latents' norms have this eps in the published models, whatever `rms_norm_eps` is."""
+"""eps of the latents' norms; in the published models it does not depend on `rms_norm_eps`."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
 FLEX_WIDE = 128
@@ -52,11 +52,12 @@ def attend(
     sinks_H: Float[Tensor, " h"] | None = None,
     recipe: Recipe | None = None,
 ) -> Float[Tensor, "b s h u"]:
-    """softmax(scale q k^T) v over the keys that the layout lets a token see; H is a multiple of G.
+    """Compute softmax(scale q k^T) v over the keys that the layout lets each token attend to; H is a multiple of G.
 
-    `scale` is 1 / sqrt(N) if None. With `window` a token sees itself and window - 1 earlier ones. `sinks_H` are logits of one more key per
-    head, whose value is zero. Computed in the values' dtype: under autocast, norms and biases may have widened queries and keys.
-    What `recipe` can make of queries, keys and values is not kept for backward.
+    `scale` None means 1 / sqrt(N). With `window` a token attends to itself and to window - 1 earlier tokens. `sinks_H` are the logits of
+    one more key per head, whose value is zero. The result is computed in the values' dtype, because under autocast norms and biases may
+    have widened queries and keys.
+    Queries, keys and values that `recipe` can recompute are not saved for backward.
     """
     scale = q_BSHN.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
@@ -74,17 +75,18 @@ def attend(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How some of a call's queries, keys and values are made again in backward."""
+    """Recomputes some of the queries, keys and values of an attention call in backward."""
 
     remaking: Remaking
     which: tuple[int, ...]
-    """0 queries, 1 keys, 2 values."""
+    """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
     make: Make
-    """From the sources to those, (B, S, heads, width) each."""
+    """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
     sources: tuple[Tensor, ...]
 
     def register(self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]) -> None:
-        """The three as a kernel takes them are what `prepare` makes of those that `make` gives, in the tensors' dtype and head by head."""
+        """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head and in the values' dtype, through
+        `prepare`."""
         dtype = tensors[2].dtype
 
         def again(*sources: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +107,7 @@ def flexible_attention(
     scale: float,
     sinks_H: Float[Tensor, " h"] | None,
 ) -> Float[Tensor, "b h s u"]:
-    """By flex attention, compiled on CUDA. A sink only takes its share of the softmax: out * exp(lse) / (exp(lse) + exp(sink))."""
+    """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) / (exp(lse) + exp(sink))."""
     attention = for_device(flex_attention, q_BHSN.device)
     grouped = q_BHSN.shape[1] != k_BGSN.shape[1]
     y_BHSU: Tensor
@@ -126,14 +128,15 @@ def flexible_attention(
 
 
 def flex_options(q_BHSN: Tensor) -> FlexKernelOptions | None:
-    """Tiles of flex attention's forward kernel where torch's own, 64 x 64 in three stages, exceed a block's shared memory: for fp32 heads
-    wider than 128, which count as 256. These take 32 + 32 + 32 KiB with values as wide, of the 99 KiB that the smallest GPUs have. None:
-    torch's choice. (Its backward takes tiles of 16 x 16 in fp32.)"""
+    """Return tile sizes for flex attention's forward kernel if torch's default, 64 x 64 in three stages, exceeds a block's shared memory;
+    else None. This happens for fp32 heads wider than 128, which are padded to 256. The smaller tiles take 32 + 32 + 32 KiB if values are as
+    wide; the smallest GPUs have 99 KiB. (The backward kernel has tiles of 16 x 16 in fp32.)"""
     return FLEX_TILES_WIDE_FP32 if q_BHSN.dtype == torch.float32 and q_BHSN.shape[-1] > FLEX_WIDE else None
 
 
 def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, scale: float, recipe: Recipe | None = None) -> Tensor:
-    """By torch's fused kernels, causal if there is no mask. They want equal widths: the narrower ones are padded with zeros."""
+    """Attend with torch's fused kernels; causal if there is no mask. The kernels need equal widths, so narrower tensors are padded with
+    zeros."""
     width, value_width = max(q_BHSN.shape[-1], v_BGSU.shape[-1]), v_BGSU.shape[-1]
 
     def padded(x: Tensor) -> Tensor:
@@ -143,7 +146,7 @@ def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, 
     if recipe is not None:
         recipe.register((q, k, v), padded)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and is_gpu(q) and q.dtype == torch.float32:  # no fused kernel takes groups in fp32, and the plain one makes (S, S) tensors
+    if grouped and is_gpu(q) and q.dtype == torch.float32:  # here only the plain kernel supports groups, with (S, S) tensors
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
@@ -151,9 +154,10 @@ def _fused(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, mask: Tensor | None, 
 
 
 def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A token before the first whose value is zero and whose key meets, in one more coordinate, each query's sink.
+    """Represent sinks by a token before the first one: its value is zero, and an additional coordinate of its key and of all queries gives
+    each head's sink as the logit.
 
-    Standing first it is seen from everywhere under the causal rule too, so that no mask is needed for its sake. Its own query is idle.
+    As the first token it is visible from everywhere in causal attention, so it needs no mask. The output of its own query is unused.
     """
     sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(len(q_BHSN), -1, q_BHSN.shape[2], 1)
     q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
@@ -163,7 +167,8 @@ def _with_sink_token(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Te
 
 
 def _side_by_side(attended_BSHU: Tensor, remaking: Remaking) -> Tensor:
-    """(B, S, H * U). Attention itself keeps its output; a copy in another order is made again from that."""
+    """Return the heads' outputs side by side, (B, S, H * U). Attention saves its output anyway; this reordered copy is recomputed from
+    it."""
     side_by_side = attended_BSHU.flatten(2)
     remaking.add((side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU)
     return side_by_side
@@ -231,7 +236,7 @@ class MultiHeadLatentAttention(nn.Module):
         cos_BSP: Float[Tensor, "#b s p"],
         sin_BSP: Float[Tensor, "#b s p"],
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
-        """Queries, keys and values of each head, rotated, from what the projections gave."""
+        """Return queries, keys and values of each head, rotated, from the outputs of the projections."""
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
         query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
         return query, *self.keys_and_values(kv_BSx, k_BSR, cos_BSP, sin_BSP)
@@ -243,8 +248,8 @@ class MultiHeadLatentAttention(nn.Module):
         k_BSR: Float[Tensor, "b s r"],
         layout: CachedLayout,
     ) -> Float[Tensor, "b s h u"]:
-        """The same attention over latents, all that is cached: what expands them to keys is applied to the queries, and what expands them
-        to values to the weighted sums. A token costs L + R numbers of memory, and L + R instead of N + R products per key."""
+        """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
+        values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
         cos_BSP, sin_BSP = layout.rotary_tables(self.rotary, latent_BSL.dtype)
         kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
@@ -263,7 +268,7 @@ class MultiHeadLatentAttention(nn.Module):
         cos_BSP: Float[Tensor, "#b s p"],
         sin_BSP: Float[Tensor, "#b s p"],
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
-        """Queries and keys of each head."""
+        """Return keys and values of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
         k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP).expand(-1, -1, self.num_heads, -1)
@@ -271,7 +276,8 @@ class MultiHeadLatentAttention(nn.Module):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Causal attention in which several query heads share a key-value head; rotary over whole heads, pairs across their halves.
+    """Causal attention in which several query heads share a key-value head; the rotary embedding covers whole heads, with pairs across
+    halves.
 
     Optional: RMSNorm of each head's query and key (`qk_norm_eps`), biases on the four projections, a sliding window, sinks.
     """
@@ -303,7 +309,7 @@ class GroupedQueryAttention(nn.Module):
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         recipe = None
-        if isinstance(self.q_norm, RMSNorm):  # which keeps what the projections gave
+        if isinstance(self.q_norm, RMSNorm):  # the norm saves the outputs of the projections anyway
 
             def queries_and_keys(q_BSx: Tensor, k_BSx: Tensor, v_BSx: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
                 return self.heads(q_BSx, k_BSx, v_BSx, *tables)[:2]
@@ -324,6 +330,6 @@ class GroupedQueryAttention(nn.Module):
         cos_BSP: Float[Tensor, "#b s p"],
         sin_BSP: Float[Tensor, "#b s p"],
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s g n"], Float[Tensor, "b s g n"]]:
-        """Queries, keys and values of each head, normed and rotated, from what the projections gave."""
+        """Return queries, keys and values of each head, normalized and rotated, from the outputs of the projections."""
         q_BSHN, k_BSGN, v_BSGN = (x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx))
         return rotate_halves(self.q_norm(q_BSHN), cos_BSP, sin_BSP), rotate_halves(self.k_norm(k_BSGN), cos_BSP, sin_BSP), v_BSGN

@@ -1,10 +1,10 @@
-"""The memory of a decoder of the tokens that it has read, so that the next ones are read alone.
+"""The key-value cache of a decoder: a forward pass processes only new tokens, which attend to the cached ones.
 
-A layer's keys and values go into a `KeyValueCache`, those of latent attention as the latent and the one rotary key (arXiv:2405.04434,
-section 2.1.3). Rows of a batch may be of different lengths: the shorter ones are padded on the left, so that all of them end in the same
-slot. What is read next is a `CachedLayout`: a `SequenceLayout` whose tokens also see those of before. A cache is for inference alone.
+A `KeyValueCache` holds the keys and values of all layers; latent attention caches the latent and its rotary key (arXiv:2405.04434, section
+2.1.3). Rows of a batch may have different lengths: shorter rows are padded on the left, so that all rows end in the same slot. A
+`CachedLayout` is the `SequenceLayout` of new tokens, which also attend to the cached ones. A cache is only for inference.
 
-Letters: B sequences, S tokens of each that are read now, T slots of each: all that was read, padding and the S tokens included.
+Letters: B sequences, S new tokens of each, T slots of each: all cached tokens, including padding and the S new ones.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from lather.shapes import Bool, Int
 
 
 class KeyValueCache:
-    """The keys and values of all layers, for tokens that were read in one go or in several."""
+    """The keys and values of all layers for the tokens that have been processed."""
 
     def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
-        """`padding_B`: with how many slots each row begins that hold no token; None: with none."""
+        """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
         self.padding_B = padding_B
         self.length = 0
-        """Slots that were read, of every row."""
+        """Number of slots of every row."""
         self._buffers: dict[nn.Module, tuple[_Buffer, ...]] = {}
 
     def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
-        """Append what `layer` has made of the tokens that are read now, (B, S, ...) each; returns those of all slots, (B, T, ...)."""
+        """Append the layer's tensors for the new tokens, (B, S, ...) each; return those of all slots, (B, T, ...)."""
         buffers = self._buffers.setdefault(layer, tuple(_Buffer() for _ in new_BS))
         return tuple(buffer.append(x_BS) for buffer, x_BS in zip(buffers, new_BS, strict=True))
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep only these rows, in this order."""
         for buffer in (buffer for buffers in self._buffers.values() for buffer in buffers):
             buffer.keep_rows(rows)
         if self.padding_B is not None:
@@ -41,7 +41,7 @@ class KeyValueCache:
 
 
 class _Buffer:
-    """A tensor (B, T, ...) that grows along T; it has room for as much again when it has to move."""
+    """A tensor (B, T, ...) that grows along T; its capacity doubles when it is full."""
 
     def __init__(self) -> None:
         self._room: Tensor | None = None
@@ -64,14 +64,14 @@ class _Buffer:
 
 
 class CachedLayout(SequenceLayout):
-    """Where the next tokens of a batch stand: behind those of a cache, which grows by them."""
+    """The layout of new tokens after those of a cache; it extends the cache's length."""
 
-    takes_block_masks = False  # flex attention would be compiled anew as T grows
+    takes_block_masks = False  # flex attention would be compiled again as T grows
 
     def __init__(self, cache: KeyValueCache, batch: int, length: int, device: torch.device) -> None:
-        """Raises ValueError outside `torch.no_grad()`, or if the batch has not as many rows as the cache's padding."""
+        """Raises ValueError outside `torch.no_grad()`, or if the batch and the cache's padding have different numbers of rows."""
         if torch.is_grad_enabled():
-            raise ValueError("a key-value cache is for inference: read inside torch.no_grad()")
+            raise ValueError("a key-value cache is for inference: call the model inside torch.no_grad()")
         if cache.padding_B is not None and len(cache.padding_B) != batch:
             raise ValueError(f"the batch has {batch} rows and the cache's padding {len(cache.padding_B)}: give one number per row")
         super().__init__(batch, length, device)
@@ -85,9 +85,9 @@ class CachedLayout(SequenceLayout):
         return self.start == 0 and self.cache.padding_B is None and super().is_plain(window)
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
-        """Which of the S queries sees which of the T keys, as (B or 1, 1, 1 + S, 1 + T): row and column 0 are for a sink.
+        """Return which of the S queries attend to which of the T keys, as (B or 1, 1, 1 + S, 1 + T); row and column 0 are for a sink.
 
-        A slot of padding sees itself, so that what comes out is finite; nobody else sees it.
+        A padding slot attends only to itself, so that its output is finite, and no other slot attends to it.
         """
         window = self._effective(window)
 

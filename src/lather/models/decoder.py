@@ -6,11 +6,11 @@
     4 combine            sums back to their tokens             all-to-all under expert parallelism
     5 aggregate          shared experts, residual              compute
 
-A dense block has the same segments with 2 and 4 as identities. `forward` is their composition in one autograd graph: what every other way
-of running a block must agree with. What the feed-forward layers keep for backward is `set_memory`'s choice; "reference" is plain autograd.
+In a dense block segments 2 and 4 are identities. `forward` composes the segments in one autograd graph; every other way of running a block
+must give the same results. `set_memory` chooses which tensors the feed-forward layers save for backward; "reference" is plain autograd.
 
-Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, R tokens at this rank's experts, V
-vocabulary.
+Letters: B sequences, S positions, T = B * S tokens, D hidden size, E experts, K experts per token, R tokens that this rank's experts
+receive, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from lather.shapes import Float, Int
 
 @dataclass
 class Attended:
-    """The results of segment 1, for the segments after it."""
+    """The results of segment 1."""
 
     residual_BSD: Float[Tensor, "b s d"]
     normed_TD: Float[Tensor, "t d"]
     routing: Routing | None
     """None in a dense block."""
     again: Again | None = None
-    """Makes `normed_TD` again, from the residual; None if it has to be kept."""
+    """Recomputes `normed_TD` from the residual; None if autograd saves it."""
 
     def not_kept(self) -> AbstractContextManager[None]:
-        """Around what reads `normed_TD`: it is made again in backward."""
+        """Inside this context, autograd does not save `normed_TD`, but recomputes it in backward."""
         return nullcontext() if self.again is None else self.again.instead_of(self.normed_TD)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward with residuals; the feed-forward is a `MoE` or, in a dense block, a `GatedMLP`."""
+    """Pre-norm attention and feed-forward layer with residuals; the feed-forward layer is a `MoE` or, in a dense block, a `GatedMLP`."""
 
     def __init__(self, self_attn: nn.Module, mlp: MoE | GatedMLP, hidden_size: int, rms_norm_eps: float) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class Block(nn.Module):
         return normed_BSD.flatten(0, 1)
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
-        """None in a dense block."""
+        """Send tokens to the ranks of their experts; return None in a dense block."""
         return None if attended.routing is None else exchange.dispatch(attended.normed_TD, attended.routing)
 
     def run_experts(self, attended: Attended, dispatched: Dispatched | None) -> Float[Tensor, "r d"]:
-        """The router's weights are applied here, on the experts' side, so that combine only has to add."""
+        """Run the experts and apply the router's weights to their outputs, so that `combine` only has to add."""
         if dispatched is None:
             dense: Tensor = self.mlp(attended.normed_TD)
             return dense
@@ -118,11 +118,11 @@ class DecoderOutput:
     """One per MoE block, in order."""
 
     def balance_loss(self) -> Float[Tensor, ""]:
-        """Sum over the MoE blocks, 0 if there are none."""
+        """Sum the balance losses of the MoE blocks; 0 if there are none."""
         return _sum([routing.balance_loss for routing in self.routings])
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """Sum over the MoE blocks whose routers take it (`Router.takes_z_loss`), 0 if there are none."""
+        """Sum the z-losses of the MoE blocks whose routers compute one (`Router.takes_z_loss`); 0 if there are none."""
         return _sum([routing.z_loss for routing in self.routings if routing.z_loss is not None])
 
 
@@ -131,14 +131,15 @@ def _sum(losses: list[Tensor]) -> Tensor:
 
 
 class RoutedModel(nn.Module):
-    """Blocks, of which some may have experts: what is set for all of them alike."""
+    """A module with blocks, some of which may have experts; its methods set options of all blocks."""
 
     def routers(self) -> list[Router]:
-        """Routers of the MoE blocks, in order."""
+        """Return the routers of the MoE blocks, in order."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def set_memory(self, memory: str) -> None:
-        """Set what the feed-forward layers keep for backward (see `lather.models.experts`), and with "reference" the linear ones, too.
+        """Choose the tensors that the feed-forward layers, and with "reference" also the linear layers, save for backward (see
+        `lather.models.layers`).
 
         Raises ValueError for an unknown mode.
         """
@@ -151,14 +152,14 @@ class RoutedModel(nn.Module):
                 module.keep_little()
 
     def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
-        """Have linear layers, experts and routers give their weight gradients to `queue`; None: at once.
+        """Have linear layers, experts and routers defer their weight gradients to `queue`; None: do not defer.
 
-        Those of the head that come with the loss are made at once: see `lather.models.saving.weight_gradients`.
+        The head's weight gradient is never deferred, because the loss computes it: see `lather.models.saving.weight_gradients`.
         """
         defer_weight_gradients(self, queue)
 
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
-        """Over what the balance loss of all blocks is taken; see `LoadBalance`."""
+        """Set the level of the balance loss of all blocks; see `LoadBalance`."""
         for router in self.routers():
             router.balance = LoadBalance(level, group)
 
@@ -187,11 +188,11 @@ class Decoder(RoutedModel):
         exchange: Exchange = LOCAL_EXCHANGE,
         cache: KeyValueCache | None = None,
     ) -> DecoderOutput:
-        """Logits, or with labels the cross entropy summed over labels that are not -100 and divided by `normalizer`.
+        """Compute logits, or with labels the sum of the cross entropy over labels that are not -100, divided by `normalizer`.
 
-        The loss never holds the logits of all tokens at a time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`. `cu_seqlens`:
-        boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: how tokens get to experts on other ranks.
-        `cache`: of the tokens before these, which grows by these; inside `torch.no_grad()`, and without `cu_seqlens`.
+        The loss never holds the logits of all tokens at the same time. `labels_BS[b, s]` is the token after `tokens_BS[b, s]`.
+        `cu_seqlens`: boundaries of the documents packed into the batch (see `SequenceLayout`). `exchange`: sends tokens to experts on other
+        ranks. `cache`: holds the tokens before these, and is extended by these; only inside `torch.no_grad()`, and without `cu_seqlens`.
         """
         x_BSD, routings = self.hidden(tokens_BS, cu_seqlens=cu_seqlens, exchange=exchange, cache=cache)
         if labels_BS is None:
@@ -206,7 +207,7 @@ class Decoder(RoutedModel):
         exchange: Exchange = LOCAL_EXCHANGE,
         cache: KeyValueCache | None = None,
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
-        """The last norm's output, of which the head makes logits, and the routings of the MoE blocks; see `forward`."""
+        """Return the last norm's output, which is the head's input, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
         layout: SequenceLayout
         if cache is None:
@@ -214,7 +215,7 @@ class Decoder(RoutedModel):
         elif cu_seqlens is None:
             layout = CachedLayout(cache, batch, length, tokens_BS.device)
         else:
-            raise ValueError("cu_seqlens and a cache were given: documents that are packed have no past, give one of the two")
+            raise ValueError("cu_seqlens and a cache were given: a cache does not support packed documents, give one of the two")
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:
@@ -225,7 +226,7 @@ class Decoder(RoutedModel):
 
     @contextlib.contextmanager
     def replay(self, experts_LTK: Sequence[Int[Tensor, "t k"]]) -> Iterator[None]:
-        """Inside the block the tokens of each MoE block go to these experts; one tensor per MoE block, see `Router.replay`."""
+        """Inside this context, the tokens of each MoE block go to the given experts, one tensor per MoE block; see `Router.replay`."""
         routers = self.routers()
         if len(experts_LTK) != len(routers):
             raise ValueError(f"replay got {len(experts_LTK)} routings: give one for each of the {len(routers)} MoE blocks")
@@ -235,10 +236,10 @@ class Decoder(RoutedModel):
             yield
 
     def fresh_weights(self, std: float, generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and fresh value, on CPU, of each parameter: norms 1, biases 0, everything else normal with this standard deviation, drawn
-        in the order of `parameters()`. The model itself may be on the meta device."""
+        """Yield the name and a fresh value, on CPU, of each parameter: norms are 1, biases 0, all others drawn from a normal distribution
+        with this standard deviation, in the order of `parameters()`. The model may be on the meta device."""
         norms = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm)}
-        for name, p in self.named_parameters():  # no name is given to the value, which the caller may drop before it asks for the next
+        for name, p in self.named_parameters():  # the values have no name here, so that the caller can free each before the next
             if id(p) in norms:
                 yield name, torch.ones(p.shape, dtype=p.dtype, device="cpu")
             elif name.endswith("bias"):

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, leading dense layers, then mixture-of-experts layers with shared experts.
+"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, dense blocks first, then mixture-of-experts blocks with shared experts.
 
-Field names and defaults of meaning are those of the published Hugging Face `config.json`. Two of its fields the authors' own code heeds,
-and so does this, while transformers 5 ignores them: `norm_topk_prob` and `seq_aux`.
+Fields have the names and meanings of the published Hugging Face `config.json`. As in the authors' own code, `norm_topk_prob` and `seq_aux`
+take effect; transformers 5 ignores both.
 """
 
 from __future__ import annotations
@@ -23,66 +23,68 @@ from lather.models.routing import LoadBalance, Router
 
 @dataclass(frozen=True)
 class DeepseekV2Config(CheckedFields):
-    """Sizes of a DeepSeek-V2 style model."""
+    """Sizes and options of a DeepSeek-V2 model."""
 
     model_type: str = "deepseek_v2"
-    """The family, by its Hugging Face name."""
+    """Hugging Face name of the model family."""
     vocab_size: int = 4096
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     hidden_size: int = 192
     """Width of the residual stream."""
     intermediate_size: int = 512
-    """Width of the dense layers' feed-forward."""
+    """Width of the feed-forward layer of dense blocks."""
     moe_intermediate_size: int = 128
-    """Width of one expert's feed-forward."""
+    """Width of one expert's feed-forward layer."""
     num_hidden_layers: int = 6
-    """Blocks, dense ones included."""
+    """Number of blocks, including dense ones."""
     first_k_dense_replace: int = 1
-    """Leading blocks that are dense."""
+    """Number of dense blocks at the start."""
     num_attention_heads: int = 6
-    """Attention heads."""
+    """Number of attention heads."""
     q_lora_rank: int | None = None
-    """Rank of the query latent; none: the query is projected directly."""
+    """Rank of the query latent; none: queries are projected directly."""
     kv_lora_rank: int = 64
-    """Rank of the latent that keys and values come from."""
+    """Rank of the latent from which keys and values are expanded."""
     qk_nope_head_dim: int = 32
-    """Width of a head's query and key without position."""
+    """Width of the part of a head's query and key without rotary embedding."""
     qk_rope_head_dim: int = 16
-    """Width of a head's rotary query and key, even."""
+    """Width of the part of a head's query and key with rotary embedding; even."""
     v_head_dim: int = 32
     """Width of a head's value."""
     n_routed_experts: int = 8
-    """Routed experts per MoE block."""
+    """Number of routed experts per MoE block."""
     n_shared_experts: int = 1
-    """Shared experts per MoE block, as one feed-forward of that many times `moe_intermediate_size`; 0: none."""
+    """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple of `moe_intermediate_size`; 0: none."""
     num_experts_per_tok: int = 2
-    """Routed experts per token (top-k)."""
+    """Number of routed experts per token (top-k)."""
     topk_method: str = "greedy"
-    """greedy: the best of all experts. group_limited_greedy: the best of `topk_group` groups, those with the best single experts."""
+    """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in the `topk_group` groups that have the
+    best single experts."""
     n_group: int = 1
-    """Groups of neighbouring experts, for group_limited_greedy."""
+    """Number of groups of neighbouring experts, for group_limited_greedy."""
     topk_group: int = 1
-    """Groups that a token's experts may come from."""
+    """Number of groups that a token's experts may come from, for group_limited_greedy."""
     norm_topk_prob: bool = False
-    """Scale the chosen experts' weights to sum 1 instead of by `routed_scaling_factor`, if there are several."""
+    """Normalize the weights of a token's experts to a sum of 1, instead of multiplying them by `routed_scaling_factor`; without effect if
+    `num_experts_per_tok` is 1."""
     routed_scaling_factor: float = 1.0
-    """Factor on the chosen experts' weights."""
+    """Factor on the weights of a token's experts."""
     aux_loss_alpha: float = 0.001
-    """Coefficient of each block's load-balancing loss; 0: none."""
+    """Coefficient of each block's load-balancing loss; 0: no such loss."""
     seq_aux: bool = False
-    """Take that loss of each sequence alone instead of the micro-batch."""
+    """Compute the load-balancing loss for each sequence, not for the micro-batch."""
     max_position_embeddings: int = 2048
-    """Longest sequence, tokens."""
+    """Maximal length of a sequence, in tokens."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: YarnConfig | None = None
-    """Stretching of the positions by YaRN; left out: none."""
+    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
+    """Constant added to the mean square in RMSNorm."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = False
-    """The head is the embedding."""
+    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"))
@@ -99,7 +101,8 @@ class DeepseekV2Config(CheckedFields):
 
     @property
     def normalizes(self) -> bool:
-        """Whether the chosen experts' weights sum to 1; a lone weight of 1 would teach the router nothing."""
+        """True if the weights of a token's experts are normalized; a single weight is not, as it would always be 1 and give the router no
+        gradient."""
         return self.norm_topk_prob and self.num_experts_per_tok > 1
 
     @property
@@ -143,7 +146,7 @@ PUBLISHED = PublishedConfig(
 
 
 def build_deepseek_v2(config: DeepseekV2Config, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
     return assemble(config, lambda index: _block(config, is_dense=index < config.first_k_dense_replace), generator, device)
 
 

@@ -1,22 +1,22 @@
-"""Names under which a model's tensors are stored: routed experts, stacked in a parameter, have one entry each.
+"""Names of a model's tensors in a file: a stack of routed experts is one parameter of the model, and one entry per expert in the file.
 
-A file then knows nothing of which rank had which experts.
+So a file does not depend on which rank had which experts.
 """
 
 from __future__ import annotations
 
 
 def is_stack(name: str) -> bool:
-    """Whether dim 0 of this parameter is over routed experts."""
+    """Tell whether the parameter is a stack of routed experts, one at each index of dim 0."""
     return ".experts." in f".{name}"
 
 
 def entry_name(stack: str, expert: int) -> str:
-    """The stored name of one expert of a stack."""
+    """Return the name of an expert's entry."""
     return f"{stack}.{expert}"
 
 
 def split_entry(name: str) -> tuple[str, int | None]:
-    """Parameter and number of the expert; None for an entry that is a whole parameter."""
+    """Return the parameter and the number of the expert; None for an entry that is a whole parameter."""
     stack, _, number = name.rpartition(".")
     return (stack, int(number)) if is_stack(name) and number.isdecimal() else (name, None)

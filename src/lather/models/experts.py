@@ -1,14 +1,15 @@
-"""Routed experts in the least memory between forward and backward.
+"""Routed experts that save little memory between forward and backward.
 
-One autograd function goes from tokens to tokens: gather the rows of each expert, gate/up, gate, down, weighted sum per token.
+One autograd function computes the whole layer: gather the rows of each expert, gate/up, gate, down, weighted sum per token.
 
-    kept between forward and backward     x (R, D), which the caller keeps as well; gate/up (G, 2F); indices and the router's weights
-    made anew in backward                 the experts' input rows (gathered), the gated product (from gate/up)
-    never needed                          the experts' outputs: the router's weight of row g has the gradient
-                                          <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is computed anyway
+    saved for backward        x (R, D), which the caller saves as well; gate/up (G, 2F); indices and the router's weights
+    recomputed in backward    the experts' input rows (gathered), the gated product (from gate/up)
+    not needed                the experts' outputs: the gradient of the router's weight of row g is
+                              <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is computed anyway
 
-With memory="recompute" gate/up goes, too: one more gather and product in backward. memory="reference" is the plain formula in plain
-autograd, which everything is tested against. Adapters (`lather.models.lora`) keep nothing: their products are made again.
+With memory="recompute" gate/up is not saved either, which costs one more gather and product in backward. memory="reference" is the plain
+formula in plain autograd, against which the others are tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their
+products.
 
 Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F intermediate size, G rows grouped by expert.
 """
@@ -39,10 +40,10 @@ from lather.shapes import Float, Int
 
 
 class Experts(Deferrable, Rounding, nn.Module):
-    """E gated MLPs as stacked weights, gate and up in one: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), biases if asked for.
+    """E gated MLPs as stacked weights, with gate and up in one stack: `gate_up_proj` (E, 2F, D), `down_proj` (E, D, F), optional biases.
 
-    `gate` says how gate and up make the hidden product and how their columns lie. `gate_up_lora` and `down_lora` are adapters of the two
-    stacks, if they have any.
+    `gate` defines the activation and the order of the columns of gate and up. `gate_up_lora` and `down_lora` are the adapters of the two
+    stacks, if there are any.
     """
 
     gate_up_lora: Adapter | None
@@ -62,7 +63,7 @@ class Experts(Deferrable, Rounding, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights as in `nn.Linear`, uniform within 1 / sqrt(inputs); biases 0."""
+        """Draw weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set biases to 0."""
         for weight in (self.gate_up_proj, self.down_proj):
             weight.uniform_(-1, 1).div_(max(weight.shape[-1], 1) ** 0.5)
         for bias in (self.gate_up_bias, self.down_bias):
@@ -76,9 +77,9 @@ class Experts(Deferrable, Rounding, nn.Module):
         weights_RK: Float[Tensor, "r k"],
         num_pairs: int | None = None,
     ) -> Float[Tensor, "r d"]:
-        """Sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is another rank's and adds nothing.
+        """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on another rank and adds nothing.
 
-        `num_pairs`: how many are not -1, if the host knows; else there is room for all of them.
+        `num_pairs`: number of experts that are not -1, if the host knows it; None: memory for all of them is allocated.
         """
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
@@ -96,7 +97,7 @@ class Experts(Deferrable, Rounding, nn.Module):
     def reference_forward(
         self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]
     ) -> Float[Tensor, "r d"]:
-        """The same in plain autograd, expert by expert."""
+        """Compute the same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
         biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
         gate_up_EHD = self.gate_up_proj if self.gate_up_lora is None else self.gate_up_lora.added_to(self.gate_up_proj)
@@ -107,12 +108,12 @@ class Experts(Deferrable, Rounding, nn.Module):
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
             out_ND = F.linear(h_NF, down_DF, down_bias_D)
             weighted_ND = (out_ND * weights_RK[token, slot, None].to(out_ND.dtype)).to(y_RD.dtype)
-            y_RD = y_RD.scatter_add(0, token[:, None].expand_as(weighted_ND), weighted_ND)  # index_add would keep what it adds
+            y_RD = y_RD.scatter_add(0, token[:, None].expand_as(weighted_ND), weighted_ND)  # index_add would save its operand
         return y_RD
 
 
 def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "n f"]:
-    """The hidden product of gate and up in torch's own operations, in the input's dtype."""
+    """Compute the activation of gate and up with torch's own operations, in the input's dtype."""
     if gate.interleaved:
         gate_NF, up_NF = gate_up_NH[:, 0::2], gate_up_NH[:, 1::2]
     else:
@@ -125,7 +126,7 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class _Call:
-    """Everything that a call of the autograd function needs besides tensors with gradients."""
+    """The inputs of the autograd function that have no gradient."""
 
     route: Route
     gate: Gate
@@ -137,7 +138,7 @@ class _Call:
     keep_gate_up: bool = False
 
     def stacks(self, gate_up_EHD: Tensor, down_EDF: Tensor, factors: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
-        """Both with their adapters, of which `factors` are A and B."""
+        """Return both stacks with their adapters; `factors` are A and B of each."""
         gate_up_a, gate_up_b, down_a, down_b = factors
         end_E, (scale, down_scale) = self.route.end_E, self.scales
         return (
@@ -147,7 +148,7 @@ class _Call:
 
 
 class _RoutedExperts(torch.autograd.Function):
-    """`parameters`: gate/up and down as (E, 2F, D) and (E, D, F), their biases or None, then A and B of their adapters or None."""
+    """`parameters`: gate/up (E, 2F, D) and down (E, D, F), their biases or None, then A and B of their adapters or None."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
@@ -170,7 +171,8 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        """dy_g, the gradient of row g's output, is w_g times its token's: w goes onto the F-sized side of each product."""
+        """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g multiplies the factor of size F in each
+        product."""
         x_RD, weights_RK, gate_up_GH, *saved = ctx.saved_tensors
         call = _Call(Route(*saved[:4]), *ctx.options)
         gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = to_round(call.kept, ctx.parameters, saved[4:])
@@ -241,20 +243,20 @@ def _add_bias(rows_GO: Tensor, bias_EO: Tensor | None, route: Route) -> Tensor:
 
 
 def _row_bias(bias_EO: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
-    """The bias of each row's expert; of the last one for rows that belong to nobody."""
+    """Return the bias of each row's expert; for rows without an expert, that of the last expert."""
     expert_G = expert_of_row(route.end_E, len(route.token_G)).clamp_(max=len(bias_EO) - 1)
     return bias_EO.to(dtype).index_select(0, expert_G)
 
 
 def _weight_of_row(weights_RK: Tensor, route: Route) -> Tensor:
-    """The router's weight of each row, 0 for padding."""
+    """Return the router's weight of each row; 0 for padding."""
     g = len(route.token_G)
     row_RK = torch.where(route.row_TK < 0, g, route.row_TK).flatten()
     return weights_RK.new_zeros(g + 1).index_copy_(0, row_RK, weights_RK.flatten())[:g]
 
 
 def _rows_to_slots(value_G: Tensor, row_TK: Tensor) -> Tensor:
-    """The value of each (token, slot)'s row, 0 where there is none."""
+    """Return the value of the row of each (token, slot); 0 where there is no row."""
     if not len(value_G):
         return value_G.new_zeros(row_TK.shape)
     picked = value_G.index_select(0, row_TK.clamp(min=0).flatten()).view(row_TK.shape)

@@ -1,9 +1,9 @@
-"""The model families: which there are, and their configurations from and to Hugging Face's `config.json`.
+"""The model families, and the conversion of their configurations from and to Hugging Face's `config.json`.
 
-Every field of a `config.json` is one of the configuration's own, one that is supported with one value only, or one that has no influence on
-training (`NO_INFLUENCE`, and each family's). Anything else raises: a model that is not the one described is worse than none. Rotary
-embedding is read in both styles, `rope_theta` and `rope_scaling` (transformers 4, the hub) and `rope_parameters` (transformers 5), and
-written in both.
+A field of a `config.json` is either a field of the configuration, or supported only with certain values, or without influence on training
+(`NO_INFLUENCE`, and the family's own). Any other field is an error, so that the model is never another than the one described. Rotary
+settings are read and written in both styles: `rope_theta` and `rope_scaling` (transformers 4, the hub), and `rope_parameters`
+(transformers 5).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ModelConfig = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its configuration, its model, and its names in Hugging Face folders."""
+    """A model family: its configuration, its builder, and its description in Hugging Face folders."""
 
     model_type: str
-    """Hugging Face's name."""
+    """Hugging Face name of the family."""
     config: type[ModelConfig]
     build: Callable[..., Decoder]
-    """From a configuration, a generator and, optionally, a device."""
+    """Builds the model from a configuration, a generator and, optionally, a device."""
     published: PublishedConfig
 
 
@@ -86,19 +86,20 @@ NO_INFLUENCE = frozenset(
         "use_return_dict",
     }
 )
-"""Fields of any family that say nothing about the function that is trained. Dropout, tied encoders and the like are not among them."""
+"""Fields of any family without influence on the trained function. Fields such as dropout or tied encoders do not belong here."""
 
 FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
-"""Fields of any family that are supported with one value only, as `PublishedConfig.fixed`, but not written."""
+"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, but are not written."""
 
 LARGEST = 10**8
-"""Above every size that a model can have."""
+"""Upper limit for integers in a configuration."""
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_TYPES = ("default", "yarn")
 
 
 def build_model(config: ModelConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """The model with fresh weights drawn on CPU from `generator` (None: torch's own), on `device`; on the meta device without weights."""
+    """Build the model on `device`, with weights drawn on CPU from `generator` (None: torch's default); on the meta device without
+    weights."""
     return family_of(config).build(config, generator, device)
 
 
@@ -107,9 +108,9 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
-    """The configuration that a parsed `config.json` describes.
+    """Return the configuration that a parsed `config.json` describes.
 
-    Raises ConfigError, naming the field, for a family, field or value that is not supported, and for missing fields.
+    Raises ConfigError, with the name of the field, for an unsupported family, field or value, and for missing fields.
     """
     model_type = mapping.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -131,7 +132,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
     if unknown:
         raise ConfigError(
             f"{unknown[0]} = {mapping[unknown[0]]!r} is not supported: no {family.model_type} model is known to have this field; "
-            "take it out if it has no influence"
+            "remove it if it has no influence"
         )
     fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
     for name, default in published.defaults.items():
@@ -144,7 +145,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """A `config.json` that transformers loads, in the order of the fields. The dtype of the weights is left to who writes them."""
+    """Return a `config.json` that transformers loads, in the order of the fields. The caller adds the dtype of the weights."""
     published = family_of(config).published
     fields: dict[str, Any] = {"architectures": [published.architecture]}
     for field in dataclasses.fields(config):
@@ -191,14 +192,14 @@ def _check_fixed(mapping: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_value(name: str, value: Any, supported: tuple[Any, ...], family: Family) -> None:
-    """Null is as good as left out. True is not 1 here."""
+    """Raise ConfigError unless the value is supported. Null counts as left out; True is not 1."""
     if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported):
         words = " or ".join("null" if each is None else repr(each) for each in supported)
         raise ConfigError(f"{name} = {value!r} is not supported for {family.model_type}: it must be {words}")
 
 
 def _read_rope(mapping: Mapping[str, Any], published: PublishedConfig) -> tuple[float, YarnConfig | None]:
-    """Read both styles of rotary settings; where both are given they must agree."""
+    """Read both styles of rotary settings; if both are given they must agree."""
     given = [(name, mapping[name]) for name in ("rope_scaling", "rope_parameters") if mapping.get(name) is not None]
     thetas = {} if mapping.get("rope_theta") is None else {"rope_theta": _typed(mapping["rope_theta"], float, "rope_theta")}
     scalings: dict[str, YarnConfig | None] = {}
@@ -232,19 +233,19 @@ def _read_scaling(name: str, rope: Mapping[str, Any], mapping: Mapping[str, Any]
         if key in ("rope_type", "type", "rope_theta") or value is None or (key == "partial_rotary_factor" and value == 1):
             continue
         if key not in hints:
-            raise ConfigError(f"{name}.{key} = {value!r} is not supported for rope_type {kind!r}: take it out if it has no influence")
+            raise ConfigError(f"{name}.{key} = {value!r} is not supported for rope_type {kind!r}: remove it if it has no influence")
         values[key] = _typed(value, hints[key], f"{name}.{key}")
     if kind == "default":
         return None
     if "factor" not in values:
-        raise ConfigError(f"missing fields: {name}.factor; YaRN cannot do without it")
-    if "original_max_position_embeddings" not in values:  # as transformers has it
+        raise ConfigError(f"missing fields: {name}.factor; YaRN needs it")
+    if "original_max_position_embeddings" not in values:  # as in transformers
         values["original_max_position_embeddings"] = _typed(mapping.get("max_position_embeddings"), int, "max_position_embeddings")
     return YarnConfig(**values)
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """A JSON value as the field's type; an int is taken for a float and a list for a tuple, nothing else is converted."""
+    """Convert a JSON value to the field's type: only an int to a float and a list to a tuple; all other types must match."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -1,10 +1,10 @@
-"""Sampling from a decoder: prompts are continued side by side, one token of each at a time.
+"""Generates text with a decoder: continues prompts side by side, one token of each at a time.
 
-Each token is read once, behind the key-value cache of those before, until a row is longer than the context. From then on the model reads
-the last `context` tokens of each row anew for every token, as if the text had begun there. That is exact, and costs a whole pass per token.
-A row's text does not depend on the rows beside it, but for rounding: each draws from a generator of its own.
+With a key-value cache the model reads each token once, until a row is longer than the context. From then on it reads the last `context`
+tokens of each row again for every new token, as if the text began there. This is exact, but costs a whole forward pass over the context per
+token. Each row draws from its own generator, so that up to rounding its text does not depend on the other rows.
 
-Letters: B rows that go on, S tokens read now, V vocabulary, K tokens to choose among.
+Letters: B rows that have not ended, S tokens read now, V vocabulary, K tokens to choose from.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lather.shapes import Float
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way in which the next token is chosen."""
+    """Settings for choosing the next token."""
 
     temperature: float = 0.7
-    """Spread of the choice; 0 always takes the most likely token."""
+    """Divisor of the logits: higher values give more varied text; 0: always the most likely token."""
     top_k: int = 50
-    """Choose among this many most likely tokens; 0: among all."""
+    """Choose from this number of most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Choose among the fewest, most likely of these whose probabilities add up to this (nucleus sampling, arXiv:1904.09751)."""
+    """Choose from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling, arXiv:1904.09751)."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # nor not a number
+        if not self.temperature >= 0:  # also refuses NaN
             raise ValueError(f"temperature = {self.temperature} is not valid: give at least 0")
         if self.top_k < 0:
             raise ValueError(f"top_k = {self.top_k} is not valid: give at least 0")
@@ -41,8 +41,8 @@ class Sampling:
             raise ValueError(f"top_p = {self.top_p} is not valid: give more than 0 and at most 1")
 
     def choose(self, logits_V: Float[Tensor, " v"], generator: torch.Generator | None = None) -> int:
-        """Draw a token; both the logits and the generator are on CPU."""
-        if not logits_V.max().isfinite():  # nor not a number
+        """Choose a token; the logits and the generator are on CPU."""
+        if not logits_V.max().isfinite():  # also refuses NaN
             raise UserError("the model's logits are not finite: use an earlier checkpoint, RUN@STEP")
         if self.temperature == 0:
             return int(logits_V.argmax())
@@ -50,13 +50,13 @@ class Sampling:
         logits_K, tokens_K = (logits_V / self.temperature).topk(min(self.top_k or num_tokens, num_tokens))
         weights_K = logits_K.softmax(-1)
         if self.top_p < 1:
-            before_K = weights_K.cumsum(-1) - weights_K  # 0 for the most likely one, which stays
+            before_K = weights_K.cumsum(-1) - weights_K  # 0 for the most likely token, which is always kept
             weights_K = weights_K.masked_fill(before_K >= self.top_p, 0)
         return int(tokens_K[torch.multinomial(weights_K, 1, generator=generator)])
 
 
 class Continuations:
-    """Prompts, of any lengths, that a model continues side by side."""
+    """Continues prompts of any lengths side by side."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Continuations:
         generators: Sequence[torch.Generator | None] | None = None,
         stop_tokens: Iterable[int] = (),
     ) -> None:
-        """`context`: the most tokens that the model reads of a row, the last ones; `generators`: one for each row, on CPU; None: torch's.
+        """`context`: the model reads at most this number of tokens of a row, the last ones; `generators`: one for each row, on CPU; None:
+        torch's default.
 
         Raises ValueError for an empty prompt or a context below 1, UserError for a token outside the vocabulary.
         """
@@ -80,9 +81,9 @@ class Continuations:
         if highest >= vocab_size:
             raise UserError(f"a prompt has token {highest}, but the model's vocabulary has {vocab_size}: give text without that token")
         self.tokens = [list(prompt) for prompt in prompts]
-        """The tokens of each row, its prompt included."""
+        """The tokens of each row, including its prompt."""
         self.going = list(range(len(prompts)))
-        """The numbers of the rows that have not ended."""
+        """Numbers of the rows that have not ended."""
         self._model, self._context, self._sampling = model, context, sampling
         self._generators = generators or [None] * len(prompts)
         self._stop_tokens = frozenset(stop_tokens)
@@ -92,7 +93,7 @@ class Continuations:
 
     @torch.no_grad()
     def step(self) -> dict[int, int]:
-        """Append a token to each row that goes on; returns it by the row's number. A row ends before a stop token, which is left out."""
+        """Append a token to each row that has not ended; return these tokens by row number. A stop token ends its row and is left out."""
         if not self.going:
             return {}
         logits_BV = self._next_logits().float().cpu()
@@ -105,7 +106,7 @@ class Continuations:
         return chosen
 
     def end(self, row: int) -> None:
-        """Let a row end here."""
+        """End a row."""
         self.going.remove(row)
 
     def _next_logits(self) -> Float[Tensor, "b v"]:
@@ -122,7 +123,7 @@ class Continuations:
         return logits_BV
 
     def _start_again(self, windows: list[list[int]]) -> Tensor:
-        """With an empty cache; shorter windows are padded on the left."""
+        """Start an empty cache, and return the windows as a batch, padded on the left."""
         width = max(map(len, windows))
         padding = [width - len(window) for window in windows]
         self._cache = KeyValueCache(torch.tensor(padding, device=self._device) if any(padding) else None)
@@ -141,11 +142,11 @@ def generate(
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
 ) -> list[int]:
-    """Up to `num_tokens` tokens that continue `prompt` (at least one token), ending before `stop_token`.
+    """Continue `prompt` (at least one token) with up to `num_tokens` tokens, ending before `stop_token`.
 
-    The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same for several prompts, and token by token.
+    The model reads the last `context` tokens. `generator` is on CPU. `Continuations` does the same for several prompts, token by token.
 
-    Raises ValueError for an empty prompt, a context below 1, or what `Sampling` refuses.
+    Raises ValueError for an empty prompt, a context below 1, or values that `Sampling` refuses.
     """
     rows = Continuations(
         model,

@@ -1,7 +1,7 @@
-"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window on some layers, experts with biases and a clamped gate.
+"""GPT-OSS (arXiv:2508.10925): grouped-query attention with sinks, a sliding window in some blocks, experts with biases and a clamped gate.
 
-Field names and defaults of meaning are those of the published Hugging Face `config.json`. Gate and up columns of the experts alternate, as
-in the published weights.
+Fields have the names and meanings of the published Hugging Face `config.json`. The experts' columns for gate and up alternate, as in the
+published weights.
 """
 
 from __future__ import annotations
@@ -26,53 +26,54 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig(CheckedFields):
-    """Sizes of a GPT-OSS style model."""
+    """Sizes and options of a GPT-OSS model."""
 
     model_type: str = "gpt_oss"
-    """The family, by its Hugging Face name."""
+    """Hugging Face name of the model family."""
     vocab_size: int = 4096
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     hidden_size: int = 192
     """Width of the residual stream."""
     intermediate_size: int = 128
-    """Width of one expert's feed-forward."""
+    """Width of one expert's feed-forward layer."""
     num_hidden_layers: int = 6
-    """Blocks."""
+    """Number of blocks."""
     layer_types: tuple[str, ...] | None = None
-    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first. A list that says the same counts
-    as left out, so that the number of blocks can be changed alone."""
+    """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first. A list with just this alternation
+    is treated as left out, so that the number of blocks can be changed without it."""
     sliding_window: int = 128
-    """Tokens that sliding attention sees, itself included."""
+    """Number of tokens that a token attends to in sliding attention, including itself."""
     num_attention_heads: int = 6
-    """Heads of queries."""
+    """Number of query heads."""
     num_key_value_heads: int = 2
-    """Heads of keys and values, a divisor of the heads of queries."""
+    """Number of key-value heads; it divides the number of query heads."""
     head_dim: int = 32
-    """Width of a head, even."""
+    """Width of a head; even."""
     attention_bias: bool = True
-    """Biases on attention's four projections."""
+    """Add biases to attention's four projections."""
     num_local_experts: int = 8
-    """Experts per block."""
+    """Number of experts per block."""
     num_experts_per_tok: int = 2
-    """Experts per token (top-k)."""
+    """Number of experts per token (top-k)."""
     swiglu_alpha: float = 1.702
-    """Gain inside the gate's sigmoid."""
+    """Factor inside the gate's sigmoid."""
     swiglu_limit: float = 7.0
-    """Gate values are clamped above, up values on both sides, to this."""
+    """Limit to which gate values are clamped from above, and up values on both sides."""
     router_aux_loss_coef: float = 0.001
-    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` when the load is even; 0: none."""
+    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
+    loss."""
     max_position_embeddings: int = 2048
-    """Longest sequence, tokens."""
+    """Maximal length of a sequence, in tokens."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
     rope_scaling: YarnConfig | None = None
-    """Stretching of the positions by YaRN; left out: none."""
+    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
     rms_norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Constant added to the mean square in RMSNorm."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = False
-    """The head is the embedding."""
+    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
@@ -93,16 +94,16 @@ class GptOssConfig(CheckedFields):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss, which is 1 when the load is even."""
+        """Coefficient of each block's own load-balancing loss, which is 1 for an even load."""
         return self.router_aux_loss_coef * self.num_experts_per_tok / self.num_hidden_layers
 
     @property
     def attention_types(self) -> tuple[str, ...]:
-        """The attention of each block, also where `layer_types` is left out."""
+        """The attention of each block, also if `layer_types` is left out."""
         return self.layer_types or _alternating(self.num_hidden_layers)
 
     def window(self, index: int) -> int | None:
-        """Tokens that this block's attention, counted from 0, sees; None: all earlier ones."""
+        """Return the window of block `index` (counted from 0); None: a token attends to all earlier ones."""
         return self.sliding_window if self.attention_types[index] == SLIDING else None
 
 
@@ -135,7 +136,7 @@ PUBLISHED = PublishedConfig(
 
 
 def build_gpt_oss(config: GptOssConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
     return assemble(config, lambda index: _block(config, config.window(index)), generator, device)
 
 

@@ -1,11 +1,11 @@
-"""Layers shared by the model families: RMSNorm, linear layers and the gated MLP, each keeping little between forward and backward.
+"""Layers shared by the model families: RMSNorm, linear layers and the gated MLP, which save little memory for backward.
 
-    RMSNorm      keeps its input and one number per row, where plain autograd keeps two more copies, in fp32
-    Linear       keeps its input once for all layers that `project` it, where autocast keeps a copy for each, and one of each weight;
+    RMSNorm      saves its input and one number per row; plain autograd saves two more copies, in fp32
+    Linear       saves its input once for all layers that `project` it; autocast saves a copy for each layer, and one of each weight;
                  with an adapter (`lather.models.lora`), also (T, r)
-    GatedMLP     keeps its input and gate/up, where plain autograd keeps two more of F; the product is recomputed in backward
+    GatedMLP     saves its input and gate/up; plain autograd saves two more tensors (T, F); backward recomputes the gated product
 
-Weight gradients of the latter two can be put off: see `lather.models.saving.weight_gradients`.
+Weight gradients of Linear and GatedMLP can be deferred: see `lather.models.saving.weight_gradients`.
 
 Letters: T rows, D hidden size, F intermediate size, I input and O output size.
 """
@@ -33,7 +33,7 @@ from lather.models.saving.weight_gradients import Deferrable, WeightGradients, w
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
-"""Ways of a feed-forward layer to keep for backward: gate/up; nothing but its input; whatever plain autograd keeps."""
+"""Tensors that a feed-forward layer saves for backward: its input and gate/up; only its input; everything that plain autograd saves."""
 
 
 def check_memory(memory: str) -> None:
@@ -43,7 +43,7 @@ def check_memory(memory: str) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which products of x are computed: autocast's dtype inside autocast, else x's own."""
+    """Return the dtype in which products of x are computed: autocast's dtype inside autocast, else x's own."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -54,8 +54,8 @@ B = TypeVar("B", bound=Callable[..., Any])
 
 
 def without_autocast(backward: B) -> B:
-    """Decorate a Function's backward so that its products are in the dtypes that it chose, also where the caller runs backward inside
-    autocast."""
+    """Decorate the backward of an autograd Function, so that its products keep the dtypes of their operands even if the caller runs
+    backward inside autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -79,9 +79,9 @@ class RMSNorm(nn.Module):
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
-    """x W^T + b: `nn.Linear` with the same names and initial values. With memory="reference" it is plain autograd.
+    """x W^T + b: like `nn.Linear`, with the same names and initial values. With memory="reference" it uses plain autograd.
 
-    `lora` is the adapter of its weight, if it has one.
+    `lora` is the adapter of its weight, if there is one.
     """
 
     memory = "saved"
@@ -97,15 +97,15 @@ class Linear(Deferrable, Rounding, nn.Linear):
         return project(x, self)[0]
 
     def adapted_weight(self) -> Float[Tensor, "o i"]:
-        """The weight with what the adapter adds to it."""
+        """Return the weight with its adapter merged into it."""
         return self.weight if self.lora is None else self.lora.added_to(self.weight)
 
 
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
-    """Each layer's output for the same x, which is kept as it is given, once.
+    """Return each layer's output for the same x, which is saved only once, in its own dtype.
 
-    The gradients of x are added in its own dtype, which under autocast is wider than the products'. Layers that are not `Linear` (somebody
-    put an adapter there) are called as they are; hooks on the others are passed by.
+    The gradients of x are added in its own dtype, which under autocast is wider than that of the products. If one of the layers is not a
+    `Linear` (another library has replaced it by an adapter), all are called one by one; otherwise hooks on the layers do not run.
     """
     ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
     if len(ours) != len(layers):
@@ -121,7 +121,7 @@ def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Ten
 
 @dataclass(frozen=True)
 class _Product:
-    """A weight, its bias, what their gradients are given to, and what keeps the rounded weight."""
+    """A weight, its bias, the queue for their gradients, and the cache of rounded weights."""
 
     weight: Tensor
     bias: Tensor | None
@@ -138,13 +138,13 @@ def _project(x: Tensor, products: list[_Product]) -> tuple[Tensor, ...]:
 
 
 class _Linears(torch.autograd.Function):
-    """`parameters` are a weight and a bias or None, layer by layer."""
+    """`parameters`: for each layer its weight, and its bias or None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, products: list[_Product], *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         narrow = x.to(dtype)
-        ctx.save_for_backward(x, *weights)  # x, which in a block is made again (`Remaking`), and not what it is rounded to
+        ctx.save_for_backward(x, *weights)  # x itself, which a block can recompute (`Remaking`), not its rounded copy
         ctx.products, ctx.dtype = products, dtype
         ctx.set_materialize_grads(False)
         return tuple(
@@ -183,13 +183,13 @@ class _Linears(torch.autograd.Function):
 
 
 def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype) -> Float[Tensor, "o i"]:
-    """The gradient of a weight (O, I) of this dtype, of operands in the gradient's: added up in the wider of the two and not rounded to
-    the narrower, which micro-batches that follow each other would sum."""
+    """Compute the gradient of a weight (O, I) of this dtype, from operands in the dtype of `grad_TO`. The result is in the wider of the two
+    dtypes, so that sums over micro-batches do not add rounded values."""
     x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
     if wide == grad_TO.dtype:
         return grad_TO.T @ x_TI
     if is_gpu(grad_TO) and wide == torch.float32:
-        return torch.mm(grad_TO.T, x_TI, out_dtype=wide)  # of the tensor cores' sums; torch has it for GPUs alone
+        return torch.mm(grad_TO.T, x_TI, out_dtype=wide)  # keeps the tensor cores' fp32 sums; torch supports this only on GPUs
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
@@ -215,7 +215,7 @@ class _GatedMLPFunction(torch.autograd.Function):
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
         call: _MLPCall = ctx.call
         gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
-        x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # what waits for its turn must not keep the graph
+        x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # deferred gradients must not keep the graph alive
         if gate_up_TH is None:
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
@@ -239,7 +239,7 @@ class _GatedMLPFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _MLPCall:
-    """Everything that a call of the autograd function needs besides tensors with gradients."""
+    """The inputs of the autograd function that have no gradient."""
 
     dtype: torch.dtype
     keep_gate_up: bool
@@ -259,7 +259,7 @@ def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: _MLPCall) -> Te
 
 
 class GatedMLP(Deferrable, Rounding, nn.Module):
-    """down(silu(gate(x)) * up(x)): the dense feed-forward layer, and the shared experts."""
+    """down(silu(gate(x)) * up(x)): the feed-forward layer of dense blocks, and the shared experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         return y.view(x.shape)
 
     def _with_adapters(self, x: Tensor) -> Tensor:
-        """The same, made of layers: what the function above does not keep is made again here, too."""
+        """Compute the same layer by layer; as in the autograd function, backward recomputes the tensors that are not saved."""
 
         def hidden(x: Tensor) -> tuple[Tensor, Tensor]:
             gate_up = torch.cat(project(x, self.gate_proj, self.up_proj), dim=-1)

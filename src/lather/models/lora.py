@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA): two small matrices beside a frozen weight, which are trained in its place.
+"""Low-rank adapters (LoRA): two small matrices for each adapted weight, which are trained while the weight is frozen.
 
     y = x W^T + (alpha / rank) (x A^T) B^T        that is, the weight is W + (alpha / rank) B A
 
-Source: LoRA (Hu et al., arXiv:2106.09685). As in PEFT, B starts at zero, so that a fresh adapter changes nothing, and A uniform within
-1 / sqrt(I) (Kaiming's with a = sqrt 5).
+Source: LoRA (Hu et al., arXiv:2106.09685). As in PEFT, B starts at zero, so that a fresh adapter has no effect, and A is uniform within
+1 / sqrt(I) (Kaiming initialization with a = sqrt 5).
 
-The products with A and B stand beside that with the frozen W. The other way, W + B A made anew and given to the layer, is what
-memory="reference" does: it is simpler, but keeps a copy of every adapted weight from forward to backward, and makes a gradient as large as
-the weight only to make those of A and B from it.
+The products with A and B are computed separately from the product with W. The alternative, computing W + B A and multiplying with it, is
+simpler, and memory="reference" does it; but it saves a copy of every adapted weight for backward, and computes a gradient as large as the
+weight only to derive those of A and B from it.
 
 Letters: I input and O output size of a weight, E experts, G rows grouped by expert, r rank.
 """
@@ -29,14 +29,14 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA), which are trained in place of the weights that they adapt."""
+    """Low-rank adapters (LoRA): with them, only the adapters are trained and the adapted weights stay frozen."""
 
     rank: int = 0
-    """Rank of the adapters; 0: none, the weights themselves are trained."""
+    """Rank of the adapters; 0: no adapters, the weights themselves are trained."""
     alpha: float = 16.0
-    """An adapter's product counts alpha / rank times."""
+    """Scale of the adapters: an adapter's product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("attention", "experts")
-    """Weights with an adapter: attention, experts, shared_experts, dense, or patterns of names such as layers.0.* or *.q_proj."""
+    """Weights that get an adapter: attention, experts, shared_experts, dense, or patterns of names such as layers.0.* or *.q_proj."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "at least 0")
@@ -50,10 +50,10 @@ class LoraConfig:
 
 
 class Adapter(nn.Module):
-    """A and B of one weight (O, I), or of a stack of them (E, O, I): `A` (..., r, I) and `B` (..., O, r)."""
+    """The adapter of a weight (O, I) or of a stack of weights (E, O, I): `A` (..., r, I) and `B` (..., O, r)."""
 
     def __init__(self, weight: Float[Tensor, "*e o i"], rank: int, scale: float) -> None:
-        """On the device and in the dtype of `weight`; B is zero, and so is A until `fresh_adapters` has filled it."""
+        """Create A and B, filled with zeros, on the device and in the dtype of `weight`; `fresh_adapters` has the initial values of A."""
         super().__init__()
         *experts, size_out, size_in = weight.shape
         self.A = nn.Parameter(weight.new_zeros(*experts, rank, size_in))
@@ -61,25 +61,25 @@ class Adapter(nn.Module):
         self.scale = scale
 
     def added_to(self, weight: Float[Tensor, "*e o i"]) -> Float[Tensor, "*e o i"]:
-        """The weight that the layer has with the adapter, in plain autograd."""
+        """Return the weight with the adapter merged into it, in plain autograd."""
         return weight + self.scale * (self.B @ self.A)
 
 
 @dataclass(frozen=True)
 class AdaptedStack:
-    """The weights of a stack of experts with A and B of its adapter, if it has one, for products of rows grouped by expert."""
+    """A stack of experts' weights, with A and B of its adapter, if it has one; multiplies rows grouped by expert."""
 
     weight_EOI: Tensor
     a_ErI: Tensor | None
     b_EOr: Tensor | None
     scale: float
     end_E: Int[Tensor, " e"]
-    """Where each expert's rows end."""
+    """The end of each expert's rows."""
     kept: RoundedWeights | None = None
-    """The keeper of the rounded weights."""
+    """The cache of rounded weights."""
 
     def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
-        """x (W_e + s B_e A_e)^T, in the dtype of x."""
+        """Compute x (W_e + s B_e A_e)^T, in the dtype of x."""
         y_GO = grouped_linear(x_GI, rounded(self.kept, self.weight_EOI, x_GI.dtype), self.end_E)
         if self.a_ErI is not None and self.b_EOr is not None:
             x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
@@ -87,7 +87,7 @@ class AdaptedStack:
         return y_GO
 
     def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
-        """grad (W_e + s B_e A_e), what `linear` sends back to its rows."""
+        """Compute grad (W_e + s B_e A_e), the gradient of the rows in `linear`."""
         grad_GI = grouped_linear_transposed(grad_GO, rounded(self.kept, self.weight_EOI, grad_GO.dtype), self.end_E)
         if self.a_ErI is not None and self.b_EOr is not None:
             grad_Gr = grouped_linear_transposed(grad_GO, rounded(self.kept, self.b_EOr, grad_GO.dtype), self.end_E)
@@ -95,7 +95,7 @@ class AdaptedStack:
         return grad_GI
 
     def factor_gradients(self, grad_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"]) -> tuple[Tensor, Tensor]:
-        """The gradients of A and B; a weight of each row may be in either argument."""
+        """Return the gradients of A and B. The router's weights may be multiplied into either argument."""
         assert self.a_ErI is not None
         assert self.b_EOr is not None
         x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
@@ -106,7 +106,8 @@ class AdaptedStack:
 
 
 def fresh_adapters(model: nn.Module, generator: torch.Generator | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Name and fresh value, on CPU, of every A and B in the model, in the order of its modules. The model may be on the meta device."""
+    """Yield the name and a fresh value, on CPU, of every A and B in the model, in the order of its modules. The model may be on the meta
+    device."""
     for path, module in model.named_modules():
         if isinstance(module, Adapter):
             bound = max(module.A.shape[-1], 1) ** -0.5

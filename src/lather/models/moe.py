@@ -1,13 +1,13 @@
-"""The mixture-of-experts layer: router, routed and shared experts, and how tokens get to the experts and back.
+"""The mixture-of-experts layer: router, routed and shared experts, and the exchange of tokens between ranks.
 
-Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k routing, shared experts that see every token.
+Source: DeepSeekMoE (Dai et al., arXiv:2401.06066) and DeepSeek-V2 (arXiv:2405.04434): top-k routing, shared experts that get every token.
 No token is ever dropped; an expert may have none.
 
-An `Exchange` takes tokens to the ranks that have their experts and brings each rank's partial sum back. A token travels once to a rank,
-however many of its experts are there: rows are expanded where the experts are, weighted and summed there, so what travels and what is
-kept is (R, D), never (T * K, D). On one rank nothing travels.
+An `Exchange` sends tokens to the ranks of their experts, and the partial sums of each rank back. A token is sent to a rank only once, even
+if several of its experts are there: that rank copies its row for each expert, and weights and sums the results. So the tensors that are
+sent and saved are (R, D), never (T * K, D). With one rank nothing is sent.
 
-Letters: T tokens of this rank, R tokens that are here for this rank's experts, D hidden size, E experts, K experts per token.
+Letters: T tokens of this rank, R tokens that this rank's experts receive, D hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lather.shapes import Float, Int
 
 @dataclass
 class Dispatched:
-    """Tokens that are where their experts are."""
+    """Tokens on the rank of their experts."""
 
     x_RD: Float[Tensor, "r d"]
     experts_RK: Int[Tensor, "r k"]
-    """Numbers among this rank's experts; -1 for experts elsewhere."""
+    """Numbers of the experts among those of this rank; -1 for experts on other ranks."""
     weights_RK: Float[Tensor, "r k"]
     way_back: Any = None
-    """Whatever the exchange needs to know for `combine`."""
+    """Information that the exchange needs for `combine`."""
     num_pairs: int | None = None
-    """Entries of `experts_RK` that are not -1, if the host knows."""
+    """Number of entries of `experts_RK` that are not -1, if the host knows it."""
 
 
 Result_co = TypeVar("Result_co", covariant=True)
@@ -42,15 +42,15 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 @runtime_checkable
 class Pending(Protocol[Result_co]):
-    """A communication that is on its way."""
+    """A communication that has been started."""
 
     def wait(self) -> Result_co:
-        """Return what has arrived. On CUDA the current stream waits for it, not the host."""
+        """Return the result. On CUDA the current stream waits for it, not the host."""
 
 
 @dataclass(frozen=True)
 class Arrived(Generic[Result_co]):
-    """A value that is there already."""
+    """The result of a communication that was not necessary."""
 
     result: Result_co
 
@@ -60,38 +60,39 @@ class Arrived(Generic[Result_co]):
 
 @runtime_checkable
 class Exchange(Protocol):
-    """Takes tokens to the ranks of their experts and partial sums back: `dispatch` and `combine`, each the other's adjoint.
+    """Sends tokens to the ranks of their experts (`dispatch`) and partial sums back (`combine`); each is the other's adjoint.
 
-    Both are there in two forms: differentiable, and launched without autograd, so that something else is computed until the result is
-    waited for; the latter with a form of its own for the way of the gradients. What is given to a launch must stay as it is until then.
+    Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so that other computations run until `wait`.
+    The asynchronous forms of the backward pass are separate methods. Tensors that are passed to a `start_...` method must not change before
+    `wait` returns.
     """
 
     num_ranks: int
-    """Over how many ranks the experts are spread. With 1 nothing travels, and what comes out may be what went in."""
+    """Number of ranks that share the experts. With 1 nothing is sent, and results may be the arguments themselves."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        """(T, D) tokens to the R tokens that this rank's experts see."""
+        """Send this rank's tokens (T, D); return the R tokens that this rank's experts receive."""
 
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """This rank's experts' weighted sums (R, D) to the whole sums of its own tokens (T, D)."""
+        """Send the weighted sums of this rank's experts (R, D); return the complete sums of this rank's tokens (T, D)."""
 
     def start_plan(self, routing: Routing) -> Pending[Any]:
-        """Begin what ranks have to tell each other before rows can travel: how many there are."""
+        """Start to exchange the numbers of rows, which ranks need before they can send rows."""
 
     def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
-        """`plan`: what `start_plan` gave for this routing; None: it is asked for here, and waited for."""
+        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]: ...
 
     def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        """Gradient of the whole sums (T, D) to that of this rank's partial sums (R, D)."""
+        """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
 
     def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
-        """Gradients of what `dispatch` gave to those of the tokens (T, D) and of the router's weights (T, K)."""
+        """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
 
 
 class LocalExchange:
-    """All experts are on this rank: nothing travels."""
+    """The exchange if all experts are on this rank: nothing is sent."""
 
     num_ranks = 1
 
@@ -121,7 +122,8 @@ LOCAL_EXCHANGE = LocalExchange()
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment by segment; a call does it in one go."""
+    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment by segment; `forward` calls all of
+    them."""
 
     def __init__(self, router: Router, experts: Experts, shared_experts: GatedMLP | None) -> None:
         super().__init__()
@@ -131,13 +133,13 @@ class MoE(nn.Module):
         self.keep_little()
 
     def keep_little(self) -> None:
-        """Keep nothing of the shared experts but their input, which a block makes again from its residual: so is gate/up in backward,
-        two more products to their nine."""
+        """Have the shared experts save only their input, which a block recomputes from its residual. Recomputing gate/up takes two products
+        in addition to their nine."""
         if self.shared_experts is not None and self.shared_experts.memory == "saved":
             self.shared_experts.memory = "recompute"
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Routing]:
-        """Weighted sum of each token's experts and of the shared ones, and the router's decision with its losses."""
+        """Return the weighted sum of each token's experts plus the shared experts' output, and the router's decision with its losses."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(x_TD)
         y_TD: Tensor = self.experts(x_TD, routing.experts_TK, routing.weights_TK)

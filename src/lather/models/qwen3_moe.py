@@ -1,6 +1,6 @@
-"""Qwen3-MoE (arXiv:2505.09388): grouped-query attention with RMSNorm of queries and keys, mixture-of-experts layers without shared experts.
+"""Qwen3-MoE (arXiv:2505.09388): grouped-query attention with RMSNorm of queries and keys, mixture-of-experts blocks without shared experts.
 
-Field names and defaults of meaning are those of the published Hugging Face `config.json`.
+Fields have the names and meanings of the published Hugging Face `config.json`.
 """
 
 from __future__ import annotations
@@ -22,52 +22,53 @@ from lather.models.routing import Router
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(CheckedFields):
-    """Sizes of a Qwen3-MoE style model."""
+    """Sizes and options of a Qwen3-MoE model."""
 
     model_type: str = "qwen3_moe"
-    """The family, by its Hugging Face name."""
+    """Hugging Face name of the model family."""
     vocab_size: int = 4096
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     hidden_size: int = 192
     """Width of the residual stream."""
     intermediate_size: int = 512
-    """Width of the dense layers' feed-forward."""
+    """Width of the feed-forward layer of dense blocks."""
     moe_intermediate_size: int = 128
-    """Width of one expert's feed-forward."""
+    """Width of one expert's feed-forward layer."""
     num_hidden_layers: int = 6
-    """Blocks, dense ones included."""
+    """Number of blocks, including dense ones."""
     decoder_sparse_step: int = 1
-    """Every so many-th block has experts, the others are dense."""
+    """Every n-th block has experts, where n is this number; the other blocks are dense."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Further blocks that are dense, counted from 0."""
+    """Numbers, from 0, of additional dense blocks."""
     num_attention_heads: int = 6
-    """Heads of queries."""
+    """Number of query heads."""
     num_key_value_heads: int = 2
-    """Heads of keys and values, a divisor of the heads of queries."""
+    """Number of key-value heads; it divides the number of query heads."""
     head_dim: int = 32
-    """Width of a head, even."""
+    """Width of a head; even."""
     attention_bias: bool = False
-    """Biases on attention's four projections."""
+    """Add biases to attention's four projections."""
     num_experts: int = 8
-    """Experts per MoE block."""
+    """Number of experts per MoE block."""
     num_experts_per_tok: int = 2
-    """Experts per token (top-k)."""
+    """Number of experts per token (top-k)."""
     norm_topk_prob: bool = True
-    """Scale the chosen experts' weights to sum 1."""
+    """Normalize the weights of a token's experts to a sum of 1."""
     router_aux_loss_coef: float = 0.001
-    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` when the load is even; 0: none."""
+    """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
+    loss."""
     max_position_embeddings: int = 2048
-    """Longest sequence, tokens."""
+    """Maximal length of a sequence, in tokens."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: YarnConfig | None = None
-    """Stretching of the positions by YaRN; left out: none."""
+    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
+    """Constant added to the mean square in RMSNorm."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = False
-    """The head is the embedding."""
+    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
@@ -80,12 +81,12 @@ class Qwen3MoeConfig(CheckedFields):
 
     @property
     def balance_loss_coef(self) -> float:
-        """Coefficient of each block's load-balancing loss, which is 1 when the load is even."""
+        """Coefficient of each block's own load-balancing loss, which is 1 for an even load."""
         num_blocks = max(1, sum(not self.is_dense(index) for index in range(self.num_hidden_layers)))
         return self.router_aux_loss_coef * self.num_experts_per_tok / num_blocks
 
     def is_dense(self, index: int) -> bool:
-        """Whether this block, counted from 0, has one feed-forward instead of experts."""
+        """Tell whether block `index` (counted from 0) has a dense feed-forward layer instead of experts."""
         return index in self.mlp_only_layers or (index + 1) % self.decoder_sparse_step != 0
 
 
@@ -115,7 +116,7 @@ PUBLISHED = PublishedConfig(
 
 
 def build_qwen3_moe(config: Qwen3MoeConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
-    """The model with fresh weights drawn from `generator`, on `device`; the draw is made on CPU, so that it is the same everywhere."""
+    """Build the model on `device`, with weights drawn from `generator` on CPU, so that they are the same on every device."""
     return assemble(config, lambda index: _block(config, is_dense=config.is_dense(index)), generator, device)
 
 

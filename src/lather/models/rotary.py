@@ -1,13 +1,13 @@
-"""Rotary position embedding, plain and stretched by YaRN: which angle each pair of a head's coordinates is turned by at each position.
+"""Rotary position embedding, plain or with YaRN: computes the angles by which pairs of a head's coordinates are rotated at each position.
 
-Sources: RoPE (Su et al., arXiv:2104.09864); YaRN (Peng et al., arXiv:2309.00071), in the two ways of published models: DeepSeek-V2 (pairs
-of neighbouring coordinates, `mscale` and `mscale_all_dim`) and GPT-OSS (pairs across the halves of a head, bounds of the ramp not rounded).
-What a field left out means is what Hugging Face transformers takes it for.
+Sources: RoPE (Su et al., arXiv:2104.09864); YaRN (Peng et al., arXiv:2309.00071), in the two variants of published models: DeepSeek-V2
+(pairs of neighbouring coordinates, `mscale` and `mscale_all_dim`) and GPT-OSS (pairs across the halves of a head, bounds of the ramp not
+rounded). Fields that are left out have the same meaning as in Hugging Face transformers.
 
 Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
 
-Frequencies and angles are fp64, and the turn (`lather.kernels.rotary`) is made in fp32 or wider: an fp32 angle is off by 0.03 at position
-a million. The tables of cosines and sines are made once per forward pass for all layers.
+Frequencies and angles are computed in fp64, because an fp32 angle has an error of 0.03 at position one million; the rotation
+(`lather.kernels.rotary`) is computed in fp32 or wider. All layers share the tables of cosines and sines of a forward pass.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """How a model trained on short sequences reads longer ones. Field names are the published ones."""
+    """YaRN, which adapts a model that was trained on short sequences to longer ones. Field names are the published ones."""
 
     factor: float = 1.0
-    """How many times longer; 1: not at all."""
+    """Ratio of the new maximal length to the original one; 1: no change."""
     original_max_position_embeddings: int = 4096
-    """Longest sequence before, tokens."""
+    """Original maximal length of a sequence, in tokens."""
     beta_fast: float = 32.0
-    """Turns within that length above which a pair's frequency is kept."""
+    """Frequencies of pairs with more than this number of rotations within the original length are not changed."""
     beta_slow: float = 1.0
-    """Turns within that length below which a pair's frequency is divided by `factor`; between the two, mixed."""
+    """Frequencies of pairs with fewer than this number of rotations within the original length are divided by `factor`; those between
+    `beta_slow` and `beta_fast` are interpolated."""
     mscale: float | None = None
-    """Growth of the rotated vectors with ln(factor) is 0.1 times this; used together with `mscale_all_dim` only."""
+    """The rotated vectors are multiplied by 1 + 0.1 `mscale` ln(factor), divided by the same term with `mscale_all_dim`; used only if both
+    are given."""
     mscale_all_dim: float | None = None
-    """The same for whole queries and keys: divided out of the rotated ones and, in DeepSeek-V2, put on the softmax's scale squared."""
+    """See `mscale`; in DeepSeek-V2 the softmax's scale is also multiplied by (1 + 0.1 `mscale_all_dim` ln(factor))^2."""
     attention_factor: float | None = None
-    """Factor on the rotated vectors; none: by the two fields above, or 1 + 0.1 ln(factor) without them."""
+    """Factor on the rotated vectors; none: computed from `mscale` and `mscale_all_dim`, or 1 + 0.1 ln(factor) without them."""
     truncate: bool = True
-    """Round the bounds between kept and divided frequencies outwards to whole pairs."""
+    """Round the bounds between unchanged, interpolated and divided frequencies outwards to whole pairs."""
 
     def __post_init__(self) -> None:
         self._require("factor", 1 <= self.factor < math.inf, "at least 1 and finite")
@@ -58,11 +60,11 @@ class YarnConfig:
         require(holds, f"model.rope_scaling.{name}", getattr(self, name), constraint)
 
     def growth(self, mscale: float = 1.0) -> float:
-        """1 + 0.1 mscale ln(factor)."""
+        """Return 1 + 0.1 mscale ln(factor)."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def magnitude(self) -> float:
-        """Factor on the rotated vectors."""
+        """Return the factor on the rotated vectors."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -70,22 +72,22 @@ class YarnConfig:
         return self.growth()
 
     def softmax_factor(self) -> float:
-        """DeepSeek-V2's factor on the softmax's scale."""
+        """Return DeepSeek-V2's factor on the softmax's scale."""
         return self.growth(self.mscale_all_dim or 0.0) ** 2
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A head's rotary embedding: a value, so that layers with an equal one share its tables."""
+    """The rotary embedding of a head; layers with equal instances share their tables."""
 
     size: int
-    """Rotary width of a head, even."""
+    """Rotary width of a head; even."""
     theta: float
     """Base of the frequencies."""
     scaling: YarnConfig | None = None
 
     def frequencies(self, device: torch.device) -> Float[Tensor, " p"]:
-        """Radians per position of each pair, in fp64."""
+        """Return the radians per position of each pair, in fp64."""
         plain_P = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device=device) / self.size)
         if self.scaling is None:
             return plain_P
@@ -95,7 +97,7 @@ class Rotary:
         return plain_P * (1 - divided_P) + plain_P / self.scaling.factor * divided_P
 
     def _ramp(self, yarn: YarnConfig) -> tuple[float, float]:
-        """Pair up to which a frequency is kept, and pair from which it is divided."""
+        """Return the pair up to which frequencies are unchanged, and the pair from which they are divided by `factor`."""
 
         def pair_with(turns: float) -> float:
             return self.size * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -107,7 +109,7 @@ class Rotary:
         return low, high + 0.001 if high == low else high
 
     def tables(self, positions: Int[Tensor, "b s"]) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
-        """Cosine and sine of each pair's angle at each position, times YaRN's factor, in fp64."""
+        """Return the cosine and the sine of each pair's angle at each position, times YaRN's factor, in fp64."""
         angles_BSP = positions.to(torch.float64).unsqueeze(-1) * self.frequencies(positions.device)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         return angles_BSP.cos() * magnitude, angles_BSP.sin() * magnitude

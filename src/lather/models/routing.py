@@ -1,9 +1,9 @@
-"""The router: scores of each token for each expert, the K experts taken, and what keeps their load even.
+"""The router: scores each token for each expert, chooses K experts, and balances their load.
 
 Sources: top-k gating (Shazeer et al., arXiv:1701.06538); softmax scores, group-limited top-k and the expert-level balance loss
 (DeepSeek-V2, arXiv:2405.04434, section 2.2); router z-loss (ST-MoE, arXiv:2202.08906, eq. 5); sigmoid scores and loss-free balancing by a
-bias that is added for the choice alone (Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437); balance over the global batch (Qiu
-et al., arXiv:2501.11873). Scores are computed in fp32 or wider: near-ties between experts need more than bf16.
+bias that only affects the choice of experts (Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437); balance over the global batch
+(Qiu et al., arXiv:2501.11873). Scores are computed in fp32 or wider, because bf16 cannot distinguish close scores.
 
 Letters: T tokens, D hidden size, E experts, K experts per token.
 """
@@ -29,33 +29,33 @@ from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
 TINY = 1e-20
-"""Added to sums of scores, which may all have underflowed; changes no other fp32 sum."""
+"""Added to sums of scores, which are 0 if all scores have underflowed; it changes no other fp32 sum."""
 BALANCE_LEVELS = ("micro_batch", "sequence", "global_batch")
 
 
 @dataclass
 class Routing:
-    """The router's decision for T tokens. The losses are not multiplied by their coefficients."""
+    """The router's decision for T tokens. The losses are without their coefficients."""
 
     experts_TK: Int[Tensor, "t k"]
     """The experts of each token."""
     weights_TK: Float[Tensor, "t k"]
-    """The weight of each of them in the token's output, fp32 or wider."""
+    """The weight of each of a token's experts in its output, in fp32 or wider."""
     count_E: Int[Tensor, " e"]
-    """Rows that each expert receives."""
+    """Number of rows that each expert receives."""
     balance_loss: Float[Tensor, ""]
-    """E * sum over experts of (share of rows) * (mean score); 1 when the load is even."""
+    """E * sum over experts of (share of rows) * (mean score); 1 for an even load."""
     z_loss: Float[Tensor, ""] | None
-    """Mean over tokens of logsumexp(logits)^2; None unless `Router.takes_z_loss`, as it keeps the logits for backward."""
+    """Mean over tokens of logsumexp(logits)^2; None unless `Router.takes_z_loss` is set, because autograd saves the logits for it."""
     balance_count_E: Int[Tensor, " e"] | None = None
-    """Rows that the balance loss took the experts' shares from; None if it took those of each sequence."""
+    """Number of rows of each expert from which the balance loss computed the shares; None if it used those of each sequence."""
 
 
 class Router(Deferrable, nn.Module):
-    """Scores each token for each expert and takes the K best.
+    """Scores each token for each expert and chooses the K best.
 
-    Shapes: weight (E, D), bias (E) if asked for. `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `groups`
-    (number of groups, groups per token) a token's experts come from those groups of neighbours that have the best single expert.
+    Shapes: weight (E, D), optional bias (E). `normalize` makes a token's weights sum to 1, `scale` multiplies them. With `groups` (number
+    of groups, groups per token), a token's experts come from the groups of neighbouring experts that have the best single experts.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Router(Deferrable, nn.Module):
         self.num_groups, self.num_groups_per_tok = groups
         self.takes_z_loss = False
         self.balance = LoadBalance("micro_batch")
-        """How the balance loss is taken; `Decoder.balance_load` sets it for all blocks."""
+        """Computes the balance loss; `Decoder.balance_load` sets it for all blocks."""
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)
         self._replayed_TK: Tensor | None = None
@@ -87,13 +87,13 @@ class Router(Deferrable, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights as in `nn.Linear`, uniform within 1 / sqrt(inputs); bias 0."""
+        """Draw weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set the bias to 0."""
         self.weight.uniform_(-1, 1).div_(max(self.weight.shape[-1], 1) ** 0.5)
         if self.bias is not None:
             self.bias.zero_()
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
-        """`num_sequences` equally long sequences follow each other in x; only the balance loss at sequence level asks."""
+        """Route tokens. x consists of `num_sequences` sequences of equal length, which only the balance loss at sequence level uses."""
         logits_TE = router_logits(x_TD, self.weight, self.bias, self.weight_gradients)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         experts_TK = self._experts(scores_TE)
@@ -103,7 +103,7 @@ class Router(Deferrable, nn.Module):
         if self.scale != 1:
             weights_TK = weights_TK * self.scale
         count_E = count_rows(experts_TK, len(self.weight))
-        if self.score == "sigmoid":  # the balance loss is about shares
+        if self.score == "sigmoid":  # the balance loss needs scores that sum to 1
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
         over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
         balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences, over_E)
@@ -127,9 +127,9 @@ class Router(Deferrable, nn.Module):
 
     @contextlib.contextmanager
     def recompute(self, routing: Routing) -> Iterator[None]:
-        """Inside the block the router is called again for the tokens that gave `routing`, as activation checkpointing does in backward.
+        """Inside this context, the router repeats `routing` for the same tokens, as activation checkpointing needs in backward.
 
-        The tokens go to the same experts and the balance loss is over the same rows, which are not counted or summed over ranks again.
+        The tokens go to the same experts, and the balance loss uses the same row counts, without adding them or summing over ranks again.
         """
         before, self._repeated = self._repeated, routing
         try:
@@ -139,7 +139,7 @@ class Router(Deferrable, nn.Module):
 
     @contextlib.contextmanager
     def replay(self, experts_TK: Int[Tensor, "t k"]) -> Iterator[None]:
-        """Inside the block tokens go to these experts, with the weights that the scores give them; for tests and benchmarks.
+        """Inside this context, tokens go to the given experts, with weights from their scores; for tests and benchmarks.
 
         Raises ValueError if they are not K different experts per token.
         """
@@ -165,13 +165,14 @@ class Router(Deferrable, nn.Module):
         return self._replayed_TK.to(scores_TE.device)
 
     def enable_loss_free_balancing(self) -> None:
-        """Start the bias that `update_correction_bias` moves; it is part of the state dict."""
+        """Create the bias that `update_correction_bias` changes; it is part of the state dict."""
         if self.e_score_correction_bias is None:
             self.e_score_correction_bias = torch.zeros(len(self.weight), device=self.weight.device)
 
     @torch.no_grad()
     def update_correction_bias(self, count_E: Int[Tensor, " e"], rate: float) -> None:
-        """After a step whose experts had `count_E` rows: raise the bias of the underloaded by `rate`, lower that of the overloaded."""
+        """After a step whose experts had `count_E` rows, raise the bias of underloaded experts by `rate`, and lower that of overloaded
+        ones."""
         if self.e_score_correction_bias is None:
             raise RuntimeError("the router has no correction bias: call enable_loss_free_balancing first")
         load_E = count_E.to(self.e_score_correction_bias)
@@ -193,7 +194,7 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
 
 
 class _RouterLogits(torch.autograd.Function):
-    """Product in fp32 that keeps x in its own dtype: a bf16 x costs D, not 3 D."""
+    """A product in fp32 that saves x only in its own dtype, not in fp32 as well."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, queue: WeightGradients | None) -> Tensor:
@@ -222,36 +223,36 @@ def router_logits(
     bias_E: Float[Tensor, " e"] | None = None,
     queue: WeightGradients | None = None,
 ) -> Float[Tensor, "t e"]:
-    """x W^T + b in fp32 or wider, whatever x's dtype and autocast are; gradients of W and b by `queue`, if there is one."""
+    """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast; the gradients of W and b go to `queue`, if there is one."""
     with no_autocast(x_TD):
         logits: Tensor = _RouterLogits.apply(x_TD, weight_ED, bias_E, queue)  # type: ignore[no-untyped-call]
     return logits
 
 
 def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
-    """How often each expert occurs. (torch.bincount would wait for a CUDA device.)"""
+    """Count how often each expert occurs. (torch.bincount would wait for a CUDA device.)"""
     rows_G = experts_TK.flatten()
     return rows_G.new_zeros(num_experts).scatter_add_(0, rows_G, torch.ones_like(rows_G))
 
 
 def z_loss(logits_TE: Float[Tensor, "t e"]) -> Float[Tensor, ""]:
-    """Mean over tokens of logsumexp(logits)^2; 0 for no tokens."""
+    """Compute the mean over tokens of logsumexp(logits)^2; 0 for no tokens."""
     return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
 
 
 def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) -> Float[Tensor, ""]:
-    """DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient); differentiable through the scores."""
+    """Compute DeepSeek-V2's expert-level loss (eq. 23 to 25, without coefficient); differentiable through the scores."""
     share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
     mean_score_E = scores_TE.sum(0) / max(len(scores_TE), 1)
     return len(count_E) * (share_E * mean_score_E).sum()
 
 
 class LoadBalance:
-    """The balance loss over a micro-batch, each sequence alone, or the global batch.
+    """Computes the balance loss over a micro-batch, each sequence, or the global batch.
 
-    Over the global batch the experts' shares of rows are those of all micro-batches of the step so far, on all ranks of `group`; the
-    scores are the micro-batch's own. A step is what is between `begin_step` and `end_step` (`counting_step` does both), with or without
-    autograd, as a checkpointed forward pass runs without. Elsewhere, in validation, nothing is counted, and a loss is over its own rows.
+    Over the global batch, the experts' shares of rows are computed from all micro-batches of the step so far, on all ranks of `group`; the
+    scores are those of the micro-batch. A step lasts from `begin_step` to `end_step` (`counting_step` calls both). Autograd may be off in
+    it, as in the forward pass of activation checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
     """
 
     def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -268,8 +269,7 @@ class LoadBalance:
         self._count_E, self._in_step = None, False
 
     def counted(self, count_E: Int[Tensor, " e"], num_sequences: int) -> Int[Tensor, " e"] | None:
-        """The counts that a micro-batch with these rows takes the shares from, after adding them to the step's. None: from each
-        sequence."""
+        """Add a micro-batch's rows to those of the step; return the counts from which its shares are computed. None: from each sequence."""
         if self.level == "sequence" and num_sequences > 1:
             return None
         if self.level == "global_batch" and self._in_step:
@@ -286,13 +286,13 @@ class LoadBalance:
         num_sequences: int,
         count_E: Int[Tensor, " e"] | None,
     ) -> Float[Tensor, ""]:
-        """With `count_E` as `counted` gave it; differentiable through the scores."""
+        """Compute the loss; `count_E` is the result of `counted`. Differentiable through the scores."""
         return _mean_over_sequences(scores_TE, experts_TK, num_sequences) if count_E is None else balance_loss(scores_TE, count_E)
 
 
 @contextlib.contextmanager
 def counting_step(routers: Iterable[Router]) -> Iterator[None]:
-    """Around the forward passes of one optimizer step: what balance losses over the global batch count."""
+    """Enclose the forward passes of one optimizer step, over which balance losses at the level of the global batch count rows."""
     balances = [router.balance for router in routers]
     for balance in balances:
         balance.begin_step()

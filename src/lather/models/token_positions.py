@@ -1,7 +1,7 @@
-"""Where the tokens of a batch stand: positions, documents, and the masks and rotary tables that attention takes from them.
+"""The positions and documents of the tokens of a batch, and the masks and rotary tables that attention derives from them.
 
-Made once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents take one boolean
-(S + 1, S + 1) mask per distinct window on CPU, and flex attention's block mask, without (S, S) elements, on CUDA.
+They are computed once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents need one
+boolean (S + 1, S + 1) mask per distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, S) elements.
 
 Letters: B sequences, S positions, T = B * S tokens (in masks: 1 + S), P rotary pairs.
 """
@@ -23,25 +23,25 @@ from lather.shapes import Bool, Float, Int
 
 
 class SequenceLayout:
-    """Where the tokens of a (B, S) batch stand: positions and documents, and the masks and rotary tables that follow from them.
+    """The positions and documents of the tokens of a (B, S) batch, with the masks and rotary tables that follow from them.
 
-    `cu_seqlens` packs several documents into the batch as in flash-attention's varlen functions: the boundaries of the documents among the
-    B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token sees its own document
-    only, and positions restart with each. The ends of the rows are boundaries anyway. Their values are read on the host: give a tensor that
-    is there, or it waits for the device.
+    `cu_seqlens` packs several documents into the batch, as in flash-attention's varlen functions: it has the boundaries of the documents
+    among the B * S tokens in row order, from 0 to B * S, not descending (a repeated boundary is an empty document). A token attends only to
+    its own document, and positions restart with each. The ends of rows are always boundaries. The values are read on the host, which waits
+    for the device unless the tensor is on CPU.
 
-    Raises TypeError if `cu_seqlens` is not of integers and ValueError if it is not such boundaries.
+    Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not such boundaries.
     """
 
     takes_block_masks = True
-    """True if attention on CUDA may ask for flex attention's block masks."""
+    """True if attention on CUDA may use flex attention's block masks."""
 
     def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
         self.batch, self.length, self.device = batch, length, device
         self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
-        """(B, S); (1, S) without documents inside the rows."""
+        """Position of each token in its document; (1, S) if each row is one document."""
         self.documents: Int[Tensor, "b s"] | None = None
-        """Number of each token's document; None if each row is one."""
+        """Number of each token's document; None if each row is one document."""
         self._made: dict[Any, Any] = {}
         if cu_seqlens is not None:
             self._pack(cu_seqlens)
@@ -57,13 +57,13 @@ class SequenceLayout:
             self.documents = document_T.view(self.batch, self.length)
 
     def forget(self) -> None:
-        """Drops masks and tables, to be made again when asked for: a step has as many packed layouts as micro-batches. Without documents
-        all micro-batches share one layout, and what was made stays."""
+        """Free masks and tables of packed documents, because each micro-batch of a step has its own; they are computed again when needed.
+        Without documents all micro-batches share one layout, and nothing is freed."""
         if self.documents is not None:
             self._made.clear()
 
     def rotary_tables(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
-        """Cosines and sines for this rotary embedding, in fp32 or wider."""
+        """Return cosines and sines for this rotary embedding, in fp32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
 
         def make() -> tuple[Tensor, Tensor]:
@@ -74,11 +74,12 @@ class SequenceLayout:
         return tables
 
     def is_plain(self, window: int | None) -> bool:
-        """Whether a token sees all earlier ones of its row."""
+        """Tell whether every token attends to all earlier ones of its row."""
         return self.documents is None and self._effective(window) is None
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 t t"]:
-        """Which query (row) sees which key, as (B or 1, 1, 1 + S, 1 + S): row and column 0 are for a sink, which every query sees."""
+        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + S); row and column 0 are for a sink, to which all
+        queries attend."""
         window = self._effective(window)
 
         def make() -> Tensor:
@@ -93,7 +94,7 @@ class SequenceLayout:
         return made
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """The same for flex attention, without a sink."""
+        """Return the same for flex attention, without a sink."""
         window = self._effective(window)
 
         def make() -> BlockMask:
@@ -106,7 +107,8 @@ class SequenceLayout:
         return made
 
     def _sees(self, window: int | None) -> Callable[..., Tensor]:
-        """Flex attention's rule for (batch, head, query, key). It counts the arguments, which a checked annotation would hide: lambdas."""
+        """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas, because flex attention counts the
+        arguments, which the wrapper of a type-checked function would hide."""
         rules: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
         if window is not None:
             rules.append(lambda batch, head, query, key: key > query - window)
@@ -125,7 +127,7 @@ class SequenceLayout:
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise unless these are boundaries of documents that fill this many tokens."""
+    """Raise TypeError or ValueError unless these are boundaries of documents with this number of tokens in total."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the documents")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -148,5 +150,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Flex attention makes (S, S) tensors unless it is compiled, which serves on CUDA alone: elsewhere it has no backward."""
+    """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S) tensors. On other devices its compiled form
+    has no backward."""
     return _compiled(function) if is_gpu(device) else function

@@ -1,1 +1,1 @@
-"""Models from and to Hugging Face folders."""
+"""Import and export of models in Hugging Face's format."""

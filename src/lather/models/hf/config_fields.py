@@ -1,4 +1,4 @@
-"""The common part of the families' configurations: checks of their fields, and what a published `config.json` may say beside them."""
+"""The common part of the families' configurations: checks of fields, and the description of a published `config.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lather.models.rotary import YarnConfig
 
 
 class CheckedFields:
-    """Mixin of a configuration: checks that name the field as `model.<field>`."""
+    """Mixin for configurations: checks whose errors name the field as `model.<field>`."""
 
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.{name}", getattr(self, name), constraint)
@@ -31,37 +31,37 @@ class CheckedFields:
 
     def _require_at_most(self, name: str, most: str) -> None:
         limit = getattr(self, most)
-        self._require(name, getattr(self, name) <= limit, f"at most {most} ({limit}): lower the one or raise the other")
+        self._require(name, getattr(self, name) <= limit, f"at most {most} ({limit}): lower {name} or raise {most}")
 
     def _require_divides(self, name: str, whole: str) -> None:
         multiple = getattr(self, whole)
         self._require(name, multiple % getattr(self, name) == 0, f"a divisor of {whole} ({multiple})")
 
     def _require_rotary(self, size: str, scaling: YarnConfig | None) -> None:
-        self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding turns pairs")
+        self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding rotates pairs")
         if scaling is not None:
-            self._require("rope_theta", getattr(self, "rope_theta", 0) > 1, "greater than 1 for YaRN, whose ramp is on its logarithm")
+            self._require("rope_theta", getattr(self, "rope_theta", 0) > 1, "greater than 1 for YaRN, which divides by its logarithm")
 
 
 @dataclass(frozen=True)
 class PublishedConfig:
-    """How a family's published `config.json` is read and written, besides the fields that the configuration has under the same name."""
+    """The fields of a family's published `config.json` that are read or written differently from fields of the configuration."""
 
     architecture: str
-    """Class in transformers."""
+    """Name of the class in transformers."""
     defaults: Mapping[str, Any]
-    """Fields that may be left out or null, and what they are then; a function gives it from the fields read."""
+    """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
     fixed: Mapping[str, tuple[Any, ...]]
-    """Fields that are supported with these values, or left out or null, only; the first one is written."""
+    """Fields that are supported only with these values, or left out, or null; the first value is written."""
     derived: Mapping[str, Callable[[Any], Any]]
-    """Fields that follow from the configuration."""
+    """Fields whose values are computed from the configuration."""
     aliases: Mapping[str, str]
-    """Other names of fields."""
+    """Other names of fields, and the names that they stand for."""
     ignored: frozenset[str] = frozenset()
-    """Fields of this family that have no influence here."""
+    """Fields of this family without influence on training."""
     nullable: frozenset[str] = frozenset()
-    """Fields that must be there and may be null."""
+    """Fields that must be present and may be null."""
     quantization: str | None = None
-    """The `quant_method` in which weights can be read, too."""
+    """The `quant_method` of quantized weights that can be read."""
     rope_scaling_required: bool = False
-    """Whether transformers takes a missing `rope_scaling` for something else than none."""
+    """True if transformers has another default for `rope_scaling` than none."""

@@ -1,16 +1,16 @@
-"""Lather's parameter names beside the published ones, as data.
+"""Maps Lather's parameters to the published tensors.
 
-Most names differ by the prefix `model.` alone. What is a family's own are the routed experts, which Lather keeps stacked, (E, 2F, D) and
-(E, D, F), and the router:
+Most names differ only by the prefix `model.`. The families differ in the router and in the routed experts, which Lather stacks as
+(E, 2F, D) and (E, D, F):
 
                     experts                                                   router
-    deepseek_v2     one tensor each, gate and up apart, (F, D) and (D, F)     mlp.gate.weight
+    deepseek_v2     separate gate, up (F, D) and down (D, F) per expert       mlp.gate.weight
     qwen3_moe       the same                                                  the same
     gpt_oss         stacked and transposed, (E, D, 2F) and (E, F, D),         mlp.router.weight, .bias
                     or MXFP4 (E, 2F, D/32, 16) and (E, D, F/32, 16)
 
-A parameter may be published in more than one way: all are read, the first is written. The entries of a parameter are in the order of its
-memory, so that it can be streamed piece by piece.
+A parameter may be published in several formats: all can be read, and the first is written. The entries of a parameter are in the order of
+its memory, so that it can be streamed in pieces.
 
 Letters: D hidden size, E experts, F expert intermediate size.
 """
@@ -29,26 +29,26 @@ Shape = tuple[int, ...]
 EXPERTS = re.compile(r"(?P<mlp>.*\.mlp)\.experts\.(?P<part>gate_up_proj|down_proj|gate_up_bias|down_bias)")
 STACKED_FAMILIES = ("gpt_oss",)
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Tensors that some folders hold besides the weights and that follow from the configuration."""
+"""Tensors that some folders hold in addition to the weights, and that are computed from the configuration."""
 
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One published tensor and the part of a parameter that it is."""
+    """A published tensor, and the part of a parameter that it holds."""
 
     published: str
-    """Name in the folder; with `is_packed`, of two tensors: `<name>_blocks` and `<name>_scales`."""
+    """Name in the folder; with `is_packed` there are two tensors, `<name>_blocks` and `<name>_scales`."""
     parameter: str
-    """Lather's name."""
+    """Lather's name of the parameter."""
     index: Index = ()
-    """The part of the parameter: `parameter[index]`; all of it if empty."""
+    """The part is `parameter[index]`; the whole parameter if empty."""
     is_transposed: bool = False
-    """Each expert's matrix is published transposed."""
+    """True if each expert's matrix is published transposed."""
     is_packed: bool = False
-    """In MXFP4, not transposed."""
+    """True if the tensor is published in MXFP4, not transposed."""
 
     def published_shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Names and shapes of the published tensors if the parameter's part has this shape."""
+        """Return names and shapes of the published tensors for a part of this shape."""
         if self.is_packed:
             *rows, columns = shape
             blocks = (*rows, -(-columns // BLOCK))
@@ -56,13 +56,14 @@ class MappedTensor:
         return {self.published: (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape}
 
     def part_shape(self, shape: Shape) -> Shape:
-        """Shape of `parameter[index]` for a parameter of this shape. Slices have both bounds."""
+        """Return the shape of `parameter[index]` for a parameter of this shape. Slices have both bounds."""
         part = [at.stop - at.start for at in self.index if isinstance(at, slice)]
         return (*part, *shape[len(self.index) :])
 
 
 def published_ways(model_type: str, name: str, shape: Shape) -> list[list[MappedTensor]]:
-    """The ways in which this family publishes the parameter, each a list of entries in the order of memory; the first is to be written."""
+    """Return the formats in which this family publishes the parameter, each a list of entries in the order of memory; the first is
+    written."""
     is_stacked = model_type in STACKED_FAMILIES
     if match := EXPERTS.fullmatch(name):
         experts = f"model.{match['mlp']}.experts"
@@ -74,7 +75,7 @@ def published_ways(model_type: str, name: str, shape: Shape) -> list[list[Mapped
 
 
 def _separate_experts(experts: str, name: str, part: str, shape: Shape) -> list[list[MappedTensor]]:
-    """Also read: stacked as transformers keeps them in memory, which is as Lather does."""
+    """Return the published format, and the stacked format that transformers has in memory, which is also Lather's."""
     if part == "gate_up_proj":
         half = shape[1] // 2
         halves = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
@@ -92,5 +93,5 @@ def _stacked_experts(experts: str, name: str, part: str) -> list[list[MappedTens
 
 
 def written_entries(model_type: str, shapes: Mapping[str, Shape]) -> list[MappedTensor]:
-    """The tensors to write for a model with these parameters, in their order."""
+    """Return the tensors to write for a model with these parameters, in order."""
     return [entry for name, shape in shapes.items() for entry in published_ways(model_type, name, shape)[0]]

@@ -1,10 +1,10 @@
-"""Models from and to Hugging Face folders: `config.json`, safetensors (one file, or shards with an index), tokenizer files.
+"""Reads and writes models as Hugging Face folders: `config.json`, safetensors (one file, or shards with an index), tokenizer files.
 
-Everything streams: at any moment one tensor is in memory besides the model itself, or, of stacked experts, one expert. Before anything is
-changed, all headers are compared with the model: names, shapes, dtypes; a head beside a tied embedding also in its values. What is written
-is complete or not there.
+Tensors are streamed: besides the model itself, only one tensor, or one expert of a stack, is in memory at any moment. Before anything is
+changed, the names, shapes and dtypes in all headers are compared with the model, and the values of a head with those of the embedding that
+it is tied to. A folder appears only when it is complete.
 
-The names are in `key_map`, the format in `safetensors_folder`; the families in `families` say which configurations they can be.
+`key_map` has the names of tensors, `safetensors_folder` the file format, and `families` the supported configurations.
 """
 
 from __future__ import annotations
@@ -56,47 +56,47 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files that belong to a model besides its configuration and weights."""
+"""Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
 HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
 COMPARED_ELEMENTS = 2**20
-"""Elements of two tensors that are compared at a time."""
+"""Number of elements of two tensors that are compared at a time."""
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------
 
 
 def read_config(folder: StrPath) -> ModelConfig:
-    """The configuration in a Hugging Face folder.
+    """Read the configuration of a Hugging Face folder.
 
-    Raises ExchangeError if there is none or it is damaged, of another family, or has a field that is not supported.
+    Raises ExchangeError if it is missing or damaged, or if it has an unsupported family or field.
     """
     file = Path(folder) / CONFIG_FILE
     mapping = _read_json(file, "give the folder of a model, with config.json and safetensors")
     try:
         return config_from_hugging_face(mapping)
-    except (UserError, OverflowError) as error:  # an integer may be more than a float can hold
+    except (UserError, OverflowError) as error:  # an integer may be too large for a float
         raise ExchangeError(f"{file}: {error}") from None
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Names and shapes of a model's parameters; none is allocated."""
+    """Return names and shapes of a model's parameters, without allocating them."""
     return {name: tuple(p.shape) for name, p in _on_meta(config).named_parameters()}
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights of a Hugging Face folder, found to be those of a model."""
+    """The weights of a Hugging Face folder, whose headers match a model."""
 
     stored: SafetensorsFolder
     entries: dict[str, list[MappedTensor]]
-    """By parameter, in the order of its memory."""
+    """Published tensors of each parameter, in the order of its memory."""
     shapes: dict[str, Shape]
 
     def pieces(self, parameter: str) -> Iterator[tuple[Index, Tensor]]:
-        """The parameter's values piece by piece, each with where it belongs."""
+        """Yield the parameter's values in pieces, each with its index in the parameter."""
         for entry in self.entries[parameter]:
             if len(entry.part_shape(self.shapes[parameter])) < 3:
                 yield entry.index, self.stored.read(entry.published)
@@ -104,7 +104,7 @@ class PublishedWeights:
                 yield from (((e,), self.expert(entry, e)) for e in range(self.shapes[parameter][0]))
 
     def expert(self, entry: MappedTensor, e: int) -> Tensor:
-        """One expert's part of a tensor of stacked experts."""
+        """Return one expert of a tensor of stacked experts."""
         if entry.is_packed:
             return dequantize_mxfp4(*(self.stored.read(f"{entry.published}_{part}", (e,)) for part in ("blocks", "scales")))
         tensor = self.stored.read(entry.published, (e,))
@@ -112,7 +112,7 @@ class PublishedWeights:
 
 
 def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> PublishedWeights:
-    """Compare the folder's headers with the parameters of these shapes."""
+    """Compare the headers of a folder with parameters of these shapes."""
     stored = open_published(folder)
     ways = {name: published_ways(model_type, name, shape) for name, shape in shapes.items()}
     entries = {name: _the_way_taken(choices, shapes[name], stored) for name, choices in ways.items()}
@@ -140,7 +140,7 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
 
 
 def _the_way_taken(choices: list[list[MappedTensor]], shape: Shape, stored: SafetensorsFolder) -> list[MappedTensor]:
-    """The first way of which anything is in the folder; the usual one if nothing is."""
+    """Return the first format of which the folder has a tensor; the first of all if it has none."""
     for entries in choices:
         names = (name for entry in entries for name in entry.published_shapes(entry.part_shape(shape)))
         if any(name in stored.tensors for name in names):
@@ -149,7 +149,7 @@ def _the_way_taken(choices: list[list[MappedTensor]], shape: Shape, stored: Safe
 
 
 def _is_harmless(key: str, stored: SafetensorsFolder, *, is_tied: bool) -> bool:
-    is_empty = 0 in stored.tensors[key].shape  # shared experts of a model without any
+    is_empty = 0 in stored.tensors[key].shape  # shared experts of a model that has none
     return is_empty or HARMLESS.fullmatch(key) is not None or (is_tied and key == HEAD)
 
 
@@ -160,11 +160,11 @@ def _check_tensor(key: str, stored: SafetensorsFolder, shape: Shape, *, is_packe
             f"{found.file}: {key!r} has shape {found.shape}, but {CONFIG_FILE} asks for {shape}: give the configuration that belongs to it"
         )
     if found.dtype not in (("U8",) if is_packed else [name for name, dtype in DTYPES.items() if dtype.is_floating_point]):
-        raise ExchangeError(f"{found.file}: {key!r} is of dtype {found.dtype}, which is not read: give a copy in BF16, F16 or F32")
+        raise ExchangeError(f"{found.file}: {key!r} is of dtype {found.dtype}, which is not supported: give a copy in BF16, F16 or F32")
 
 
 def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
-    """A head that is published although it is tied must be the embedding, or the model is not the one described."""
+    """Check that a published head that is tied to the embedding has the same values."""
     rows, columns = stored.tensors[embedding].shape
     _check_tensor(HEAD, stored, (rows, columns), is_packed=False)
     step = max(1, COMPARED_ELEMENTS // columns)
@@ -174,7 +174,7 @@ def _check_tied_head(stored: SafetensorsFolder, embedding: str) -> None:
         if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             raise ExchangeError(
                 f"{stored.tensors[HEAD].file}: {HEAD!r} differs from {embedding!r}, but {CONFIG_FILE} makes them one: set its "
-                f"tie_word_embeddings to false, or take {HEAD!r} out if it is not the model's"
+                f"tie_word_embeddings to false, or remove {HEAD!r} if it does not belong to the model"
             )
 
 
@@ -193,19 +193,19 @@ def _read_json(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
-    """The weights of a Hugging Face folder, found to be those that its configuration describes, and the configuration.
+    """Open the weights of a Hugging Face folder, check that they match its configuration, and return both.
 
-    Raises ExchangeError, naming the file and the field or tensor, if anything is missing, damaged, left over, or not supported; or if a
-    head differs from the embedding that it is tied to.
+    Raises ExchangeError, with the file and the field or tensor, if anything is missing, damaged, surplus or not supported, or if a head
+    differs from the embedding that it is tied to.
     """
     config = read_config(folder)
     return _match(Path(folder), config.model_type, parameter_shapes(config)), config
 
 
 def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
-    """Set a model's parameters to the folder's weights, whatever floating dtype they are stored in.
+    """Set a model's parameters to the folder's weights, which may have any floating dtype.
 
-    Raises ExchangeError, and changes nothing, unless the folder can be read and holds exactly the model's parameters.
+    If the folder cannot be read, or does not hold exactly the model's parameters, this raises ExchangeError and changes nothing.
     """
     weights, _ = open_hugging_face(folder)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -220,9 +220,9 @@ def load_hugging_face(folder: StrPath, model: nn.Module) -> None:
 def model_from_hugging_face(
     folder: StrPath, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> tuple[Decoder, ModelConfig]:
-    """The model in a Hugging Face folder, and its configuration.
+    """Load the model in a Hugging Face folder; return it and its configuration.
 
-    `dtype` None: as the embedding is stored. Raises ExchangeError before memory is taken if the folder cannot be read.
+    `dtype` None: the stored dtype of the embedding. If the folder cannot be read, ExchangeError is raised before memory is allocated.
     """
     weights, config = open_hugging_face(folder)
     stored = weights.stored.tensors[weights.entries["embed_tokens.weight"][0].published].dtype
@@ -244,7 +244,7 @@ def _on_meta(config: ModelConfig) -> Decoder:
 
 
 def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model on the meta device memory; shared parameters stay shared. Buffers start at zero."""
+    """Allocate the memory of a model that is on the meta device. Shared parameters stay shared; buffers are zero."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -255,7 +255,7 @@ def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
-    """Write the weights in fp32 under Lather's names, one entry per expert, in one safetensors file."""
+    """Write the weights in fp32 to one safetensors file, under Lather's names, with one entry per expert."""
     tensors = []
     for name, shape in weights.shapes.items():
         if is_stack(name):
@@ -265,7 +265,7 @@ def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
     stacks: dict[str, Iterator[tuple[int, Iterator[tuple[int, Tensor]]]]] = {}
 
     def values(name: str) -> Iterator[Tensor]:
-        """Experts are asked for in order."""
+        """Yield the values of an entry; the experts of a stack must be requested in order."""
         stack, expert = split_entry(name)
         if expert is None:
             yield from (piece for _, piece in weights.pieces(name))
@@ -292,7 +292,7 @@ def _by_expert(pieces: Iterator[tuple[Index, Tensor]]) -> Iterator[tuple[int, Te
 
 
 class _ModelTensors:
-    """A model's parameters, and buffers that are part of its state, read like a file's."""
+    """The parameters and persistent buffers of a model, read like those of a file."""
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict().keys()
@@ -306,7 +306,7 @@ class _ModelTensors:
 
 
 class _StoredTensors:
-    """The tensors of a checkpoint, whose experts have an entry each, as a model has them."""
+    """The tensors of a checkpoint, which has one entry per expert, stacked like the parameters of a model."""
 
     def __init__(self, stored: TensorSource) -> None:
         self._stored = stored
@@ -352,8 +352,8 @@ def save_hugging_face(
         source: a model, or the tensors of a checkpoint, one entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
         max_shard_bytes: largest file, bytes; a larger tensor gets a file of its own.
-        dtype: of the weights written; None: as they are.
-        tokenizer: a `tokenizer.json`, or a folder whose tokenizer and generation files are carried along.
+        dtype: dtype of the written weights; None: that of the source.
+        tokenizer: a `tokenizer.json`, or a folder whose tokenizer and generation files are copied.
 
     Raises ExchangeError, before anything is written, if the source's tensors are not those of a model of this configuration, if
     `max_shard_bytes` is below 1, or if `folder` holds something.
@@ -392,15 +392,17 @@ def save_hugging_face(
 def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     if biases := sorted(name for name in found if name.endswith(BALANCING_BIAS)):
         raise ExchangeError(
-            f"{_first(biases)} of loss-free balancing has no place in a published model of this family, whose routing would not be the "
-            "trained one: train with moe.bias_update_rate = 0 to export"
+            f"{_first(biases)} of loss-free balancing cannot be exported: published models of this family have no such bias and would "
+            "route differently: train with moe.bias_update_rate = 0 to export"
         )
     if different := sorted(name for name in {**expected, **found} if found.get(name) != expected.get(name)):
-        raise ExchangeError(f"{_first(different)} of the weights is not as the configuration has it: give the one they were made with")
+        raise ExchangeError(
+            f"{_first(different)} of the weights does not match the configuration: give the one that they were trained with"
+        )
 
 
 def _shards(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
-    """Files by name, filled in order."""
+    """Distribute the tensors, in order, over files; return these by name."""
     groups: list[list[TensorToWrite]] = [[]]
     room = max_bytes
     for tensor in tensors:
@@ -420,7 +422,7 @@ def _index(shards: Mapping[str, list[TensorToWrite]]) -> dict[str, Any]:
 
 
 def copy_companions(source: StrPath, target: StrPath) -> list[str]:
-    """Copy the tokenizer and generation files that are there; their names."""
+    """Copy the tokenizer and generation files that exist; return their names."""
     found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
     for name in found:
         shutil.copyfile(Path(source) / name, Path(target) / name)
@@ -428,7 +430,7 @@ def copy_companions(source: StrPath, target: StrPath) -> list[str]:
 
 
 def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
-    """Bring the tokenizer's files into `folder`; the ids of its special tokens, for config.json."""
+    """Copy or make the tokenizer's files in `folder`; return the ids of its special tokens, for config.json."""
     if tokenizer.is_dir():
         copy_companions(tokenizer, folder)
         original = tokenizer / CONFIG_FILE
@@ -437,7 +439,7 @@ def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[st
     content = _read_json(tokenizer, "give another tokenizer")
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
     special = [token for token in content.get("added_tokens", []) if token["special"]]
-    ends = special[0] if len(special) == 1 else None  # Lather's own tokenizers have one, which ends a document
+    ends = special[0] if len(special) == 1 else None  # the only special token of Lather's own tokenizers ends a document
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "clean_up_tokenization_spaces": False}
     _write_json(folder / "tokenizer_config.json", settings | ({"eos_token": ends["content"]} if ends else {}))
     return {"bos_token_id": None, "eos_token_id": ends["id"] if ends else None}

@@ -1,9 +1,9 @@
-"""MXFP4 weights to ordinary numbers: blocks of 32 four-bit floats that share one power of two.
+"""Converts MXFP4 weights, blocks of 32 four-bit floats with a common power of two, to ordinary numbers.
 
-Source: OCP Microscaling Formats (MX) v1.0, elements E2M1, scales E8M0, laid out as the published GPT-OSS weights are: two elements
-to a byte, the earlier one in the low half; the scale's exponent is biased by 127.
+Source: OCP Microscaling Formats (MX) v1.0, elements E2M1, scales E8M0, in the layout of the published GPT-OSS weights: two elements per
+byte, the first in the low half; the exponent of the scale is biased by 127.
 
-Letters: R rows, G blocks to a row.
+Letters: R rows, G blocks per row.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 from lather.shapes import Float
 
 BLOCK = 32
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the sixteen elements: sign, two bits of exponent, one of mantissa."""
 SCALE_BIAS = 127
 
 
 def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor) -> Float[Tensor, "r c"]:
-    """uint8 blocks (R, G, 16) and scales (R, G) as (R, 32 G) fp32 values, exact in bf16 too. The scale 255 means not-a-number."""
+    """Convert uint8 blocks (R, G, 16) and scales (R, G) to (R, 32 G) fp32 values, which are exact in bf16, too. A scale of 255 means
+    NaN."""
     table = torch.tensor(VALUES, device=blocks_RGb.device)
     elements = torch.stack((blocks_RGb & 15, blocks_RGb >> 4), dim=-1).flatten(-2)
     exponent_RG = scales_RG.to(torch.int32) - SCALE_BIAS

@@ -1,13 +1,13 @@
-"""The adapters of a model as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`.
+"""Writes the adapters of a model in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT (tested with 0.21) adapts linear modules, by `target_modules`, and parameters, by `target_parameters`. Transformers 5 has the experts
-of a block in two parameters of three dims, gate_up_proj and down_proj. Other feed-forward layers are named as parameters, too: as modules
-PEFT takes their names for those that experts had in transformers 4.
+PEFT (tested with 0.21) adapts linear modules (`target_modules`) and parameters (`target_parameters`). In transformers 5 the experts of a
+block are two parameters with three dims, gate_up_proj and down_proj. The other feed-forward layers are listed as parameters, too: PEFT
+would mistake their module names for those of experts in transformers 4.
 
     attention              q_proj.lora_A.weight (r, I)           q_proj.lora_B.weight (O, r)
     dense, shared          gate_proj.lora_A.weight (r, I)        gate_proj.lora_B.weight (O, r)
     experts, down          experts.lora_A.weight (E r, I)        experts.lora_B.weight (O, r E): B[o, k E + e]
-    experts, gate and up   the same below experts.base_layer if down is adapted as well: PEFT puts one layer around the other
+    experts, gate and up   the same, below experts.base_layer if down is adapted as well, because PEFT nests the two layers
 
 Letters: I input and O output size, E experts, r rank.
 """
@@ -36,7 +36,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class _PeftFactor:
-    """A factor of an adapter as PEFT has it."""
+    """A factor of an adapter in PEFT's format."""
 
     name: str
     entries: tuple[str, ...]
@@ -59,8 +59,8 @@ def save_peft(
     Args:
         source: the tensors of a checkpoint, one entry per expert.
         folder: must not exist, or be empty; it appears when it is complete.
-        base: name or folder of the model that they adapt; kept in adapter_config.json.
-        dtype: of the adapters written; None: as they are.
+        base: name or folder of the adapted model, for adapter_config.json.
+        dtype: dtype of the written adapters; None: that of the source.
 
     Raises ExchangeError, before anything is written, if the source lacks one of the adapters of `lora`, or if `folder` holds something.
     """
@@ -84,7 +84,7 @@ def _factors(names: list[str], config: ModelConfig, source: TensorSource) -> Ite
         entries = [factor_names(parameter if expert is None else entry_name(name, expert)) for expert in experts]
         if missing := [entry for pair in entries for entry in pair if entry not in source.tensors]:
             raise ExchangeError(
-                f"{missing[0]!r} is not among the weights, but [lora] asks for it: give the configuration they were made with"
+                f"{missing[0]!r} is not among the weights, but [lora] needs it: give the configuration that they were trained with"
             )
         module = f"base_model.model.model.{name}"
         if stack_shape is not None:
@@ -121,7 +121,7 @@ def _config(names: list[str], groups: dict[str, str], lora: LoraConfig, base: st
 
 
 def _shortest(names: Iterable[str], all_names: list[str], *, of_module: bool = False) -> list[str]:
-    """Targets that stand for these names and no others: what follows the layer's number, if all layers that have it are meant."""
+    """Return the shortest targets that match exactly these names: the part after the layer's number if all layers are included."""
     chosen = set(names)
     found: dict[str, None] = {}
     for name in all_names:

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder under Lather's names, one entry per expert, read on demand: as a checkpoint's are."""
+"""Presents the weights of a Hugging Face folder like those of a checkpoint: under Lather's names, one entry per expert, read on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Described:
 
 
 class PublishedTensors:
-    """See the head of this file."""
+    """The weights of a Hugging Face folder under Lather's names, with one entry per expert."""
 
     def __init__(self, weights: PublishedWeights) -> None:
         self._weights = weights
@@ -44,7 +44,7 @@ class PublishedTensors:
         return found
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """`tensor[index]` on CPU, in the dtype in which it is published; of an expert the whole matrix is read."""
+        """Return `tensor[index]` on CPU, in its published dtype; for an expert the whole matrix is read."""
         parameter, expert = split_entry(name)
         if expert is None:
             (entry,) = self._weights.entries[parameter]

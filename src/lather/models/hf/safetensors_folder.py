@@ -1,9 +1,10 @@
-"""Reading and writing safetensors a piece at a time, and folders that are complete or not there.
+"""Reads and writes safetensors files in pieces, and writes folders that appear only when they are complete.
 
-Source: the safetensors format: eight bytes with the length of the header (little-endian), the header in JSON (name, dtype, shape and place
-of each tensor), then the tensors' bytes without gaps. The library reads it; it writes only what is in memory as a whole, so that is here.
+Source: the safetensors format: eight bytes with the length of the header (little-endian), the header in JSON (name, dtype, shape and
+offsets of each tensor), then the bytes of the tensors without gaps. The library checks headers, but it can write only tensors that are all
+in memory, so this module writes files itself.
 
-A tensor, or a part of one, is in memory only when it is asked for.
+Tensors, or parts of them, are read only on demand.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
-"""Types that weights come in; U8 holds packed ones."""
-ANOTHER_COPY = "fetch or save it again"
+"""Supported dtypes of weights; U8 holds packed weights."""
+ANOTHER_COPY = "download or save it again"
 
 Index = tuple[int | slice, ...]
 """Index of a part of a tensor."""
@@ -39,26 +40,26 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor by its file's header."""
+    """A tensor as the header of its file describes it."""
 
     file: Path
     dtype: str
-    """As in the header: F32, BF16, ..."""
+    """Name of the dtype in the header: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """Start of its bytes in the file."""
+    """Offset of its first byte in the file."""
 
 
 class SafetensorsFolder:
-    """The tensors of one or more safetensors files, their headers checked, their contents read on demand."""
+    """The tensors of one or more safetensors files; headers have been checked, values are read on demand."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = dict(tensors)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """`tensor[index]` on CPU, for an index whose part is in one piece; only that part is read.
+        """Read `tensor[index]`, which must be contiguous in the file, and return it on CPU; only this part is read.
 
-        It is read rather than mapped: pages of a mapped file would count as the process's memory. Raises ExchangeError if the file has
+        The file is not memory-mapped, because mapped pages would count as memory of the process. Raises ExchangeError if the file has
         changed since its header was checked.
         """
         stored = self.tensors[name]
@@ -71,7 +72,7 @@ class SafetensorsFolder:
             with stored.file.open("rb") as file:
                 file.seek(stored.start + int(part.storage_offset()) * part.itemsize)
                 if file.readinto(content) != part.nbytes:
-                    raise ExchangeError(f"{stored.file}: has been cut while it was read: {ANOTHER_COPY}")
+                    raise ExchangeError(f"{stored.file}: was truncated while it was read: {ANOTHER_COPY}")
         except OSError as error:
             raise ExchangeError(f"{stored.file}: has become unreadable ({error.strerror}): {ANOTHER_COPY}") from None
         return torch.frombuffer(content, dtype=part.dtype).view(part.shape)
@@ -79,7 +80,7 @@ class SafetensorsFolder:
 
 @runtime_checkable
 class DescribedTensor(Protocol):
-    """A tensor that was not read: its dtype and shape."""
+    """The dtype and shape of a tensor that has not been read."""
 
     @property
     def dtype(self) -> str: ...
@@ -90,7 +91,7 @@ class DescribedTensor(Protocol):
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Tensors that are read on demand, such as a `SafetensorsFolder`'s."""
+    """Tensors that are read on demand, such as those of a `SafetensorsFolder`."""
 
     @property
     def tensors(self) -> Mapping[str, DescribedTensor]: ...
@@ -99,15 +100,15 @@ class TensorSource(Protocol):
 
 
 def open_safetensors(file: StrPath) -> SafetensorsFolder:
-    """One file. Raises ExchangeError if it is missing, truncated or damaged."""
+    """Open one file. Raises ExchangeError if it is missing, truncated or damaged."""
     return SafetensorsFolder(_read_header(Path(file)))
 
 
 def open_published(folder: Path) -> SafetensorsFolder:
-    """The weights of a Hugging Face folder: `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+    """Open the weights of a Hugging Face folder: `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
-    Raises ExchangeError if there are none, if the index names a file that is not there, is outside the folder or lacks a tensor, or if a
-    file is truncated or damaged. Pickled weights (`pytorch_model.bin`) are never opened.
+    Raises ExchangeError if there are no weights, if the index names a file that is missing, is outside the folder or lacks a tensor, or if
+    a file is truncated or damaged. Pickled weights (`pytorch_model.bin`) are never opened.
     """
     if (folder / SINGLE_FILE).exists():
         return open_safetensors(folder / SINGLE_FILE)
@@ -142,12 +143,12 @@ def _read_index(index: Path) -> dict[str, str]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ExchangeError(f"{index}: places {name!r} in {file!r}, which is not a .safetensors file beside it: {ANOTHER_COPY}")
         if not (index.parent / file).is_file():
-            raise ExchangeError(f"{index}: places {name!r} in {file}, which is not there: {ANOTHER_COPY}")
+            raise ExchangeError(f"{index}: places {name!r} in {file}, which is missing: {ANOTHER_COPY}")
     return weight_map
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The library checks the header; where the bytes are it does not tell."""
+    """Read the header, which the library has checked; the library does not return the offsets."""
     try:
         with safe_open(file, framework="pt"), file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -163,7 +164,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor of a file that is about to be written."""
+    """A tensor that will be written to a file."""
 
     name: str
     dtype: torch.dtype
@@ -176,7 +177,7 @@ class TensorToWrite:
 
 @runtime_checkable
 class Digest(Protocol):
-    """A checksum of `hashlib`."""
+    """A hash object of `hashlib`."""
 
     def update(self, data: Any, /) -> None: ...
 
@@ -184,11 +185,11 @@ class Digest(Protocol):
 def write_safetensors(
     file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], digest: Digest | None = None
 ) -> None:
-    """Write a file in which `pieces(name)` gives each tensor's values, in the order of its memory; one piece is in memory at a time.
+    """Write a file; `pieces(name)` yields each tensor's values in the order of its memory, and one piece is in memory at a time.
 
-    Pieces may be on any device and of any floating dtype. `digest` is updated by all bytes. The file is on disk when this returns.
+    Pieces may be on any device and of any floating dtype. `digest` is updated with all bytes. The file is synced before this returns.
     """
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # every tensor is aligned then, without gaps
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that every tensor is aligned without gaps
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -218,9 +219,10 @@ def write_safetensors(
 
 @contextlib.contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `target` when the block ends, synced to disk; after an exception or a kill there is no `target`.
+    """Yield a folder to write to; at the end of the context it is synced and renamed to `target`. After an exception or a kill `target`
+    does not exist.
 
-    Raises ExchangeError if `target` is there and not an empty folder, if its place cannot be written, or if another process is writing it.
+    Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or if another process is writing it.
     """
     place = Path(os.path.realpath(target))
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
@@ -240,7 +242,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
                     sync(path)
                 aside.rename(place)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk is not to stay full
+            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
             raise
         sync(place.parent)
     finally:
@@ -248,7 +250,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
 
 def _take(lock: int, aside: Path, target: Path) -> None:
-    """Lock the folder and empty it of what a killed process has left."""
+    """Lock the folder, and delete files in it that a killed process has left."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = os.path.samestat(os.fstat(lock), os.stat(aside))

@@ -1,1 +1,1 @@
-"""Memory between forward and backward: what is computed again, put off, or rounded once."""
+"""Memory between forward and backward: tensors that are recomputed, weight gradients that are deferred, weights that are rounded once."""

@@ -1,10 +1,11 @@
-"""Tensors that autograd does not keep for backward because they are made again there, from others that it keeps anyway.
+"""Recomputes tensors in backward from other tensors that autograd saves anyway, instead of saving them.
 
-What is cheap to make and large to keep: a norm's output (from its input), the keys and values of latent attention (from the latent), the
-rotated and normed heads (from the projections). It is less than activation checkpointing: only what is registered is made again, nothing
-is run for the sake of its graph. The values are those of the forward pass, by the same operations (with compiled parts: within rounding).
+It is meant for tensors that are cheap to compute and large to save: a norm's output (from its input), the keys and values of latent
+attention (from the latent), the normalized and rotated heads (from the projections). Unlike activation checkpointing, it recomputes only
+registered tensors and builds no graph again. The same operations give the same values as in the forward pass (in compiled parts, up to
+rounding).
 
-`Remaking` stands on `torch.autograd.graph.saved_tensors_hooks`. Hooks that were in force outside see everything else, as without it.
+`Remaking` uses `torch.autograd.graph.saved_tensors_hooks`. Hooks that were active outside still get all other tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Remaking:
-    """Knows, inside `watch`, which tensors are made again. With `enabled` False autograd keeps everything."""
+    """Registers the tensors to recompute; use it inside `watch`. With `enabled` False autograd saves everything."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -35,7 +36,7 @@ class Remaking:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside the block autograd asks before it keeps a tensor."""
+        """Inside this context, autograd does not save registered tensors."""
         if not self.enabled or not torch.is_grad_enabled():
             yield
             return
@@ -54,13 +55,13 @@ class Remaking:
             with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            again.clear()  # the hooks live as long as the graph
+            again.clear()  # the hooks live as long as the graph, but the tables are no longer needed
             self._storages.clear()
 
     def add(self, tensors: tuple[Tensor, ...], make: Make, *sources: Tensor) -> None:
-        """`make(*sources)` gives `tensors` again. The sources should be what autograd keeps anyway.
+        """Register `tensors`, which `make(*sources)` recomputes. The sources should be tensors that autograd saves anyway.
 
-        It runs in backward, without autograd, under the autocast of this moment. To be called inside `watch`.
+        `make` runs in backward, without autograd, with the present state of autocast. Call this inside `watch`.
         """
         if self.enabled and torch.is_grad_enabled():
             pack, unpack = self._hooks
@@ -74,18 +75,18 @@ class Remaking:
         self._storages.append(x.untyped_storage())
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """`norm(x)`, which is made again from x."""
+        """Return `norm(x)`, and register it to be recomputed from x."""
         y: Tensor = norm(x)
         self.add((y,), lambda x: (norm(x),), x)
         return y
 
     def again(self, x: Tensor) -> Again | None:
-        """How x is made again, for other graphs that read it; None if it is not. To be called inside `watch`."""
+        """Return the object that recomputes x, for other graphs that use x; None if x is not registered. Call this inside `watch`."""
         return self._again.get(_place(x))
 
 
 class _Group:
-    """Tensors that are made together, once, and go when each was taken as often as autograd would have kept it."""
+    """Tensors that are recomputed together, once; each is freed when it has been used as often as autograd would have saved it."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], device: str) -> None:
         self._make, self._context = make, _same_autocast(device)
@@ -103,16 +104,16 @@ class _Group:
 
 
 class Again:
-    """Stands for one of a group in autograd's graph."""
+    """A placeholder in autograd's graph for one tensor of a group."""
 
     def __init__(self, group: _Group, number: int) -> None:
         self._group, self._number = group, number
 
     @contextmanager
     def instead_of(self, x: Tensor) -> Iterator[None]:
-        """Inside the block it is kept in the place of x, the tensor that it makes again, by whatever graph reads x or a detached x.
+        """Inside this context, every graph that would save x, or a detached x, saves this placeholder instead, which recomputes x.
 
-        All graphs have to run backward before any of their forward passes is run again: x goes when each has had it.
+        All these graphs have to run backward before any of their forward passes is repeated, because x is freed after its last use.
         """
         remaking = Remaking()
         with remaking.watch():
@@ -129,7 +130,7 @@ class Again:
 
 
 def _place(x: Tensor) -> Place:
-    """Tells tensors apart whose storages are alive."""
+    """Return a key that identifies a tensor as long as its storage is alive."""
     return id(x.untyped_storage()), int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
@@ -145,4 +146,4 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 NEVER = Remaking(enabled=False)
-"""Autograd keeps everything."""
+"""Recomputes nothing: autograd saves everything."""

@@ -1,11 +1,12 @@
-"""Weights rounded to the dtype of products once in a step, not once for each product.
+"""Rounds weights to the dtype of products once per step, not once for each product.
 
-Under autocast a weight is rounded where it is multiplied: in forward and in backward, for every micro-batch. Inside `RoundedWeights.kept`,
-which is a step of forward and backward passes, the first product keeps its copy and all others take that: the same bits, 2 bytes per
-weight until the block ends or `forget` is told that the weights go.
+Under autocast every product rounds its weight: in forward and in backward, for every micro-batch. Inside `RoundedWeights.kept`, which
+encloses the forward and backward passes of a step, the first product caches the rounded weight and all others use it. The results have the
+same bits; the cache takes 2 bytes per weight until the context ends or `forget` is called.
 
-Kept are copies of `nn.Parameter`s alone, under the object and its version: a weight that is written to meanwhile is rounded again. Versions
-alone would not do: FSDP2 gathers into the same parameters without counting, so that copies must not outlive a step, or what was gathered.
+Only copies of `nn.Parameter`s are cached, with the parameter's version: a weight that has been written to is rounded again. The version is
+not sufficient, because FSDP2 gathers into the same parameters without increasing it; so copies must be dropped after a step, and when FSDP2
+frees the gathered weights.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 
 
 class RoundedWeights:
-    """Copies of weights in the dtype of products, while they are kept."""
+    """A cache of weights in the dtype of products."""
 
     def __init__(self) -> None:
         self._is_keeping = False
         self._copies: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
-        """By weight and dtype: the weight, whose place in memory must not become another's, its version, and the copy."""
+        """By id of the weight and dtype: the weight (a reference, so that its id is not reused), its version, and the copy."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside the block copies are kept; no weight may change there without a new version, but for those that `forget` is told of."""
+        """Inside this context, copies are cached. A weight may only change there with a new version, or if `forget` is called for it."""
         before, self._is_keeping = self._is_keeping, True
         try:
             yield
@@ -38,7 +39,7 @@ class RoundedWeights:
                 self._copies.clear()
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`weight.to(dtype)`, without gradient."""
+        """Return `weight.to(dtype)`, without gradient."""
         if weight.dtype == dtype or not self.keeps(weight):
             return weight.detach().to(dtype)
         key = id(weight), dtype
@@ -48,11 +49,11 @@ class RoundedWeights:
         return known[2]
 
     def keeps(self, weight: Tensor | None) -> bool:
-        """Whether a copy of this would be kept now."""
+        """Tell whether a copy of this weight would be cached now."""
         return self._is_keeping and isinstance(weight, nn.Parameter)
 
     def forget(self, weights: Iterable[Tensor]) -> None:
-        """Drop the copies of these, whose values go or change."""
+        """Drop the copies of these weights, whose values are freed or change."""
         gone = {id(weight) for weight in weights}
         for key in [key for key in self._copies if key[0] in gone]:
             del self._copies[key]
@@ -62,28 +63,29 @@ class RoundedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Number of bytes of the copies."""
         return sum(copy.nbytes for copy in self.copies())
 
 
 def rounded(kept: RoundedWeights | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight.to(dtype)`, by way of the kept copies if there are any."""
+    """Return `weight.to(dtype)`, from the cache if there is one."""
     return weight.to(dtype) if kept is None else kept.of(weight, dtype)
 
 
 def to_round(kept: RoundedWeights | None, weights: Sequence[Tensor | None], saved: Sequence[Tensor | None]) -> list[Any]:
-    """In a backward pass: the weights whose copies are kept, and in place of others what autograd saved, under hooks another object."""
+    """Return, in a backward pass, the weights whose copies are cached, and for others the tensors that autograd saved (with hooks these may
+    be other objects)."""
     return [weight if kept is not None and kept.keeps(weight) else other for weight, other in zip(weights, saved, strict=True)]
 
 
 class Rounding:
-    """A module whose products take rounded weights: `self.rounded_weights` keeps them; None: each product rounds its own."""
+    """A module whose products round weights: `self.rounded_weights` is their cache; None: each product rounds its weight."""
 
     rounded_weights: RoundedWeights | None = None
 
 
 def keep_rounded(module: nn.Module, kept: RoundedWeights | None) -> None:
-    """Have every layer inside `module` take its rounded weights from `kept`; None: each product rounds its own, as in a new layer."""
+    """Set the cache of rounded weights of every layer inside `module`; None, as in a new layer: each product rounds its weight."""
     for layer in module.modules():
         if isinstance(layer, Rounding):
             layer.rounded_weights = kept

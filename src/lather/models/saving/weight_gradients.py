@@ -1,28 +1,29 @@
-"""Gradients of weights, made at once in the backward pass or put off to a moment of the caller's choice.
+"""Weight gradients, computed either in the backward pass or later, when the caller chooses.
 
-A product y = x W^T sends two gradients back: that of x, which the layers before it wait for, and that of W, which nobody waits for before
-the optimizer. A pipeline that makes the second one later fills time in which a rank would be idle.
+The backward of a product y = x W^T computes two gradients: that of x, which the layers before need at once, and that of W, which only the
+optimizer needs. A pipeline that defers the second one fills time in which a rank would be idle.
 
 Source: zero-bubble pipelines (Qi et al., arXiv:2401.10241), the split of backward into B (inputs) and W (weights).
 
-A layer's backward hands `WeightGradients.give` the parameter and how to compute its gradient. What waits is an entry: the parameter itself,
-never a saved copy of it (under activation checkpointing what is saved is unpacked as another tensor, and a gradient written there is
-lost), and the tensors of the product. Bits: an entry's product is the one that would have been made at once, and it is added to `.grad`
-as autograd adds it; so gradients are the same to the bit if the entries of a weight run in the order in which backward made them, and
-if no graph uses the weight twice.
+A layer's backward passes the parameter, and a function that computes its gradient, to `WeightGradients.give`. A deferred gradient is an
+entry in a queue. It holds the parameter itself, never the tensor that autograd saved (with activation checkpointing that is unpacked as
+another tensor, and a gradient written there is lost), and the operands of the product. An entry computes the same product as backward
+would, and adds it to `.grad` as autograd does; so gradients have the same bits if the entries of a weight run in the order in which
+backward made them, and if no graph uses the weight twice.
 
-What entries keep until they have run, besides the parameter (T rows, letters as in each layer's file):
+Besides the parameter, entries hold these tensors until they have run (T rows, letters as in each layer's file):
 
     Linear              x (T, I) in the products' dtype, once for all layers that `project` was called with; the output's gradient (T, O)
     GatedMLP            x (T, D); the gradient of gate/up (T, 2F) and the gated product (T, F); the output's gradient (T, D)
     Experts             the same for G rows, but x and the output's gradient as (R, D): they are gathered again; the rows' indices
     Router              x (T, D); the gradient of the logits (T, E)
 
-Inputs and gradients in that list may be the very tensors that other layers read, or that backward hands on: nobody may overwrite them or
-free their storage before the entries have run. The weights' values are not needed: they may be gone.
+These inputs and gradients may be the same tensors that other layers read, or that backward passes on, so they must not be overwritten or
+freed before the entries have run. The values of the weights are not needed and may be freed.
 
-Always at once are norms, sinks and embeddings, which are no products, and the head with the loss: its backward makes each tile of
-the logits' gradient once for both products, so that putting one off would mean keeping (T, V) elements or making every tile a third time.
+Some gradients are never deferred: those of norms, sinks and embeddings, which are not products; and that of the head, because the loss
+computes each tile of the logits' gradient once for both products, and deferring one of them would mean saving (T, V) elements or computing
+every tile a third time.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from lather.shapes import Float
 
 @dataclass
 class DeferredGradient:
-    """A gradient that has still to be computed and added to its weight's."""
+    """A weight gradient that has yet to be computed and added to `.grad`."""
 
     weight: Tensor
     compute: Callable[[], Tensor] | None
-    """None when done, so that a list of entries keeps no tensors of those that have run."""
+    """Set to None after the run, so that a list of entries holds no tensors of finished ones."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -59,21 +60,21 @@ class DeferredGradient:
 
 
 class WeightGradients:
-    """Takes weight gradients from backward passes: at once, or, while `deferring`, for later."""
+    """A queue of weight gradients: while `deferring`, backward passes append to it; otherwise gradients are computed at once."""
 
     def __init__(self) -> None:
         self.deferring = False
         self._entries: list[DeferredGradient] = []
 
     def __len__(self) -> int:
-        """How many wait to be taken."""
+        """Return the number of queued entries."""
         return len(self._entries)
 
     def give(self, weight: nn.Parameter | Tensor, compute: Callable[[], Tensor]) -> Float[Tensor, "..."] | None:
-        """For the backward of a Function: what it returns for `weight`, a leaf that requires a gradient.
+        """Return the value that the backward of an autograd Function must return for `weight`, a leaf that requires a gradient.
 
-        That is the gradient, in `weight`'s dtype; or None, and `compute` waits in the queue. (A weight that is not a leaf has no `.grad` to
-        add to: autograd gets its gradient at once.) Hooks on the weight or on its accumulation do not see what is put off.
+        This is the gradient, in the dtype of `weight`; or None, if `compute` was queued. (A weight that is not a leaf has no `.grad`, so
+        its gradient is computed at once.) Hooks on the weight, or on its gradient accumulation, do not run for deferred gradients.
         """
         if not self.defers(weight):
             return compute().to(weight.dtype)
@@ -81,17 +82,17 @@ class WeightGradients:
         return None
 
     def defers(self, weight: nn.Parameter | Tensor) -> bool:
-        """Whether `give` would put this weight's gradient off."""
+        """Tell whether `give` would defer the gradient of this weight."""
         return self.deferring and weight.is_leaf
 
     def take(self) -> list[DeferredGradient]:
-        """The entries queued since the last take, oldest first; the queue is empty after."""
+        """Remove all entries from the queue and return them, oldest first."""
         taken, self._entries = self._entries, []
         return taken
 
     @staticmethod
     def run(entries: Sequence[DeferredGradient]) -> None:
-        """Compute each and add it to its weight's `.grad`, in the weight's dtype; an entry lets go of its tensors when it is done."""
+        """Compute each gradient and add it to `.grad`, in the weight's dtype; an entry then drops its tensors."""
         for entry in entries:
             entry.run()
 
@@ -99,9 +100,9 @@ class WeightGradients:
 def weight_gradient(
     queue: WeightGradients | None, weight: nn.Parameter | Tensor, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None
 ) -> Float[Tensor, "..."] | None:
-    """`WeightGradients.give`, or without a queue the gradient at once.
+    """Call `WeightGradients.give`, or without a queue compute the gradient at once.
 
-    `now` gives the same as `later` from what is at hand while backward runs, for less work, where waiting with it would keep more.
+    `now` computes the same as `later`, with less work, from tensors that exist during backward but would take more memory if deferred.
     """
     if queue is not None and queue.defers(weight):
         return queue.give(weight, later)
@@ -109,15 +110,15 @@ def weight_gradient(
 
 
 class Deferrable:
-    """A module whose weights' gradients can be put off: `self.weight_gradients` is what its backward gives them to; None: at once."""
+    """A module whose weight gradients can be deferred: its backward gives them to the queue `self.weight_gradients`; None: at once."""
 
     weight_gradients: WeightGradients | None = None
 
 
 def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
-    """Have every layer inside `module` that can be deferred give its weight gradients to `queue`; None: at once, as a new layer does.
+    """Set the queue of every `Deferrable` layer inside `module`; None, as in a new layer: gradients are computed at once.
 
-    It holds for forward passes from now on. A layer whose memory is "reference" is plain autograd: at once always.
+    This applies to later forward passes. Layers whose memory is "reference" use plain autograd and never defer.
     """
     for layer in module.modules():
         if isinstance(layer, Deferrable):
