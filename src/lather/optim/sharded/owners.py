@@ -80,8 +80,7 @@ class OwnedParameter:
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 
     def origin(self, unit: OwnedUnit) -> Box:
-        """Return a box relative to which `unit` has its place in this rank's tensor of owned units. Only the owner of `unit` may call
-        this."""
+        """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor of owned units. Only for its owner."""
         if self.in_place:
             return self.spread.box
         slot = bisect_left(self.own, unit.number, key=lambda own: own.number)
