@@ -1,10 +1,11 @@
-"""Copying token rows to where the experts want them, keeping nothing but the index for backward.
+"""Copying of token rows into the order of the experts; autograd keeps only the index for the backward pass.
 
 Letters: N rows of the source, D columns, G picked rows, E experts.
 
-`padded_index_gather` is x[index] in a buffer of a rounded-up number of rows; `scatter_for_grouped_gemm` groups rows by expert with every
-group aligned. An index or expert id of -1 means "no row": zeros forward, no gradient backward. Backward adds the gradients of repeated
-indices in fp32, in the order of the index: no atomics, the same bits every time (on CUDA without Triton: torch's own order).
+`padded_index_gather` returns x[index] in a buffer whose number of rows is rounded up; `scatter_for_grouped_gemm` groups rows by expert and
+aligns every group. An index or expert id of -1 means "no row": zeros in the forward pass, no gradient in the backward pass. Backward adds
+the gradients of repeated indices in fp32, in the order of the index, without atomics, so that every run has the same bits (on CUDA without
+Triton, torch determines the order).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lather.shapes import Float, Int
 __all__ = ["ScatteredRows", "add_rows", "gather_rows", "padded_index_gather", "scatter_for_grouped_gemm", "validate"]
 
 _ALLOCATION = 1024
-"""Buffers grow in steps of this many rows, so that the allocator meets few different sizes."""
+"""Buffers have a multiple of this many rows, so that the allocator sees few different sizes."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,17 @@ class ScatteredRows:
     """Rows grouped by expert."""
 
     rows: Float[Tensor, "r d"]
-    """The whole buffer, a multiple of 1024 rows; zero wherever no input row went."""
+    """The whole buffer, a multiple of 1024 rows; rows without an input row are zero."""
     end_E: Int[Tensor, " e"]
-    """Where each expert's run ends, its padding included: the `offs` of `torch.nn.functional.grouped_mm`. int32."""
+    """End of each expert's group, including padding: the `offs` of `torch.nn.functional.grouped_mm`. int32."""
     position_G: Int[Tensor, " g"]
-    """The row of `rows` that each input row went to; -1 where it went nowhere. int64."""
+    """Position of each input row in `rows`; -1 if it is not there. int64."""
 
 
 @torch.no_grad()
 def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:
-    """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest and where the index is -1; without autograd or checks."""
+    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index -1, are zero. Without autograd or
+    checks."""
     if use_triton(x, index):
         from lather.kernels.gather import triton
 
@@ -51,10 +53,10 @@ def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int
 
 @torch.no_grad()
 def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int) -> Float[Tensor, "n d"]:
-    """The adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` whose index is n; -1 is dropped.
+    """Return the adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` with index n; -1 is dropped.
 
-    Added up in fp32 (fp64 for fp64), in the order of `index`, rounded once to `grad`'s dtype; without autograd or checks. Where every
-    source row was picked at most K times and the rows are known, `combine.combine_rows_sum` does the same without a sort.
+    Sums are computed in fp32 (fp64 for fp64), in the order of `index`, and rounded once to the dtype of `grad`, without autograd or checks.
+    If every source row was picked at most K times and these rows are known, `combine.combine_rows_sum` does the same without sorting.
     """
     if use_triton(grad, index):
         from lather.kernels.gather import triton
@@ -64,9 +66,10 @@ def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
 
 
 def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024) -> Float[Tensor, "g d"]:
-    """The rows x[index], a view of a buffer whose row count is rounded up to `pad_to_multiple`; the buffer's other rows are zero.
+    """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of `pad_to_multiple`; its other rows are zero.
 
-    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Keeps the index only for backward; differentiable once. Errors: `validate`.
+    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the result can be differentiated once.
+    Errors: see `validate`.
     """
     validate(x, index, pad_to_multiple)
     check_range(index, -1, len(x), "index")
@@ -75,10 +78,10 @@ def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_t
 
 
 def scatter_for_grouped_gemm(x: Float[Tensor, "g d"], expert_ids: Int[Tensor, " ids"], num_experts: int, alignment: int) -> ScatteredRows:
-    """The rows of `x` grouped by expert, in their order within each, every group starting at a multiple of `alignment`.
+    """Group the rows of `x` by expert, in their order within each group. Every group begins at a multiple of `alignment`.
 
-    `expert_ids` is int64, from 0 to `num_experts` - 1, or -1 for a row that goes nowhere. Backward gathers, and keeps the positions only;
-    differentiable once. Errors: `validate`, and those of `route.plan_route`.
+    `expert_ids` is int64, from 0 to `num_experts` - 1, or -1 for a row to leave out. Autograd keeps only the positions; the result can be
+    differentiated once. Errors: see `validate` and `route.plan_route`.
     """
     validate(x, expert_ids, _ALLOCATION)
     if len(x) != len(expert_ids):
@@ -91,7 +94,7 @@ def scatter_for_grouped_gemm(x: Float[Tensor, "g d"], expert_ids: Int[Tensor, " 
 
 
 def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
-    """ValueError for a wrong shape, device or multiple, TypeError for a wrong dtype; the range is checked by `route.check_range`."""
+    """Raise ValueError for a wrong shape, device or multiple, and TypeError for a wrong dtype; `route.check_range` checks the range."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
     if index.dtype != torch.int64:
@@ -114,7 +117,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.num_source_rows = len(x)
         buffer = gather_rows(x, index, num_rows)
-        return buffer.resize_(len(index), x.shape[1])  # the storage stays; a slice could not be written to in place by the caller
+        return buffer.resize_(len(index), x.shape[1])  # the storage stays; callers could not write to a slice in place
 
     @staticmethod
     @once_differentiable
