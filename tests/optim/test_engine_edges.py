@@ -150,7 +150,7 @@ def test_a_rule_that_is_put_into_a_group_later_is_refused_with_the_remedy() -> N
     optimizer = SOAP([parameter(3, 4)])
     steps(optimizer, 1)
     optimizer.param_groups[0]["rule"] = "muon"
-    with pytest.raises(ValueError, match=r"rule 'muon' of a parameter group was put there after.*add_param_group"):
+    with pytest.raises(ValueError, match=r"rule 'muon' of a parameter group was set after.*add_param_group"):
         steps(optimizer, 1)
 
 

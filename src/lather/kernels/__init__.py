@@ -1,1 +1,1 @@
-"""Fused operations: one folder each, `reference.py` in plain torch, which is the specification, beside `triton.py` for CUDA."""
+"""Fused operations, one folder each: `reference.py` in plain torch is the specification, and `triton.py` the implementation for CUDA."""

@@ -1,4 +1,4 @@
-"""The implementation of an operation that runs: Triton's on GPU tensors, the torch reference everywhere else."""
+"""Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(operation: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R
 
 
 def use_triton(*tensors: Tensor) -> bool:
-    """True if all tensors are on a GPU and Triton is installed. Triton itself is imported by the caller, only then."""
+    """Whether all tensors are on a GPU and Triton is installed. Callers import Triton only if this is true."""
     return all(is_gpu(tensor) for tensor in tensors) and _has_triton()
 
 

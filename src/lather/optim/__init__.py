@@ -1,4 +1,4 @@
-"""Matrix optimizers as ordinary torch optimizers: SOAP and its family, Muon, SOAP-Muon, AdamW, and rules of your own. Needs torch alone."""
+"""Matrix optimizers as ordinary torch optimizers: the SOAP family, Muon, SOAP-Muon, AdamW, and rules of your own. Requires torch only."""
 
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
@@ -13,4 +13,4 @@ from lather.optim.rule import Matrix as Matrix
 from lather.optim.rule import RefreshingRule as RefreshingRule
 from lather.optim.rule import Rule as Rule
 from lather.optim.rule import State as State
-from lather.optim.rules import *  # noqa: F403 - the optimizers: one line each, there
+from lather.optim.rules import *  # noqa: F403 - the optimizers, which that file lists

@@ -1,6 +1,6 @@
-"""The building blocks of the family, for use in one's own optimizer: pure, or in place where their documentation says so.
+"""Building blocks of the optimizers, for use in your own: pure functions, except where their docstrings say "in place".
 
-All take a leading batch dim and run on CPU and CUDA.
+All take tensors with a leading batch dim and run on CPU and CUDA.
 """
 
 from lather.kernels.adam_in_basis import adam_in_basis as adam_update

@@ -1,4 +1,4 @@
-"""A model's parameters as optimizer groups: matrices, stacked experts, and the rest, each parameter claimed exactly once."""
+"""Parameter groups of a model: matrices, stacked experts, and the rest. Each parameter is in exactly one group."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def parameters_by_kind(
     adam_names: Sequence[str] = ADAM_NAMES,
     router_names: Sequence[str] = (),
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters with their names, each claimed once (tied ones, too), by kind; frozen ones as well, for they may be thawed.
+    """Divide the parameters of a model, with their names, by kind. Tied parameters occur once; frozen ones are included, because they may
+    be trained later.
 
-    - experts: three or more dims and a component of the name in `expert_names`;
-    - router: a component of the name in `router_names`;
-    - rest: fewer than two dims, stacked biases of experts (E, n), the weights of `nn.Embedding`, and whatever has a component of its name
-      in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary);
+    - experts: parameters of three or more dims with a component of their name in `expert_names`;
+    - router: parameters with a component of their name in `router_names`;
+    - rest: parameters of fewer than two dims, stacked biases of experts (E, n), the weights of `nn.Embedding`, and parameters with a
+      component of their name in `adam_names` (embeddings and heads gain nothing from a factor over the vocabulary);
     - matrices: all others.
     """
     embeddings: set[int] = set()
@@ -56,15 +57,16 @@ def parameter_groups(
     expert_layout: str = "per_expert",
     rest_rule: str = "adamw",
 ) -> list[dict[str, Any]]:
-    """Groups for `SOAP(parameter_groups(model))`, or any other optimizer here, of a model or of parameters with names.
+    """Return parameter groups of a model, or of named parameters, for `SOAP(parameter_groups(model))` or any other optimizer of this
+    package.
 
-    Matrices as they are, experts under `matrix_layout=expert_layout` ("per_expert", or "stacked" for `StackedSOAP`), and `rest_rule` for
-    embeddings, heads, norms and biases: "adamw", or "embedding_soap", which learns faster from small batches; `parameters_by_kind`
-    says which is which. A rule with bases takes the smaller side of a matrix alone where the other is more than 8 times as long
-    (`sides="auto"`): LoRA's 4096 x 8 adapters would keep 1,026 times their weights. Frozen parameters are in their groups and take no step
-    until they have gradients.
+    `parameters_by_kind` tells which parameters are in which group. Matrices keep their shape. Experts have `matrix_layout=expert_layout`:
+    "per_expert", or "stacked" for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which
+    learns faster from small batches. In rules with bases, only the smaller side of a matrix has one if the other is more than 8 times as
+    long (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its weights. Frozen parameters are in
+    their groups and take no step until they have gradients.
 
-    Empty groups are left out. Groups carry the parameters' names, which errors then show.
+    Empty groups are left out. Groups contain the names of their parameters, which error messages then show.
     """
     kinds = parameters_by_kind(model, expert_names=expert_names, adam_names=adam_names)
     options: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""How much state a parameter will have, without allocating it."""
+"""Size of the optimizer state of a parameter, computed without allocating it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lather.optim.rules.soap import SOAP
 
 
 def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[Rule] = SOAP, **options: Any) -> int:
-    """Bytes of optimizer state that a parameter of `shape` will have, exactly, the step counter included.
+    """Return the exact bytes of optimizer state of a parameter of `shape`, including the step counter.
 
-    `options` are those of `optimizer` (SOAP, Muon, ..., or a rule's class), with its defaults: layout, sides and dtypes matter.
+    `optimizer` is an optimizer (SOAP, Muon, ...) or the class of a rule; `options` are those of its options that differ from the defaults,
+    of which layout, sides and dtypes matter.
 
     Raises:
         ValueError: for an option that the optimizer does not have, or that is out of range.

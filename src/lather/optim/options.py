@@ -1,7 +1,8 @@
-"""Options of rules: their types, which say what range they have, and what is known of each from its field alone.
+"""Options of rules: their types, with the range of valid values, and their documentation.
 
-A rule is a dataclass. Its field is all there is of an option: name, type with range, default, and documentation in the string under it.
-The check at construction, the documentation of the optimizers, `[optim]` of the trainer, `--help` and the tables of docs/ come from here.
+A rule is a dataclass, and a field of it defines an option completely: its name, its type with the range, its default, and its documentation
+in the string under it. From the fields come the checks at construction, the documentation of the optimizers, `[optim]` of the trainer,
+`--help` and the tables in docs/.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that an option may have: in words, and as a test."""
+    """The valid values of an option, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether it is a plain finite int or float (bool is not one)."""
+    """Whether the value is a finite int or float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: object, minimum: int) -> bool:
-    """Whether it is an int of at least `minimum` (bool is not one)."""
+    """Whether the value is an int of at least `minimum`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_number(value: Any, minimum: float = 0.0, below: float = math.inf) -> bool:
-    """Whether it is a plain finite number in [minimum, below)."""
+    """Whether the value is a finite number in [minimum, below)."""
     return is_finite_number(value) and minimum <= value < below
 
 
 def at_least(minimum: int, more: str = "") -> Range:
-    """The range of a count."""
+    """Return the range of the integers from `minimum` on; `more` is added to its description."""
     return Range(f"an integer >= {minimum}{more}", lambda value: is_count(value, minimum))
 
 
@@ -87,19 +88,19 @@ StateDtype = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of a rule, as its field has it."""
+    """An option of a rule, as its field defines it."""
 
     name: str
     hint: Any
-    """The type, without the range."""
+    """Type of the option, without the range."""
     default: Any
     """Default value, or `dataclasses.MISSING` if it has none."""
     range: Range | None
-    """Values that it may have; None: whatever the type allows."""
+    """Valid values; None: all values of the type."""
 
 
 def options_of(rule: type) -> dict[str, Option]:
-    """Every option of a rule by name, in the order of its fields; `tp_group`, which is not a group's, is left out."""
+    """Return the options of a rule by name, in the order of its fields, without `tp_group`, which parameter groups cannot set."""
     return _options_of(rule)
 
 
@@ -115,7 +116,7 @@ def _options_of(rule: type) -> dict[str, Option]:
 
 
 def _annotations(rule: type) -> dict[str, Any]:
-    """The types of its fields. `typing.get_type_hints` would evaluate a lambda in a range without its module's names."""
+    """Return the types of the fields by name. `typing.get_type_hints` would evaluate a lambda in a range without its module's names."""
     found = {}
     for cls in reversed(rule.__mro__):
         names = vars(sys.modules[cls.__module__])
@@ -138,7 +139,7 @@ def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
 
 
 def check(rule: Any) -> None:
-    """Raise ValueError for an option of the rule that is out of range, with value and constraint."""
+    """Raise ValueError if an option of the rule is out of range."""
     for name, option in options_of(type(rule)).items():
         value = getattr(rule, name)
         if option.range is not None and not option.range.holds(value):
@@ -146,7 +147,7 @@ def check(rule: Any) -> None:
 
 
 def documentation_of(rule: type) -> dict[str, str]:
-    """The string under the field of each option; nothing where the source is not at hand. Reading the source takes a while."""
+    """Return the string under the field of each option; empty if the source code is not available. Parsing the source is slow."""
     found: dict[str, str] = {}
     for cls in reversed(rule.__mro__):
         found |= _strings_under_fields(cls)
@@ -166,7 +167,7 @@ def _strings_under_fields(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
-    """The bodies of a module's top-level classes by name."""
+    """Return the bodies of the top-level classes of a module by name."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError):
@@ -175,14 +176,15 @@ def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def saveable(value: Any) -> Any:
-    """The value of an option as torch's tools for checkpoints take it: dtypes by name."""
+    """Return the value of an option in a form that torch's checkpoint tools accept: dtypes become their names."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return {key: saveable(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def dtype_option(value: Any) -> Any:
-    """`state_dtype` from what `saveable` made of it, or from text: "bfloat16", or "moments=bfloat16" for {"moments": torch.bfloat16}."""
+    """Return the `state_dtype` for a result of `saveable`, or for text: "bfloat16", or "moments=bfloat16" for {"moments":
+    torch.bfloat16}."""
     if isinstance(value, str):
         part, equals, name = value.partition("=")
         return {part: dtype_option(name)} if equals else getattr(torch, value, value)

@@ -1,13 +1,13 @@
-"""The contract of a rule: all that a researcher has to know of the engine to write an optimizer.
+"""The contract of a rule: everything that a researcher must know about the engine to write an optimizer.
 
-A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of equal
-matrices: a gradient g is (B, m, n), an entry of state (B, ...). They never see a parameter, a rank, a stored dtype or a bucket, and work
-in fp32 (fp64 if state is kept in it). A step calls `statistics`, `refresh`, `update` in this order if the rule `refreshes_first`, else
-`statistics`, `update`, `refresh`; and of these only what the rule has. Weights change by W = (1 - decay) W - lr U, which is the engine's,
-as are all options of `Rule` itself.
+A rule is a frozen dataclass. Its fields are its options (`lather.optim.options`); its methods are the mathematics, on batches of matrices
+of equal shape: a gradient g is (B, m, n), an entry of the state (B, ...). The methods never see a parameter, a rank, a stored dtype or a
+bucket, and work in fp32 (in fp64 if the state is). A step calls `statistics`, `refresh`, `update` in this order if the rule
+`refreshes_first`, otherwise `statistics`, `update`, `refresh`; it leaves out those that the rule does not define. The engine then changes
+the weights, W = (1 - decay) W - lr U, and implements all options that `Rule` itself has.
 
-    Rule              any rule: `state` and `update` are enough
-    RefreshingRule    a rule with bases, roots or the like, that are renewed now and then: `dims` and `refresh`, too
+    Rule              any rule; it must define `state` and `update`
+    RefreshingRule    a rule with bases, roots or the like that are refreshed only every few steps; it must also define `dims` and `refresh`
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ R = TypeVar("R", bound="Rule")
 Tensors = Sequence[Tensor]
 
 MAX_BF16_BETA = 1 - 2**-8
-"""Largest decay rate that bf16 can carry out."""
+"""Largest decay rate that has an effect on a bf16 moment."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The matrix that a rule is asked about: one of the equal matrices of a parameter."""
+    """One of the matrices of equal shape that a parameter consists of, as the methods of a rule receive it."""
 
     shape: tuple[int, ...]
     """Shape, usually (m, n); () or (n,) for scalars and vectors, more dims for a tensor."""
     num_dims: int
-    """Number of dims of the whole parameter: 3 for a matrix that is one of a stack of experts."""
+    """Number of dims of the whole parameter: 3 for a matrix out of a stack of experts."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether there are two dims, neither of them empty."""
+        """Whether the shape has two dims, and neither is empty."""
         return len(self.shape) == 2 and 0 not in self.shape
 
     @property
@@ -51,39 +51,40 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of state, per matrix of a batch."""
+    """One tensor of the optimizer state of a matrix."""
 
     shape: tuple[int, ...]
     kind: Literal["moment", "basis", "statistic"] = "statistic"
-    """Which part of `state_dtype` it follows: "moment" (of the shape of the matrix) or "basis"; a statistic is never below fp32."""
+    """Part of `state_dtype` that sets the dtype: "moment" (which has the shape of the matrix) or "basis"; a statistic is at least fp32."""
     initial: float | None = 0.0
     """Value before the first step; None: the identity matrix."""
 
 
 class State(dict[str, Tensor]):
-    """The state of a batch by name, each entry (B, ...); a rule changes it in place."""
+    """The optimizer state of a batch of matrices: name -> entry (B, ...), which a rule changes in place."""
 
     active: Tensor | None = None
-    """Indices of the matrices that saw a gradient, where some are experts without tokens: statistics of the others stay. None: all did."""
+    """Indices of the matrices that have a gradient, if some are experts without tokens, whose statistics must not change. None: all
+    have."""
     weights: Tensor | None = None
-    """W (B, ...), to be read, where the rule `couples_decay`; otherwise None."""
+    """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
-        """The entries `name_0`, `name_1`, ... that there are, by number."""
+        """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
         start = len(name) + 1
         return {int(key[start:]): x for key, x in self.items() if key.startswith(name) and key[start:].isdigit()}
 
 
 @dataclass(frozen=True)
 class Due:
-    """The matrices whose bases a step renews."""
+    """The matrices whose bases a step refreshes."""
 
     who: Literal["nobody", "everybody", "interval"]
-    """interval: those whose interval is full; with `stagger_refresh` each at a step of its own."""
+    """interval: the matrices whose interval ends at this step; with `stagger_refresh` intervals end at different steps."""
     every: int = 1
-    """The interval, steps."""
+    """The interval in steps."""
     first: bool = False
-    """Whether these are the first bases: experts without tokens take part, and no basis is good enough to stay."""
+    """Whether these are the first bases: experts without tokens get one, too, and no basis is skipped because it still fits."""
 
 
 NOBODY = Due("nobody")
@@ -91,7 +92,7 @@ NOBODY = Due("nobody")
 
 @dataclass(frozen=True)
 class Rule:
-    """Base of all rules, with the options that every rule has."""
+    """Base class of all rules, with the options that every rule has."""
 
     lr: Rate
     """Learning rate; a one-element tensor is allowed."""
@@ -99,43 +100,47 @@ class Rule:
     weight_decay_method: Literal["decoupled", "independent", "palm", "l2"] = "decoupled"
     """decoupled: W -= lr wd W; independent: W -= wd W; palm: W -= lr^2 wd W; l2: wd W is added to the gradient."""
     keep_norm: bool = False
-    """Keep every matrix at the Frobenius norm that it had at its first step (hyperball): U is scaled to that norm, W is scaled back to it.
-    Without weight decay. Vectors, and matrices that start at zero, are not scaled."""
+    """Keep every matrix W at the Frobenius norm that it had at its first step (hyperball): scale the update to that norm, and W back to it
+    after the step. Weight decay is then off. Vectors, and matrices that start at zero, are not scaled."""
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
-    """Layout of a parameter of 3 dims or more: tensor, one tensor; per_expert, a batch of independent matrices along the leading dim;
-    stacked, the one matrix (m, b*n) if n <= m, else (b*m, n)."""
+    """Layout of a parameter of 3 dims or more. tensor: one tensor; per_expert: a batch of independent matrices along the leading dim;
+    stacked: a stack (b, m, n) is one matrix, (m, b*n) if n <= m, otherwise (b*m, n)."""
     maximize: bool = False
-    """Ascend instead of descend."""
+    """Maximize the objective instead of minimizing it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    """A non-finite gradient: raise before anything changes, skip that parameter and count it, or go on."""
+    """Handling of a gradient that is not finite. raise: raise ValueError before anything changes; skip: leave that parameter as it is and
+    count it; ignore: take the step with it."""
     state_dtype: StateDtype = torch.float32
-    """dtype of the state, whatever the parameter's: float32, float64 (then all arithmetic is fp64) or bfloat16 for moments and bases, while
-    statistics stay fp32; {"moments": dtype} or {"bases": dtype} set one of the two. In text: "bfloat16", "moments=bfloat16"."""
+    """dtype of the optimizer state, independent of the parameter's dtype. float32; float64, which also makes all arithmetic fp64; or
+    bfloat16, which is for moments and bases only (statistics stay fp32). {"moments": dtype} or {"bases": dtype} sets one of the two. As
+    text: "bfloat16", "moments=bfloat16"."""
     max_state_bytes: Bytes = None
-    """Refuse a parameter whose state would take more bytes."""
+    """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no limit."""
     batched: bool = True
-    """Work on equal matrices together; off: one by one, with the same result to rounding."""
+    """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to rounding."""
     bucket_bytes: Bytes = None
-    """Bound on the temporary memory of a step, bytes (that of one matrix is the least). None: 256 MiB, and on a GPU a quarter of what is
-    free there at the first step, 2 to 4 GiB."""
+    """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs more. None: 256 MiB on a CPU; on a GPU a
+    quarter of the memory that is free at the first step, but at least 2 and at most 4 GiB."""
     num_streams: Count = 1
-    """CUDA streams over which batches are spread (the most that any group asks for)."""
+    """Number of CUDA streams that share the batches of a step."""
     fp32_matmul_prec: Precision = "auto"
-    """torch's fp32 matmul precision for statistics and update; auto: high (TF32) on a GPU, highest on a CPU."""
+    """fp32 matmul precision of statistics and updates, by torch's names. auto: high (TF32) on a GPU, highest on a CPU."""
     ownership: Literal["whole", "replicated"] = "whole"
-    """Owner of a matrix spread over ranks: whole, one rank keeps its state and works on it; replicated, all keep rows of it, gather them
-    in each step and compute the same, for state that no rank can keep."""
+    """Division of the work on a parameter that is spread over ranks. whole: one rank owns a matrix, keeps its state and computes its
+    update; replicated: every rank keeps some rows of the state, gathers the others in each step and computes the same update. That is for
+    state that does not fit on one rank."""
     tp_group: Any = field(default=None, metadata={"group": False}, repr=False, compare=False)
-    """Process group of tensor-parallel shards that are plain tensors, of the whole optimizer; their groups say `partition_dim`."""
+    """Process group of tensor-parallel shards that are plain tensors. It holds for the whole optimizer; the parameter groups of the shards
+    have a `partition_dim`."""
 
     name: ClassVar[str] = ""
-    """Name under which it is registered; empty for rules outside of the package, which go by `module:Class`."""
+    """Name under which the rule is registered; empty for a rule outside of the package, whose name is `module:Class`."""
     moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
-    """Options that are decay rates of moments, which bf16 state limits."""
+    """Names of the options that are decay rates of moments; bf16 moments limit them to `MAX_BF16_BETA`."""
     elementwise: ClassVar[bool] = False
-    """Whether every element of an update depends on that element alone: parameters of all shapes then share batches."""
+    """Whether each element of an update depends on that element alone; parameters of all shapes then share batches."""
     refreshes_first: ClassVar[bool] = False
-    """Whether bases are renewed before the update that uses them."""
+    """Whether a step refreshes the bases before its update, instead of after it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_dtype", dtype_option(self.state_dtype))
@@ -143,7 +148,8 @@ class Rule:
         self._check_decay_rates()
 
     def _check_decay_rates(self) -> None:
-        """bf16 has 8 significant bits: a moment in it cannot decay by less than 1 part in 256."""
+        """Raise ValueError for decay rates that bf16 moments would lose: with 8 significant bits they cannot decay by less than 1 in
+        256."""
         moments = self.state_dtype.get("moments") if isinstance(self.state_dtype, Mapping) else self.state_dtype
         for name in self.moment_decays if moments is torch.bfloat16 else ():
             value = getattr(self, name, 0.0)
@@ -157,35 +163,37 @@ class Rule:
     # --- what a rule provides ---------------------------------------------------------------------------------------------------------
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
-        """The state that is kept of a matrix, by name; `step` aside, which every parameter has."""
+        """Return the entries of the optimizer state of a matrix by name, without `step`, which every parameter has."""
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """U (B, m, n), of which lr times is subtracted. Moments change in place; g does not. t is 1 at the first gradient."""
+        """Return the update U (B, m, n), which the engine multiplies by lr and subtracts. Change moments in place, but not g. t is 1 at the
+        first gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
-        """Take g into statistics that a refresh reads, in place; for the rows `s.active`."""
+        """Add g to the statistics from which bases are refreshed, in place, for the matrices `s.active` alone."""
 
     def on(self, matrix: Matrix) -> Rule:
-        """The rule for this matrix: this one, or another that handles what this one does not (vectors, say)."""
+        """Return the rule for this matrix: this rule, or another one for matrices that this one cannot handle (vectors, for example)."""
         return self
 
     def on_vectors(self) -> Rule:
-        """The rule for vectors, and for all that this one has no matrix in; a group with `rule="adamw"` has its options from here."""
+        """Return the rule for vectors and other parameters in which this rule finds no matrix. A group with `rule="adamw"` takes its
+        defaults from it."""
         return self
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
-        """The dims of the matrix that have a basis, ascending; each is refreshed by itself. Only a `RefreshingRule` has any."""
+        """Return the dims of the matrix that have a basis, ascending. Each is refreshed separately. Only a `RefreshingRule` has any."""
         return ()
 
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """Take the whole step of these flat tensors in place, if there is a kernel for it. Only elementwise rules are asked; the answer is
-        whether it was done."""
+        """Take the whole step for these flat tensors in place, if a kernel can do it, and return whether it did. The engine calls this for
+        elementwise rules only."""
         return False
 
     def cost(self, matrix: Matrix) -> float:
-        """Flops of a step, relative to other matrices': ranks share out matrices by it."""
+        """Return the flops of a step, in relation to those of other matrices: the engine balances the work of the ranks by it."""
         dims = self.dims(matrix)
         without = matrix.numel * (min(matrix.shape) if matrix.is_matrix else 1)
         return float(sum(matrix.shape[dim] ** 3 + matrix.numel * matrix.shape[dim] for dim in dims) or without)
@@ -194,55 +202,57 @@ class Rule:
 
     @property
     def weight_decay(self) -> float:
-        """wd; a rule that has weight decay declares a field of this name."""
+        """Weight decay wd; a rule that has weight decay declares a field of this name."""
         return 0.0
 
     @property
     def couples_decay(self) -> bool:
-        """Whether weight decay is added to the gradient: `State.weights` are then there, for `decayed`."""
+        """Whether weight decay is added to the gradient; `State.weights`, which `decayed` reads, are then set."""
         return bool(self.weight_decay) and self.weight_decay_method == "l2" and not self.keep_norm
 
     def decayed(self, g: Tensor, s: State) -> Tensor:
-        """g, or g + wd W where decay is coupled."""
+        """Return g + wd W if weight decay is coupled, otherwise g."""
         return g if s.weights is None or not self.couples_decay else g.add(s.weights, alpha=self.weight_decay)
 
     def decay(self, lr: float) -> float:
-        """The share of W that decay takes away in a step, apart from the gradient."""
+        """Return the fraction of W that decoupled weight decay subtracts in a step."""
         share = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}[self.weight_decay_method]
         return 0.0 if self.keep_norm else share * float(self.weight_decay)
 
     def turned_into(self, rule: type[R], **options: Any) -> R:
-        """A rule of another class with this one's values of the options that both have, and `options`."""
+        """Return a rule of another class with this rule's values of the options that both have, except for those given in `options`."""
         own = {one.name for one in fields(self)}
         return rule(**{**{one.name: getattr(self, one.name) for one in fields(rule) if one.name in own}, **options})
 
 
 @dataclass(frozen=True)
 class RefreshingRule(Rule):
-    """Base of rules that renew something now and then, dim by dim: when, how it is tried, and what follows."""
+    """Base class of rules with bases, or something like them, that are refreshed for each dim separately, and not at every step."""
 
     _: KW_ONLY
     precondition_frequency: Interval = 1
-    """Steps between refreshes; in Python also a callable of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes. In Python it may also be a function of the step (`lather.optim.schedules`)."""
     precondition_warmup_steps: Steps = 0
-    """Refresh at every step up to this one."""
+    """Number of steps at the start of the run in each of which bases are refreshed."""
     stagger_refresh: bool = False
-    """Spread refreshes over the steps of an interval by cost, so that no step pays for all of them."""
+    """Distribute the refreshes over the steps of an interval, so that every step costs about the same."""
     stagger_first: bool = False
-    """With `stagger_refresh` spread the first refreshes over an interval, too; a matrix keeps its own coordinates until then."""
+    """With `stagger_refresh`: distribute the first refreshes over an interval, too. Until its first refresh a matrix has the identity as
+    basis."""
     async_refresh: bool = False
-    """On CUDA refresh on a side stream beside the next forward and backward. It then follows the update, in every rule: the numbers are
-    the same on every device, but for a rule that refreshes first not those of a refresh before the update."""
+    """Refresh on a CUDA side stream during the next forward and backward pass. Refreshes then always come after the update, on every
+    device: KL-SOAP and other rules that otherwise refresh before the update give different results with this option."""
     qr_fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
-    """torch's fp32 matmul precision for refreshes, on every device; TF32 there loses small eigenvalues and orthonormality."""
+    """fp32 matmul precision of refreshes, by torch's names. In TF32 (high), small eigenvalues and orthonormality are lost."""
 
     @property
     def first_refresh(self) -> int:
-        """The step that makes the first bases, or begins to with `stagger_first`."""
+        """The step that computes the first bases; with `stagger_first`, the first step that computes some of them."""
         return 1
 
     def due(self, t: int) -> Due:
-        """The matrices whose bases step t renews. Raises ValueError if `precondition_frequency` gives anything but an integer >= 1."""
+        """Return which matrices step t refreshes. Raises ValueError if `precondition_frequency` is a function that returns anything but an
+        integer >= 1."""
         since = t - self.first_refresh
         is_spread = self.stagger_refresh and self.stagger_first and self.first_refresh >= self.precondition_warmup_steps
         if since < 0:
@@ -259,29 +269,29 @@ class RefreshingRule(Rule):
         return Due("interval", f, first=is_spread and since < f) if self.stagger_refresh or t % f == 0 else NOBODY
 
     def refresh(self, s: State, dim: int, method: str, first: bool) -> Tensor | None:
-        """Renew what dim `dim` has, and turn with it whatever is kept in its coordinates, in place. Returns which matrices failed (B,),
-        of which nothing may have changed; None: it cannot fail."""
+        """Refresh the basis of dim `dim` in place, and rotate the state that is kept in its coordinates. Return which matrices failed (B,),
+        whose state must be unchanged, or None if a refresh cannot fail."""
         raise NotImplementedError
 
     def methods(self, first: bool) -> tuple[str, ...]:
-        """Names for ways to refresh: each is tried on what the one before it failed on."""
+        """Return the names of the refresh methods in the order in which the engine tries them: each on the matrices that failed before."""
         return ("",)
 
     def fits(self, s: State, dim: int) -> Tensor | None:
-        """Which matrices (B,) need no refresh of this dim now; None: nobody asks."""
+        """Return which matrices (B,) need no refresh of this dim now, or None if all are to be refreshed."""
         return None
 
     def refresh_cost(self, matrix: Matrix) -> float:
-        """Flops of one refresh of a matrix, to first order; staggering spreads it evenly."""
+        """Return the flops of one refresh of a matrix, to first order; `stagger_refresh` distributes refreshes by it."""
         dims = self.dims(matrix)
         return sum((2 + 8 / 3) * matrix.shape[dim] ** 3 + 4 * matrix.shape[dim] * matrix.numel for dim in dims)
 
 
 def rms(u: Tensor) -> Tensor:
-    """Root mean square of each matrix of u, (B,)."""
+    """Return the root mean square of each matrix of u, (B,)."""
     return u.reshape(len(u), -1).square().mean(1).sqrt()
 
 
 def column(x: Tensor, like: Tensor) -> Tensor:
-    """x (B,) as (B, 1, ..., 1), to multiply each matrix of `like` with."""
+    """Return x (B,) as (B, 1, ..., 1), which multiplies each matrix of `like` by its number."""
     return x.view((len(x),) + (1,) * (like.dim() - 1))

@@ -1,7 +1,7 @@
-"""Ready-made intervals for `precondition_frequency`: refresh often while bases turn fast, seldom once they are settled.
+"""Functions for `precondition_frequency`: refresh often while bases change fast, and less often when they have settled.
 
-Each is a callable of the 1-based step that gives the steps between refreshes. Like the functions of torch's learning-rate schedulers they
-are not part of `state_dict`: the optimizer that loads keeps its own.
+Each maps the step, which counts from 1, to the number of steps between refreshes. Like the functions of torch's learning-rate schedulers
+they are not part of `state_dict`: an optimizer that loads one keeps its own function.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class _Ramp:
     max_frequency: int
     """Steps between refreshes at the end."""
     num_steps: int
-    """Steps that the way from one to the other takes."""
+    """Number of steps from `min_frequency` to `max_frequency`."""
     start_step: int = 0
-    """The step at which it begins."""
+    """Step at which the increase begins."""
 
     def __post_init__(self) -> None:
         least = {"min_frequency": 1, "max_frequency": self.min_frequency, "num_steps": 1, "start_step": 0}
@@ -34,18 +34,18 @@ class _Ramp:
         return self.min_frequency + round(self._bent(share) * (self.max_frequency - self.min_frequency))
 
     def _bent(self, share: float) -> float:
-        """How far the interval has come after this share of `num_steps`, 0 to 1."""
+        """Return how far the interval has increased, 0 to 1, after this fraction of `num_steps`."""
         return share
 
 
 @dataclass(frozen=True)
 class LinearFrequency(_Ramp):
-    """From `min_frequency` to `max_frequency` along a straight line of `num_steps`, from `start_step` on."""
+    """Increases linearly from `min_frequency` to `max_frequency` over `num_steps`, from `start_step` on."""
 
 
 @dataclass(frozen=True)
 class CosineFrequency(_Ramp):
-    """From `min_frequency` to `max_frequency` along half a cosine of `num_steps`, from `start_step` on."""
+    """Increases from `min_frequency` to `max_frequency` along half a cosine over `num_steps`, from `start_step` on."""
 
     def _bent(self, share: float) -> float:
         return (1 - math.cos(math.pi * share)) / 2
@@ -53,7 +53,7 @@ class CosineFrequency(_Ramp):
 
 @dataclass(frozen=True)
 class StepFrequency(_Ramp):
-    """Doubles from `min_frequency` every `num_steps` from `start_step` on, up to `max_frequency`."""
+    """Starts at `min_frequency` and doubles every `num_steps` from `start_step` on, up to `max_frequency`."""
 
     def __call__(self, step: int) -> int:
         doublings = max(0, (step - self.start_step) // self.num_steps)

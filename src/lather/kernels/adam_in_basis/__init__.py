@@ -1,7 +1,7 @@
-"""`adam_in_basis`: Adam's moments and step direction, in whatever coordinates the gradient is in.
+"""`adam_in_basis`: Adam's moments and step direction, in the coordinates of the gradient.
 
-Source: Kingma and Ba, arXiv:1412.6980; its Nesterov form is NAdam's. On CUDA one pass over memory, elsewhere torch's operations: on a CPU
-the optimizer calls it with pieces that stay in the cache, where passes cost little.
+Source: Kingma and Ba, arXiv:1412.6980; its Nesterov form is NAdam's. On CUDA one kernel reads and writes memory once; elsewhere torch's
+operations run one after the other. On a CPU the optimizer passes chunks that stay in the cache, where that costs little.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def adam_in_basis(
     correct_bias: bool = True,
     nesterov: bool = False,
 ) -> Float[Tensor, "*dims"]:
-    """Update both moments in place with `g` and return the step direction u, of its shape and dtype (the caller subtracts lr * u).
+    """Update both moments in place with `g`, and return the step direction u in the shape and dtype of `g`; the caller subtracts lr * u.
 
     Args:
-        g: the gradient, any shape; it stays as it is.
-        exp_avg, exp_avg_sq: of the dtype of `g`, or narrower: then u is computed before they are rounded.
+        g: gradient of any shape, which is not changed.
+        exp_avg, exp_avg_sq: first and second moment, in the dtype of `g` or a narrower one; u is computed before they are rounded.
         step: t, 1 for the first gradient.
-        betas: decay rates of the two moments, each in [0, 1).
-        eps: added to the root of the second moment.
+        betas: decay rates of the first and second moment, each in [0, 1).
+        eps: number added to the root of the second moment.
         correct_bias: divide the moments by 1 - beta^t.
-        nesterov: the momentum one step ahead.
+        nesterov: use Nesterov momentum.
     """
     implementation = reference.adam_in_basis
     if _has_kernel_for(g) and g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous():
@@ -47,5 +47,5 @@ def adam_in_basis(
 
 
 def _has_kernel_for(g: Tensor) -> bool:
-    """Whether Triton takes tensors of this one's device."""
+    """Whether there is a Triton kernel for the device of this tensor."""
     return g.device.type != "cpu" and use_triton(g)

@@ -2,8 +2,8 @@
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        u = (m / c1) / (sqrt(v / c2) + eps)
 
-with c_i = 1 - beta_i^t, or 1 without bias correction. Nesterov's form takes beta1 m / c1' + (1 - beta1) g / c1 for m / c1, with c1' of
-step t + 1. Moments that are narrower than g are widened for the computation and rounded once, after u is made from them.
+with c_i = 1 - beta_i^t, or 1 without bias correction. Nesterov's form replaces m / c1 by beta1 m / c1' + (1 - beta1) g / c1, with c1' of
+step t + 1. Moments in a narrower dtype than g are converted for the computation and rounded once, after u has been computed from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def corrections(step: int, betas: tuple[float, float], *, correct_bias: bool) -> tuple[float, float, float]:
-    """c1, c2 of this step and c1 of the next."""
+    """Return c1 and c2 of this step, and c1 of the next."""
     beta1, beta2 = betas
     return (1 - beta1**step, 1 - beta2**step, 1 - beta1 ** (step + 1)) if correct_bias else (1.0, 1.0, 1.0)
 
@@ -41,7 +41,7 @@ def adam_in_basis(
     numerator, scale = m, c1
     if nesterov:
         numerator, scale = (m * (beta1 / next_c1)).add_(g, alpha=(1 - beta1) / c1), 1.0
-    # numerator / scale over sqrt(v / c2) + eps, with the scalars on the denominator's side
+    # (numerator / scale) / (sqrt(v / c2) + eps), with all scalars in the denominator
     denominator = v.sqrt().mul_(scale / math.sqrt(c2)).add_(eps * scale)
     u = torch.div(numerator, denominator, out=denominator)
     for kept, wide in ((exp_avg, m), (exp_avg_sq, v)):

@@ -1,10 +1,10 @@
 """Adam's moments and step direction in Triton: the formulas of `reference.py` in one pass, 3 reads and 3 writes per element.
 
-torch's operations make about 18, and nothing but memory limits either. Computation is in fp32. The moments are contiguous; a gradient that
-is not is copied first.
+torch's operations make about 18, and memory bandwidth limits both. The computation is in fp32. The moments must be contiguous; a gradient
+that is not contiguous is copied first.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def adam_in_basis(
     correct_bias: bool,
     nesterov: bool,
 ) -> Tensor:
-    """As in `reference.py`."""
+    """Do the same as in `reference.py`."""
     beta1, beta2 = betas
     c1, c2, next_c1 = corrections(step, betas, correct_bias=correct_bias)
     g = g.contiguous()

@@ -1,12 +1,12 @@
-"""Each token's output from its rows: the weighted sum over slots, and its gradients.
+"""The output of each token as the weighted sum of its experts' rows, and the gradients of that.
 
     out[t] = sum over k of weights[t, k] * rows[row_TK[t, k]]        a row of -1 contributes nothing
 
 Letters: T tokens, K slots (experts per token), G rows grouped by expert, D columns.
 
-Sums are in fp32 (fp64 for fp64), slots in order, rounded once to the rows' dtype; no (T, K, D) tensor is made. Autograd keeps `rows` for
-the gradient of the weights. A row belongs to one (token, slot) at most, as `route.plan_route` makes them: backward then writes each row's
-gradient once, without atomics.
+Sums are computed in fp32 (fp64 for fp64), in the order of the slots, and rounded once to the dtype of the rows; no (T, K, D) tensor is
+created. Autograd keeps `rows` for the gradient of the weights. A row must belong to at most one (token, slot) pair, as in the routes of
+`route.plan_route`, so that backward writes the gradient of each row once, without atomics.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["combine_backward", "combine_forward", "combine_rows_sum", "validate"
 
 
 def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
-    """The weighted sum of each token's rows, in the rows' dtype, differentiable once for `rows` and `weights_TK`.
+    """Return the weighted sum of each token's rows, in their dtype. It can be differentiated once, for `rows` and `weights_TK`.
 
-    `row_TK` is int64, from 0 to G - 1 and each row once at most, or -1 for nothing. Rows that no token has get a gradient of zero.
-    Errors: see `validate`; on CUDA the entries of `row_TK` are asserted on the device.
+    `row_TK` is int64, from 0 to G - 1, each at most once, or -1 for no row. The gradient of rows that belong to no token is zero.
+    Errors: see `validate`; on CUDA the entries of `row_TK` are checked by assertions on the device.
     """
     validate(rows, row_TK, weights_TK)
     check_range(row_TK, -1, len(rows), "row_TK")
@@ -40,13 +40,13 @@ def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], wei
 
 @torch.no_grad()
 def combine_forward(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
-    """The weighted sum of each token's rows, in the rows' dtype; without autograd or checks."""
+    """Return the weighted sum of each token's rows, in their dtype, without autograd or checks."""
     return run(reference.combine_forward, rows, row_TK, weights_TK)
 
 
 @torch.no_grad()
 def combine_rows_sum(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"]) -> Float[Tensor, "t d"]:
-    """The sum of each token's rows, in their dtype: the adjoint of copying tokens to rows; without autograd or checks."""
+    """Return the sum of each token's rows, in their dtype, without autograd or checks. It is the adjoint of copying tokens to rows."""
     return run(reference.combine_rows_sum, rows, row_TK)
 
 
@@ -54,14 +54,14 @@ def combine_rows_sum(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"]) -> 
 def combine_backward(
     grad: Float[Tensor, "t d"], rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]
 ) -> tuple[Float[Tensor, "g d"], Float[Tensor, "t k"]]:
-    """The gradients of `rows` (zero where no token has the row) and `weights_TK` (zero where the row is -1); without checks."""
+    """Return the gradients of `rows` (zero for rows of no token) and of `weights_TK` (zero for pairs without row), without checks."""
     return run(reference.combine_backward, grad, rows, row_TK, weights_TK)
 
 
 def validate(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> None:
-    """ValueError for shapes or devices that do not fit, TypeError for a wrong dtype.
+    """Raise ValueError for shapes or devices that do not match, and TypeError for a wrong dtype.
 
-    That the entries of `row_TK` are in range and distinct is checked by `weighted_combine`: a ValueError on the CPU, an assertion on CUDA.
+    `weighted_combine` checks that the entries of `row_TK` are in range and distinct: by ValueError on the CPU, by an assertion on CUDA.
     """
     if not rows.is_floating_point() or not weights_TK.is_floating_point():
         raise TypeError(f"rows are {rows.dtype}, weights_TK {weights_TK.dtype}: both have to be floating point")

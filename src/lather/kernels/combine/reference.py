@@ -1,10 +1,11 @@
-"""Each token's rows summed with weights: the specification of triton.py, and what runs on a CPU.
+"""The weighted sum of each token's rows: the specification of triton.py, and the implementation for CPUs.
 
 Letters: T tokens, K slots, N = T * K pairs, G rows, D columns, B tokens of one block, R tokens or rows. A row of -1 contributes nothing.
-Sums are in fp32 (fp64 for fp64), slots in order.
+Sums are computed in fp32 (fp64 for fp64), in the order of the slots.
 
-No (T, K, D) tensor: `embedding_bag` adds as it reads, ten and more times faster than (rows[row_TK] * weights).sum(1) (fp32, T 1024, K 6,
-D 2048). It wants the weights in the rows' dtype, which would round them for bf16 rows: those go through blocks of tokens, widened.
+No (T, K, D) tensor is created: `embedding_bag` adds while it reads, which is at least ten times faster than (rows[row_TK] * weights).sum(1)
+(fp32, T 1024, K 6, D 2048). It takes weights in the dtype of the rows only, which would round them for bf16 rows: such rows are converted
+to fp32 and summed in blocks of tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tens
         total = out_TD[block].to(wide)
         for row_B, weight_B in zip(row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True):
             picked = rows_GD.index_select(0, row_B.clamp(min=0)).to(wide)
-            picked.masked_fill_((row_B < 0).unsqueeze(1), 0)  # whatever is in row 0
+            picked.masked_fill_((row_B < 0).unsqueeze(1), 0)  # row 0 may hold NaN
             total.addcmul_(picked, weight_B.to(wide).unsqueeze(1))
         out_TD[block] = total
     return out_TD
@@ -46,7 +47,7 @@ def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_T
     wide = _wide(rows_GD)
     pair_G = pair_of_row(row_TK, len(rows_GD))
     grad_rows_GD = torch.empty_like(rows_GD, memory_format=torch.contiguous_format)
-    dot = weights_TK.new_zeros(row_TK.numel() + 1, dtype=wide)  # the last entry takes the rows without a pair
+    dot = weights_TK.new_zeros(row_TK.numel() + 1, dtype=wide)  # the last entry is for rows without pair
     weight = torch.cat([weights_TK.flatten().to(wide), dot[-1:]])
     for block in _blocks(rows_GD) if len(row_TK) else ():
         pair = pair_G[block]
@@ -60,8 +61,8 @@ def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_T
 
 
 def pair_of_row(row_TK: Tensor, num_rows: int) -> Tensor:
-    """For each row the (token, slot) pair that it belongs to, as token * K + slot; -1 for none."""
-    pair = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=row_TK.device)  # the last entry takes the pairs without a row
+    """Return for each row its (token, slot) pair as token * K + slot, or -1 if it has none."""
+    pair = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=row_TK.device)  # the last entry is for pairs without row
     pair[torch.where(row_TK < 0, num_rows, row_TK).flatten()] = torch.arange(row_TK.numel(), device=row_TK.device)
     return pair[:num_rows]
 
@@ -77,7 +78,7 @@ def check_distinct(row_TK: Tensor, num_rows: int) -> None:
 
 
 def _bags(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """One bag per token, of the rows that it has."""
+    """Return the sum of each token's rows, which form one bag of `embedding_bag`."""
     if len(rows_GD) == 0 or row_TK.numel() == 0:
         return rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     has_row = row_TK >= 0

@@ -1,12 +1,12 @@
-"""The weighted sum over slots on CUDA: forward one program per token and block of columns, backward one program per row.
+"""The weighted sum over slots on CUDA: forward has one program per token and block of columns, backward one program per row.
 
-Forward reads the K rows of a token with all loads in flight and adds them up in registers. Backward first inverts `row_TK` (one small
-kernel), then each row reads its token's gradient (K reads of it, all but the first from the L2 cache) and itself, and writes its own
-gradient and its weight's: no atomics, and rows that no token has are written as zeros in the same pass.
-Letters: T tokens, K slots, G rows, D columns; a tile is ROWS x BLOCK.
+Forward loads the K rows of a token concurrently and adds them in registers. Backward first inverts `row_TK` (one small kernel); the program
+of a row then reads the gradient of its token (which is read K times, all but once from the L2 cache) and the row, and writes the gradients
+of the row and of its weight. There are no atomics, and the gradients of rows without token are set to zero in the same pass. Letters: T
+tokens, K slots, G rows, D columns; a tile is ROWS x BLOCK.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lather.device import launching_on
 TILE = 1024
 """Elements of one tile."""
 PAIRS = 1024
-"""(token, slot) pairs of one program that inverts."""
+"""(token, slot) pairs of one program of the kernel that inverts `row_TK`."""
 
 
 def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _combine(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tens
     if out.numel():
         options = _options(rows_GD)
         grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
-        weights = row_TK if weights_TK is None else weights_TK.contiguous()  # a pointer that is not followed has to be one all the same
+        weights = row_TK if weights_TK is None else weights_TK.contiguous()  # an unused pointer must still be valid
         with launching_on(rows_GD):
             _forward_kernel[grid](rows_GD, row_TK, weights, out, *out.shape, K=row_TK.shape[1], WEIGHTED=weights_TK is not None, **options)
     return out
@@ -117,7 +117,7 @@ def _invert_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
     tl.store(pair_ptr + row, pair, mask=row >= 0)
 
 
-@triton.jit(debug=True)  # or the assertion is compiled away
+@triton.jit(debug=True)  # without debug the assertion is compiled away
 @no_type_check
 def _check_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

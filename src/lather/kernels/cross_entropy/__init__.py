@@ -1,12 +1,12 @@
-"""`cross_entropy_`: the loss of logits that turn into their own gradient, so that nothing else of their size is ever kept.
+"""`cross_entropy_`: cross entropy that overwrites the logits with their gradient, so that no other tensor of their size is needed.
 
     loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z = logsumexp(logits)
 
-The gradient is known as soon as the loss is, and it has the logits' shape and dtype: forward writes it over them, backward multiplies it by
-the incoming scalar and hands it on. `F.cross_entropy` in fp32 on bf16 logits makes an fp32 copy, its log-softmax and two gradients besides
-the logits; here one tensor of (T, V) is all. The price: the logits are gone. An autograd node that has saved them raises by torch's version
-counter; the tensor itself, and the base that it is a view of, become `SpentLogits`, which raise at every use. Other aliases of the same
-memory that a caller made before (`detach()`, a second view) cannot be found: they show the gradient.
+The gradient can be computed together with the loss, and it has the shape and dtype of the logits: forward overwrites the logits with it,
+and backward multiplies it by the incoming scalar and returns it. `F.cross_entropy` in fp32 on bf16 logits creates an fp32 copy, its
+log-softmax and two gradients besides the logits; here there is a single (T, V) tensor. The price is that the logits are lost. An autograd
+node that has saved them raises because of torch's version counter; the tensor itself, and its base if it is a view, become `SpentLogits`,
+which raise at every use. Other tensors that share the memory (`detach()`, a second view) cannot be found: they contain the gradient.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ def cross_entropy_(
     z_loss: float = 0.0,
     normalizer: float | Tensor = 1.0,
 ) -> Float[Tensor, ""]:
-    """Cross entropy in nats, summed and divided by `normalizer`; the logits' memory then holds their gradient: they cannot be used again.
+    """Return the cross entropy in nats, summed and divided by `normalizer`. The logits are overwritten with their gradient and cannot be
+    used again.
 
-    Where no gradient is wanted (`torch.no_grad()`, or logits that do not require one) the logits stay as they are.
+    If no gradient is needed (`torch.no_grad()`, or logits that do not require one), the logits are not changed.
 
     Args:
-        logits: (..., V), contiguous, no leaf; the computation is in fp32 (fp64 for fp64), whatever their dtype.
+        logits: (..., V), contiguous, and no leaf; the computation is in fp32 (fp64 for fp64), independent of their dtype.
         labels: (...), integers in [0, V), or `ignore_index` for tokens that do not count.
         z_loss: coefficient of the squared logsumexp.
-        normalizer: > 0, the count of labels over all micro-batches and ranks; a tensor on the device is not waited for.
+        normalizer: > 0, the number of labels in all micro-batches on all ranks; the host does not wait for a tensor on the device.
 
     Returns:
-        The loss, a scalar in fp32 (fp64 for fp64). Its backward works once.
+        The loss, a scalar in fp32 (fp64 for fp64), which allows one backward pass.
 
     Raises:
         TypeError, ValueError: before anything is changed, for logits that cannot be overwritten, a label out of range (on CUDA that is a
             device-side assert) or a normalizer that is not > 0.
-        RuntimeError: the logits are spent already; later, at a second backward or a read of the logits.
+        RuntimeError: if the logits have been overwritten before; later, at a second backward pass or if the logits are read.
     """
     if isinstance(logits, SpentLogits):
         raise RuntimeError(SpentLogits.explanation)
@@ -106,7 +107,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         if logits.numel():
             logits_TV = gradient.view(-1, logits.shape[-1])
             losses_T = _implementation(logits_TV).token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=z_loss)
-        increment_version(logits)  # what has saved the logits must not read them; a kernel does not tell by itself
+        increment_version(logits)  # nodes that have saved the logits must raise; kernels do not increment it
         ctx.save_for_backward(gradient)
         ctx.handed_over = False
         return divided(losses_T.sum(), normalizer)
@@ -128,7 +129,7 @@ _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", 
 
 
 class SpentLogits(Tensor):
-    """The logits after the loss has overwritten them: shape, dtype and device can be asked for, `repr` tells why, everything else raises
+    """Logits that `cross_entropy_` has overwritten: shape, dtype and device can be read, `repr` explains why, everything else raises
     RuntimeError."""
 
     explanation = (
@@ -137,7 +138,7 @@ class SpentLogits(Tensor):
     )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """For a debugger, which shows every variable that there is."""
+        """Return the explanation, because debuggers show every variable."""
         return f"<{self.explanation}>"
 
     @classmethod

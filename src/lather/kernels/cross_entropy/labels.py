@@ -1,4 +1,4 @@
-"""Checks, common to both cross entropies, of the labels and of the number that the sum is divided by."""
+"""Checks of the labels and of the normalizer, for both cross entropies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from lather.device import is_cpu, is_gpu
 
 IGNORED = -1
-"""Label of a token that is not learned, whatever `ignore_index` the caller has for it."""
+"""Label of a token that does not count; it replaces the caller's `ignore_index`."""
 
 
 def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
-    """All labels as one int64 dim (T,), `ignore_index` replaced by IGNORED.
+    """Return the labels as int64 (T,), with `ignore_index` replaced by IGNORED.
 
-    A label outside [0, vocabulary) raises ValueError on CPU; on CUDA it is a device-side assert, so that nothing waits for the device.
+    A label outside [0, vocabulary) raises ValueError on a CPU; on CUDA it is a device-side assert, so that the host need not wait.
     """
     labels_T = labels.detach().reshape(-1).long()
     ignored_T = labels_T == ignore_index
@@ -32,7 +32,7 @@ def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
 
 
 def check_inputs(inputs: Tensor, labels: Tensor, normalizer: float | Tensor, what: str) -> None:
-    """Raise unless there is one integer label per row of `inputs`, on its device, and a normalizer to divide by."""
+    """Raise TypeError or ValueError unless there is one integer label per row of `inputs`, on its device, and a valid normalizer."""
     if not inputs.is_floating_point():
         raise TypeError(f"{what} has dtype {inputs.dtype}: give a floating-point dtype")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
@@ -49,7 +49,7 @@ def check_inputs(inputs: Tensor, labels: Tensor, normalizer: float | Tensor, wha
 
 
 def divided(x: Tensor, normalizer: float | Tensor) -> Tensor:
-    """x / normalizer in the dtype of the scalar `x`, on its device, without waiting for it."""
+    """Return x / normalizer in the dtype of the scalar `x`, on its device, without waiting for the device."""
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.detach().reshape(()).to(device=x.device, dtype=x.dtype, non_blocking=True)
     return x / normalizer

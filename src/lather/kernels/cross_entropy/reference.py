@@ -1,12 +1,13 @@
-"""Cross entropy per token, and its gradient in place of the logits, in torch: the specification.
+"""Cross entropy per token, and its gradient, which overwrites the logits, in torch: the specification.
 
 For a row l of logits with label y, in fp32 or wider:
 
     Z = logsumexp(l)      loss = Z - l[y] + z_loss Z^2      dloss/dl = softmax(l) (1 + 2 z_loss Z) - onehot(y)
 
-A row whose label is negative has loss 0 and gradient 0, whatever its logits are (NaN too).
+A row whose label is negative has loss 0 and gradient 0, even if its logits are NaN.
 
-Letters: T tokens, V vocabulary, N rows of a piece, C columns. Work goes by pieces of few rows: bf16 logits never have a wide copy.
+Letters: T tokens, V vocabulary, N rows of a piece, C columns. Pieces of a few rows are processed one after the other, so that there is
+never an fp32 copy of all bf16 logits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = 2**18
-"""Elements that are wide at one time: 1 MiB in fp32, which stays in a core's cache; at least one row."""
+"""Elements of a piece, which has at least one row: 1 MiB in fp32, which stays in a core's cache."""
 
 
 def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
-    """Loss of each token, (T,) in fp32 or wider. The logits stay as they are."""
+    """Return the loss of each token, (T,) in fp32 or wider. The logits are not changed."""
     losses_T = _empty_losses(logits_TV)
     for rows in _pieces(logits_TV):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
@@ -28,7 +29,8 @@ def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tenso
 
 
 def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
-    """The same, and the logits become `scale` (a 0-dim tensor) times their gradient, rounded once to their own dtype."""
+    """Return the loss of each token, and overwrite the logits with `scale` (a 0-dim tensor) times their gradient, rounded once to their
+    dtype."""
     losses_T = _empty_losses(logits_TV)
     for rows in _pieces(logits_TV):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
@@ -41,19 +43,19 @@ def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tenso
 
 
 def losses(logsumexp_N: Tensor, label_logits_N: Tensor, labels_N: Tensor, z_loss: float) -> Tensor:
-    """Loss of each row from its two numbers; 0 where the label is negative."""
+    """Return the loss of each row from its logsumexp and the logit of its label; 0 if the label is negative."""
     return torch.where(labels_N >= 0, logsumexp_N - label_logits_N + z_loss * logsumexp_N.square(), 0)
 
 
 def label_logits(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
-    """Each row's logit of its label; anything where that is not among the columns."""
+    """Return the logit of each row's label; any number if the label is not among the columns."""
     return logits_NC.gather(1, labels_N.clamp(0, logits_NC.shape[1] - 1)[:, None]).squeeze(1)
 
 
 def softmax_gradient_(logits_NC: Tensor, labels_N: Tensor, logsumexp_N: Tensor, scale_N: Tensor, z_loss: float) -> None:
-    """In place: scale (softmax (1 + 2 z_loss Z) - onehot) for some columns of the logits, given Z of all; exactly 0 where `scale` is.
+    """Overwrite some columns of the logits with scale (softmax (1 + 2 z_loss Z) - onehot), where Z is the logsumexp over all columns.
 
-    Labels that are not among the columns have no onehot.
+    Rows with `scale` 0 become exactly 0. The onehot of a label that is not among the columns is zero.
     """
     factor_N = scale_N * (1 + 2 * z_loss * logsumexp_N)
     logits_NC.sub_(logsumexp_N[:, None]).exp_().mul_(factor_N[:, None])

@@ -1,11 +1,11 @@
-"""Cross entropy per token, and its gradient in place of the logits, in Triton: the formulas of `reference.py`.
+"""Cross entropy per token, and its gradient, which overwrites the logits, in Triton: the formulas of `reference.py`.
 
-One program per row: a pass that keeps a running maximum and sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867), and, where the
-gradient is asked for, a second one that overwrites the row, which a vocabulary's 200 KB in bf16 mostly finds in the L2 cache.
-Rows are contiguous. fp64 is left to the reference.
+There is one program per row. Its first pass keeps a running maximum and sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867). If
+the gradient is needed, a second pass overwrites the row, which is then mostly in the L2 cache (200 KB in bf16 for a large vocabulary). Rows
+must be contiguous. The reference handles fp64.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BLOCK = 4096
 
 
 def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
-    """As in `reference.py`."""
+    """Do the same as in `reference.py`."""
     return _launch(logits_TV, labels_T, None, z_loss)
 
 
 def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
-    """As in `reference.py`."""
+    """Do the same as in `reference.py`."""
     return _launch(logits_TV, labels_T, scale, z_loss)
 
 

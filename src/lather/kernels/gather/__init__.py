@@ -1,10 +1,10 @@
-"""Copying token rows to where the experts want them, keeping nothing but the index for backward.
+"""Copying of token rows into the order of the experts; autograd keeps only the index for the backward pass.
 
 Letters: N rows of the source, D columns, G picked rows.
 
-`padded_index_gather` is x[index] in a buffer of a rounded-up number of rows. An index of -1 means "no row": zeros forward, no gradient
-backward. Backward adds the gradients of repeated indices in fp32, in the order of the index: no atomics, the same bits every time (on CUDA
-without Triton: torch's own order).
+`padded_index_gather` returns x[index] in a buffer whose number of rows is rounded up. An index of -1 means "no row": zeros in the forward
+pass, no gradient in the backward pass. Backward adds the gradients of repeated indices in fp32, in the order of the index, without atomics,
+so that every run has the same bits (on CUDA without Triton, torch determines the order).
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ __all__ = ["add_rows", "gather_rows", "padded_index_gather", "validate"]
 
 @torch.no_grad()
 def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:
-    """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest and where the index is -1; without autograd or checks."""
+    """Return x[index] in the first G of `num_rows` rows (None: G); the others, and rows with index -1, are zero. Without autograd or
+    checks."""
     return run(reference.gather_rows, x, index, num_rows)
 
 
 @torch.no_grad()
 def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int) -> Float[Tensor, "n d"]:
-    """The adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` whose index is n; -1 is dropped.
+    """Return the adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` with index n; -1 is dropped.
 
-    Added up in fp32 (fp64 for fp64), in the order of `index`, rounded once to `grad`'s dtype; without autograd or checks. Where every
-    source row was picked at most K times and the rows are known, `combine.combine_rows_sum` does the same without a sort.
+    Sums are computed in fp32 (fp64 for fp64), in the order of `index`, and rounded once to the dtype of `grad`, without autograd or checks.
+    If every source row was picked at most K times and these rows are known, `combine.combine_rows_sum` does the same without sorting.
     """
     return run(reference.add_rows, grad, index, num_rows)
 
 
 def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_to_multiple: int = 1024) -> Float[Tensor, "g d"]:
-    """The rows x[index], a view of a buffer whose row count is rounded up to `pad_to_multiple`; the buffer's other rows are zero.
+    """Return x[index] as a view of a buffer whose number of rows is rounded up to a multiple of `pad_to_multiple`; its other rows are zero.
 
-    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Keeps the index only for backward; differentiable once. Errors: `validate`.
+    `index` is int64, from 0 to N - 1, or -1 for a row of zeros. Autograd keeps only the index; the result can be differentiated once.
+    Errors: see `validate`.
     """
     validate(x, index, pad_to_multiple)
     check_range(index, -1, len(x), "index")
@@ -51,7 +53,7 @@ def padded_index_gather(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], pad_t
 
 
 def validate(x: Tensor, index: Tensor, pad_to_multiple: int) -> None:
-    """ValueError for a wrong shape, device or multiple, TypeError for a wrong dtype; the range is checked by `route.check_range`."""
+    """Raise ValueError for a wrong shape, device or multiple, and TypeError for a wrong dtype; `route.check_range` checks the range."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
     if index.dtype != torch.int64:
@@ -70,7 +72,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.num_source_rows = len(x)
         buffer = gather_rows(x, index, num_rows)
-        return buffer.resize_(len(index), x.shape[1])  # the storage stays; a slice could not be written to in place by the caller
+        return buffer.resize_(len(index), x.shape[1])  # the storage stays; callers could not write to a slice in place
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""Rows picked by an index, and added back: the specification of triton.py, and what runs on a CPU.
+"""Gathering of rows by an index, and its adjoint: the specification of triton.py, and the implementation for CPUs.
 
 Letters: N rows of the source, D columns, G picked rows. An index of -1 picks a row of zeros and drops that row's gradient.
 """
@@ -13,7 +13,7 @@ from lather.device import is_gpu
 
 
 def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
-    """x[index] in the first G of `num_rows` rows (None: G), zeros in the rest."""
+    """Return x[index] in the first G of `num_rows` rows (None: G); the others are zero."""
     picked = len(index_G)
     out = x_ND.new_empty((picked if num_rows is None else num_rows, x_ND.shape[1]))
     out[picked:] = 0
@@ -21,16 +21,16 @@ def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> T
         return out.zero_()
     missing = index_G < 0
     torch.index_select(x_ND, 0, index_G.clamp(min=0), out=out[:picked])
-    if is_gpu(index_G) or missing.any():  # asking a CUDA device would mean to wait for it
+    if is_gpu(index_G) or missing.any():  # the check would wait for a CUDA device
         out[:picked].masked_fill_(missing.unsqueeze(1), 0)
     return out
 
 
 def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
-    """The adjoint: row n of the result is the sum of the rows g with index n, in order, in fp32 (fp64 for fp64), rounded once."""
+    """Return the adjoint: row n is the sum of the rows with index n, added in order, in fp32 (fp64 for fp64), and rounded once."""
     if len(grad_GD) == 0:
         return grad_GD.new_zeros(num_rows, grad_GD.shape[1])
     order = index_G.argsort(stable=True)
     start_N = torch.searchsorted(index_G[order], torch.arange(-1, num_rows, device=index_G.device))
-    # One bag per source row, after one for the rows that are dropped. Sums of bags are several times faster than index_add_ or a loop.
+    # The first bag has the dropped rows, then there is one per source row. Bags are several times faster than index_add_ or a loop.
     return F.embedding_bag(order, grad_GD.contiguous(), start_N, mode="sum")[1:]

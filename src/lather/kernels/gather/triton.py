@@ -1,9 +1,8 @@
-"""Gathering rows on CUDA: a tile of rows and columns per program, one read and one write; the adjoint without atomics.
+"""Gathering of rows on CUDA: each program copies a tile of rows and columns; the adjoint uses no atomics.
 
-The adjoint sorts the index (torch's radix sort), so that the rows of one source row form a run; a program adds up the run of its source
-row in registers and writes it once, which is deterministic and needs no fp32 buffer. Its time is bounded by the longest run: the sum for
-a source row that is picked very often is one program's work.
-Letters: N rows of the source, D columns, G picked rows; a tile is ROWS x BLOCK.
+The adjoint sorts the index (torch's radix sort), so that rows with the same source row form a run. One program per source row adds its run
+in registers and writes the sum once, which is deterministic and needs no fp32 buffer. The longest run determines the time, because one
+program computes the whole sum for a source row. Letters: N rows of the source, D columns, G picked rows; a tile is ROWS x BLOCK.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""`linear_cross_entropy`: the loss of `x @ weight^T` without the logits, 0.8 GB in bf16 for 4096 tokens and a vocabulary of 102400.
+"""`linear_cross_entropy`: the cross entropy of the logits `x @ weight^T`, without storing them (0.8 GB in bf16 for 4096 tokens and a
+vocabulary of 102400).
 
     loss = 1 / normalizer * sum over tokens with a label of (Z - logits[label] + z_loss Z^2),   Z = logsumexp(logits)
 
 Letters: T tokens, D hidden size, V vocabulary; a tile is N tokens by C columns of the vocabulary.
 
-Forward goes over the tiles with a running maximum and sum of exponentials (online softmax) and keeps Z of each token besides its own
-inputs. Backward computes each tile again, turns it into its gradient in place and multiplies it twice. Columns are the outer loop: dW of a
-column is summed in fp32 over all tokens and written once; dx is summed in fp32 over all columns, in its own output where that is fp32.
+Forward processes the tiles with a running maximum and sum of exponentials (online softmax) and keeps Z of each token besides its inputs.
+Backward computes each tile again, overwrites it with its gradient and multiplies that twice. Columns are the outer loop: dW of a column is
+summed in fp32 over all tokens and written once; dx is summed in fp32 over all columns, directly in the output if that is fp32.
 
-Cost: four products of T V D where kept logits need three (a third more arithmetic), and one fp32 copy of a bf16 dx. Chunks of tokens with
-the whole vocabulary would need no fourth product, as forward could make both gradients, but an fp32 copy of dW: 0.8 GB here again.
+Cost: four products of T V D flops instead of the three with stored logits (a third more arithmetic), and one fp32 copy of a bf16 dx. With
+chunks of tokens times the whole vocabulary, forward could compute both gradients and save the fourth product, but an fp32 copy of dW would
+again take 0.8 GB here.
 
-dW is made along with dx, also where a pipeline puts other weight gradients off: later it would need each tile once more, a fifth product.
+dW is computed together with dx, even if a pipeline defers other weight gradients: later it would need each tile again, a fifth product.
 
-Logits are in fp32 always: the products take bf16 and give fp32 on CUDA; on a CPU, where there is no such product, tiles of the inputs are
-widened. On CUDA the gradient of a tile is rounded to bf16 for the products, as it is in plain autograd.
+Logits are always fp32: on CUDA the products take bf16 and return fp32; a CPU has no such product, so tiles of the inputs are converted to
+fp32. On CUDA the gradient of a tile is rounded to bf16 for the products, as in plain autograd.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ from lather.kernels.linear_cross_entropy import reference
 from lather.shapes import Float, Int
 
 GPU_TILE_TOKENS, GPU_TILE_ELEMENTS = 8192, 2**24
-"""Most tokens, and elements, of a tile on a GPU: 64 MiB of logits in fp32 and half of that for their gradient in bf16. 8,192 tokens and a
-vocabulary of 102,400 are 50 tiles, some 500 launches forward and backward; with tiles of an eighth, which need 100 MB less, 6,000."""
+"""Largest number of tokens, and of elements, of a tile on a GPU: 64 MiB of fp32 logits and half of that for their bf16 gradient. 8,192
+tokens and a vocabulary of 102,400 make 50 tiles and about 500 launches in forward and backward; with tiles of an eighth of the size, which
+need 100 MB less, there are 6,000."""
 
 CPU_TILE = (512, 512)
-"""1 MiB in fp32: a tile stays in the cache between the products and the elementwise work."""
+"""Tokens and columns of a tile on a CPU: 1 MiB in fp32, which stays in the cache between the products and the elementwise work."""
 
 SUM_ELEMENTS = 2**24
-"""Elements of a product that are held before they are added to a sum, where one call cannot do both: 64 MiB in fp32."""
+"""Largest size, in elements, of a product that is stored before it is added to a sum, if one call cannot do both: 64 MiB in fp32."""
 
 
 def linear_cross_entropy(
@@ -55,21 +58,20 @@ def linear_cross_entropy(
     normalizer: float | Tensor = 1.0,
     tile: tuple[int, int] | None = None,
 ) -> Float[Tensor, ""]:
-    """Cross entropy in nats of the logits `x @ weight^T`, summed over tokens and divided by `normalizer`; see the head of this file.
+    """Return the cross entropy in nats of the logits `x @ weight^T`, summed over tokens and divided by `normalizer`.
 
     Args:
-        x: (..., D). Under autocast `x` and `weight` are taken in its dtype, tile by tile, as `F.linear` would; gradients have their own.
-        weight: (V, D), of the same dtype as `x` outside autocast. A frozen one, or a frozen `x`, costs no work.
-        labels: (...), integers in [0, V), or `ignore_index` for tokens that do not count.
-        z_loss: coefficient of the squared logsumexp.
-        normalizer: > 0, the count of labels over all micro-batches and ranks; a tensor on the device is not waited for.
-        tile: (tokens, columns) of a tile of logits; None: what suits the device.
+        x: (..., D). Under autocast, `x` and `weight` are converted to its dtype, tile by tile, as in `F.linear`; gradients have their
+        dtypes. weight: (V, D), in the dtype of `x` outside autocast. No gradient is computed for a frozen `weight` or `x`. labels: (...),
+        integers in [0, V), or `ignore_index` for tokens that do not count. z_loss: coefficient of the squared logsumexp. normalizer: > 0,
+        the number of labels in all micro-batches on all ranks; the host does not wait for a tensor on the device. tile: (tokens, columns)
+        of a tile of logits; None: a size that suits the device.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64).
 
     Raises:
-        TypeError, ValueError: for dtypes, shapes or devices that do not fit, a label out of range (on CUDA that is a device-side assert),
+        TypeError, ValueError: for dtypes, shapes or devices that do not match, a label out of range (on CUDA that is a device-side assert),
             or a normalizer that is not > 0.
     """
     check_inputs(x, labels, normalizer, "x")
@@ -83,13 +85,14 @@ def linear_cross_entropy(
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:
-    """Tokens and columns of a tile for so many tokens: it depends on nothing else, so that bits do not depend on free memory."""
+    """Return tokens and columns of a tile on a GPU. They depend on the number of tokens alone, so that bits do not depend on free
+    memory."""
     rows = min(GPU_TILE_TOKENS, max(1, num_tokens))
     return rows, GPU_TILE_ELEMENTS // rows
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype in which the product takes its operands; raises for operands that do not fit."""
+    """Return the dtype of the operands of the product. Raises ValueError or TypeError for operands that do not match."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, but x has {tuple(x.shape)}: give (vocabulary, {x.shape[-1]})")
     if weight.device != x.device:
@@ -103,16 +106,16 @@ def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _has_mixed_products(x: Tensor) -> bool:
-    """Whether the device multiplies bf16 or fp16 to fp32 (`torch.mm(..., out_dtype=torch.float32)`)."""
+    """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(..., out_dtype=torch.float32)`)."""
     return is_gpu(x)
 
 
 @dataclass(frozen=True)
 class _ProductPlan:
-    """How the products are done."""
+    """Dtypes, tile size and scaling of one loss."""
 
     dtype: torch.dtype
-    """dtype to which `x` and `weight` are rounded."""
+    """dtype to which `x` and `weight` are converted."""
     mixed: bool
     tile: tuple[int, int]
     z_loss: float
@@ -125,11 +128,11 @@ class _ProductPlan:
 
     @property
     def operands(self) -> torch.dtype:
-        """dtype of the factors of products."""
+        """dtype of the operands of products."""
         return self.dtype if self.mixed else self.wide
 
     def rounded(self, x: Tensor, labels_T: Tensor) -> Tensor:
-        """`x` as (T, D), in `dtype`."""
+        """Return `x` as (T, D), in `dtype`."""
         return x.reshape(labels_T.numel(), x.shape[-1]).to(self.dtype)
 
     def operand(self, x: Tensor) -> Tensor:
@@ -139,7 +142,8 @@ class _ProductPlan:
         return torch.mm(a, b) if a.dtype == self.wide else torch.mm(a, b, out_dtype=self.wide)
 
     def add_product_(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """total += a b. With `out_dtype`, not every supported torch adds to an fp32 sum in the same call: done by pieces of rows."""
+        """Add a b to `total`. With `out_dtype` not every supported torch can add to an fp32 sum in one call: pieces of rows are added
+        then."""
         if a.dtype == self.wide:
             total.addmm_(a, b)
             return
@@ -148,19 +152,19 @@ class _ProductPlan:
             piece.add_(self.product(rows, b))
 
     def columns(self, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The vocabulary by tiles: which columns, and their rows of the weight."""
+        """Yield the columns of each tile, and the rows of the weight for them."""
         for first in range(0, len(weight_VD), self.tile[1]):
             columns = slice(first, min(first + self.tile[1], len(weight_VD)))
             yield columns, self.operand(weight_VD[columns])
 
     def rows(self, x_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The tokens by tiles."""
+        """Yield the tokens of each tile, and their rows of `x_TD`."""
         for first in range(0, len(x_TD), self.tile[0]):
             rows = slice(first, min(first + self.tile[0], len(x_TD)))
             yield rows, self.operand(x_TD[rows])
 
     def implementation(self, x: Tensor) -> Any:
-        """The module that does the elementwise work."""
+        """Return the module with the elementwise operations."""
         if use_triton(x) and self.wide == torch.float32:
             from lather.kernels.linear_cross_entropy import triton
 
@@ -190,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _ProductPlan) -> tuple[Tensor, Tensor]:
-    """logsumexp of each token's logits, and the logit of its label."""
+    """Return the logsumexp of each token's logits, and the logit of its label."""
     max_T = torch.full_like(labels_T, -torch.inf, dtype=plan.wide)
     sum_T, label_logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
     work = plan.implementation(x_TD)
@@ -204,7 +208,7 @@ def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Product
 def _gradients(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, logsumexp_T: Tensor, scale_T: Tensor, plan: _ProductPlan, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `x_TD`, wide, and of `weight_VD`, in its own dtype; None where not needed."""
+    """Return the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype; None if not needed."""
     dx_TD = torch.zeros_like(x_TD, dtype=plan.wide) if needed[0] else None
     dw_VD = torch.zeros_like(weight_VD) if needed[1] else None
     work = plan.implementation(x_TD)
@@ -214,7 +218,7 @@ def _gradients(
             logits_NC = plan.product(x_ND, weight_CD.T)
             tile = labels_T[rows], columns.start, logsumexp_T[rows], scale_T[rows]
             gradient_NC = work.softmax_gradient(logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands)
-            del logits_NC  # the sums below are made in its place
+            del logits_NC  # free its memory for the products below
             if dw_CD is not None:
                 plan.add_product_(dw_CD, gradient_NC.T, x_ND)
             if dx_TD is not None:
@@ -225,5 +229,5 @@ def _gradients(
 
 
 def _sum_for(out_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where to sum up what becomes `out_CD`, which is zero: itself, if it has the dtype."""
+    """Return a tensor of zeros with this dtype for the sum: `out_CD` itself, which is zero, if it has the dtype."""
     return out_CD if out_CD.dtype == dtype else torch.zeros_like(out_CD, dtype=dtype)

@@ -1,11 +1,11 @@
 """The elementwise work on one tile of logits, in torch: the specification.
 
-A tile is N tokens by C neighbouring columns of the vocabulary, the first of which is number `first`. Going over all tiles of a row with
-`update_logsumexp_` gives its logsumexp Z and the logit of its label; `softmax_gradient` then gives each tile's share of the gradient
+A tile has N tokens and C adjacent columns of the vocabulary, the first of which is number `first`. `update_logsumexp_`, called for all
+tiles of a row, computes its logsumexp Z and the logit of its label; `softmax_gradient` then computes the gradient of each tile,
 
     scale (softmax(l) (1 + 2 z_loss Z) - onehot(label)).
 
-Both use up the tile, so that there is only one of that size.
+Both overwrite the tile, so that only one tensor of its size is needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from lather.kernels.cross_entropy.reference import label_logits, softmax_gradien
 
 
 def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logits_NC: Tensor, labels_N: Tensor, first: int) -> None:
-    """In place: the running maximum, the sum of exponentials above it (Milakov and Gimelshein, arXiv:1805.02867) and the label's logit.
-
-    They start as -inf, 0 and 0. `logits_NC` is used up.
+    """Update in place the running maximum, the sum of exponentials relative to it (Milakov and Gimelshein, arXiv:1805.02867) and the logit
+    of the label, which start as -inf, 0 and 0. `logits_NC` is overwritten.
     """
     column_N = labels_N - first
     here_N = (column_N >= 0) & (column_N < logits_NC.shape[1])
@@ -33,6 +32,7 @@ def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logit
 def softmax_gradient(
     logits_NC: Tensor, labels_N: Tensor, first: int, logsumexp_N: Tensor, scale_N: Tensor, *, z_loss: float, dtype: torch.dtype
 ) -> Tensor:
-    """The tile's gradient in `dtype`, exactly 0 in rows whose scale is 0. `logits_NC` is used up, and returned if it has that dtype."""
+    """Return the gradient of the tile in `dtype`, exactly 0 in rows whose scale is 0. `logits_NC` is overwritten, and returned if it has
+    this dtype."""
     softmax_gradient_(logits_NC, labels_N - first, logsumexp_N, scale_N, z_loss)
     return logits_NC.to(dtype)

@@ -1,10 +1,10 @@
 """The elementwise work on one tile of logits in Triton: the formulas of `reference.py`, each in one pass over the tile.
 
-`update_logsumexp_` has one program per row; `softmax_gradient` one per row and block of columns. A tile's last dim is contiguous. fp64
-is left to the reference.
+`update_logsumexp_` has one program per row; `softmax_gradient` has one per row and block of columns. The last dim of a tile must be
+contiguous. The reference handles fp64.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 1024
 
 
 def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logits_NC: Tensor, labels_N: Tensor, first: int) -> None:
-    """As in `reference.py`; the tile stays as it is."""
+    """Do the same as in `reference.py`, but leave the tile as it is."""
     num_rows, num_columns = logits_NC.shape
     if logits_NC.numel():
         with launching_on(logits_NC):
@@ -40,7 +40,7 @@ def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logit
 def softmax_gradient(
     logits_NC: Tensor, labels_N: Tensor, first: int, logsumexp_N: Tensor, scale_N: Tensor, *, z_loss: float, dtype: torch.dtype
 ) -> Tensor:
-    """As in `reference.py`."""
+    """Do the same as in `reference.py`."""
     out_NC = logits_NC if dtype == logits_NC.dtype else torch.empty_like(logits_NC, dtype=dtype)
     num_rows, num_columns = logits_NC.shape
     if logits_NC.numel():

@@ -1,9 +1,9 @@
-"""RMSNorm: y = weight * x / rms(x), rows of the last dim, and its backward.
+"""RMSNorm over the last dim: y = weight * x / rms(x), and its backward pass.
 
 Source: Zhang and Sennrich (arXiv:1910.07467). Letters: D width of a row; `...` the dims of the rows.
 
-Autograd keeps x, the weight and one number per row, 1 / rms, in fp32. On a GPU each direction reads and writes a row once; the weight's
-gradient is added up in two passes of a fixed order, without atomics.
+Autograd keeps x, the weight and one fp32 number per row, 1 / rms. On a GPU, forward and backward each read and write a row once; the
+gradient of the weight is summed in two passes in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from lather.shapes import Float
 __all__ = ["rms_norm", "validate"]
 
 WIDEST = 16384
-"""Columns of a row that a program of the kernels holds; wider rows are the reference's."""
+"""Largest number of columns for the kernels, whose programs hold a whole row; the reference handles wider rows."""
 
 
 def rms_norm(x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: float) -> Float[Tensor, "*rows d"]:
-    """weight * (x / sqrt(mean(x^2) + eps)): the quotient in fp32 (fp64 for fp64), rounded to x's dtype; the product in the wider dtype.
+    """Return weight * (x / sqrt(mean(x^2) + eps)). The quotient is computed in fp32 (fp64 for fp64) and rounded to the dtype of x; the
+    product has the wider of the two dtypes.
 
-    Differentiable once. Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
+    It can be differentiated once. Raises ValueError for shapes that do not match, TypeError for a dtype that is not floating point.
     """
     validate(x, weight)
     y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -58,12 +59,12 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def _by_triton(x: Tensor, weight_D: Tensor) -> bool:
-    """Not where torch compiles the caller: it fuses the reference with what is around it."""
+    """Whether the kernel is used: not if torch compiles the caller, because it fuses the reference with the operations around it."""
     return not torch.compiler.is_compiling() and use_triton(x, weight_D) and len(weight_D) <= WIDEST
 
 
 def validate(x: Tensor, weight_D: Tensor) -> None:
-    """ValueError for shapes that do not fit, TypeError for a dtype that is not floating point."""
+    """Raise ValueError for shapes that do not match, TypeError for a dtype that is not floating point."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
     if x.dim() == 0 or weight_D.shape != x.shape[-1:]:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y, and r with a last dim of 1."""
+    """Return y, and r with a last dim of 1."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_D * (wide * inverse_rms).to(x.dtype), inverse_rms
 
 
 def backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """dx in x's dtype, dw in the weight's."""
+    """Return dx in the dtype of x, and dw in that of the weight."""
     normed = x * inverse_rms
     grad_weight_D = (grad * normed).flatten(0, -2).sum(0)
     scaled = grad * weight_D.to(normed.dtype)

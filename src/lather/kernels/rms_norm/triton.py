@@ -1,10 +1,10 @@
-"""RMSNorm on CUDA: a program holds whole rows (one, where they are long), so that each is read and written once.
+"""RMSNorm on CUDA: a program holds whole rows (one, if they are long), so that each is read and written once.
 
-Backward: each of at most PROGRAMS programs goes through a run of rows and adds up its part of the weight's gradient; torch adds the parts.
+In backward, each of at most PROGRAMS programs processes a run of rows and sums its part of the weight's gradient; torch adds the parts.
 Letters: T rows, D columns; a tile is ROWS x BLOCK, BLOCK a power of 2 that holds a row.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from lather.device import launching_on
 
 TILE = 2048
-"""Elements of x in one tile, or a row."""
+"""Elements of a tile, which has at least one row."""
 ELEMENTS = 256
-"""Elements of a tile for each warp: with twice as many the backward kernel spills."""
+"""Elements of a tile per warp: with twice as many the backward kernel spills registers."""
 PROGRAMS = 512
-"""Parts of the weight's gradient: a few for each multiprocessor, and fixed, so that all GPUs add up alike."""
+"""Largest number of parts of the weight's gradient: a few per multiprocessor, and fixed, so that all GPUs add in the same order."""
 
 
 def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor) -> 
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(T, D) with neighbouring columns; rows of a part of a wider tensor stay where they are."""
+    """Return x as (T, D) with contiguous rows, without a copy if x is a slice of the columns of a wider tensor."""
     rows_TD = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2)
     return rows_TD if rows_TD.stride(1) == 1 else rows_TD.contiguous()
 

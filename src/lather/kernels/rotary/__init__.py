@@ -1,9 +1,9 @@
-"""The turn of rotary position embedding: each pair of a head's coordinates by its position's angle.
+"""Rotary position embedding: the rotation of each pair of a head's coordinates by the angle of its position.
 
 Source: RoPE (Su et al., arXiv:2104.09864). Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
 
-Autograd keeps the tables alone: the gradient is turned back by the same angles. On a GPU each direction is one kernel, which reads the
-heads where they lie in a wider tensor.
+Autograd keeps only the tables of cosines and sines: backward rotates the gradient by the negative angles. On a GPU, forward and backward
+are one kernel each, which can read the heads as a slice of a wider tensor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ __all__ = ["rotate_halves", "rotate_pairs", "validate"]
 def rotate_pairs(
     x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
 ) -> Float[Tensor, "b s h r"]:
-    """Turn each pair of neighbours (x_2i, x_2i+1) of a head by its position's angle, in the tables' type or wider; in x's dtype.
+    """Rotate each pair of adjacent coordinates (x_2i, x_2i+1) of a head by the angle of its position. The result has the dtype of x; the
+    computation is in the dtype of the tables or a wider one.
 
-    Differentiable once, by x. Shapes that do not fit are a ValueError.
+    It can be differentiated once, for x. Raises ValueError for shapes that do not match.
     """
     return _turned(x_BSHR, cos_BSP, sin_BSP, halves=False)
 
@@ -34,12 +35,12 @@ def rotate_pairs(
 def rotate_halves(
     x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
 ) -> Float[Tensor, "b s h r"]:
-    """The same for each pair (x_i, x_P+i)."""
+    """Do the same as `rotate_pairs` for each pair (x_i, x_P+i)."""
     return _turned(x_BSHR, cos_BSP, sin_BSP, halves=True)
 
 
 def _turned(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool) -> Tensor:
-    if torch.compiler.is_compiling():  # which fuses the reference, forward and backward, with what is around it
+    if torch.compiler.is_compiling():  # the compiler fuses the reference with the operations around it
         return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
     validate(x_BSHR, cos_BSP, sin_BSP)
     y: Tensor = _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
@@ -64,7 +65,7 @@ def _turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, bac
 
 
 def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:
-    """ValueError for shapes that do not fit each other."""
+    """Raise ValueError for shapes that do not match."""
     fits = x_BSHR.dim() == 4 and cos_BSP.shape == sin_BSP.shape and x_BSHR.shape[-1] % 2 == 0
     if not fits or cos_BSP.shape not in {(batch, x_BSHR.shape[1], x_BSHR.shape[3] // 2) for batch in (1, len(x_BSHR))}:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The turn of rotary position embedding in torch's own operations: the specification of the kernel.
+"""The rotation of rotary position embedding in torch's own operations: the specification of the kernel.
 
-    (x, y) -> (x cos - y sin, x sin + y cos)    and back with -sin
+    (x, y) -> (x cos - y sin, x sin + y cos)    and with -sin for the inverse
 
 Letters: B sequences, S positions, H heads, R rotary width of a head, P = R / 2 pairs.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool = False) -> Tensor:
-    """Pairs are (x_i, x_P+i) with `halves`, else neighbours; `back`: by the negative angle."""
+    """Rotate the pairs (x_i, x_P+i) if `halves`, otherwise (x_2i, x_2i+1); with `back`, by the negative angle."""
     wide_BSHR = x_BSHR.to(torch.promote_types(x_BSHR.dtype, cos_BSP.dtype))
     x, y = wide_BSHR.chunk(2, dim=-1) if halves else wide_BSHR.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BSP.unsqueeze(-2), sin_BSP.unsqueeze(-2)

@@ -1,10 +1,10 @@
-"""The turn of rotary position embedding on CUDA: a program has a few heads, each of which is read and written once.
+"""The rotation of rotary position embedding on CUDA: a program processes a few heads, each of which is read and written once.
 
-Letters: B sequences, S positions, H heads, P pairs; rows are the heads of all positions, a tile is ROWS x P. Neighbours are read as one run
-of 2 P columns and parted in registers, so that both layouts load and store whole cache lines.
+Letters: B sequences, S positions, H heads, P pairs; rows are the heads of all positions, a tile is ROWS x P. Adjacent pairs are read as one
+run of 2 P columns and split in registers, so that both layouts load and store whole cache lines.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _turn_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # fewer than 2^31 heads: the divisions are in 32 bits
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit divisions: there are fewer than 2^31 heads
     token, head = row // num_heads, row % num_heads
     batch, position = token // num_positions, token % num_positions
     pair = tl.arange(0, BLOCK)[None, :]

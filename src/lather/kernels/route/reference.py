@@ -1,7 +1,7 @@
-"""Where each (token, slot) pair's row goes, in plain torch: the specification of triton.py, and what runs on a CPU.
+"""Routing indices in plain torch: the specification of triton.py, and the implementation for CPUs.
 
-Letters: T tokens, K slots (experts per token), N = T * K pairs, E experts, G rows. One stable sort of the expert ids,
-no host synchronisation.
+Letters: T tokens, K slots (experts per token), N = T * K pairs, E experts, G rows. The expert ids are sorted once, by a stable sort; the
+host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from lather.device import is_gpu
 
 
 def num_rows(num_pairs: int, num_experts: int, alignment: int) -> int:
-    """G: as many rows as any decision of the router can need that gives so many pairs an expert, so that the host need not know it."""
+    """Return G, the largest number of rows that `num_pairs` pairs can need, however the router distributes them."""
     if alignment == 1:
         return num_pairs
     return -(-(num_pairs + num_experts * (alignment - 1)) // alignment) * alignment
 
 
 def rows_for(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None) -> int:
-    """G, where `num_pairs` of the pairs have a row (None: it is not known). One for none of some: what reads rows finds one to look at."""
+    """Return G if `num_pairs` of the pairs have a row (None: unknown). It is at least 1 if there are pairs, so that masked reads of row 0
+    work."""
     all_pairs = experts_TK.numel()
     return num_rows(all_pairs if num_pairs is None else max(num_pairs, min(1, all_pairs)), num_experts, alignment)
 
@@ -28,7 +29,7 @@ def rows_for(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: in
 def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> tuple[Tensor, ...]:
     t, k = experts_TK.shape
     g, device = rows_for(experts_TK, num_experts, alignment, num_pairs), experts_TK.device
-    expert_N = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()  # pairs without a row form one more run, past the last
+    expert_N = torch.where(experts_TK < 0, num_experts, experts_TK).flatten()  # pairs without row form an additional last run
     pair_N = expert_N.argsort(stable=True)
     sorted_N = expert_N[pair_N]
     count = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(0, expert_N, torch.ones_like(expert_N))
@@ -38,7 +39,7 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
 
     row = torch.empty_like(pair_N)
     row[pair_N] = row_N
-    token = torch.full((g + 1,), -1, dtype=torch.int64, device=device)  # the last entry takes the tokens of pairs without a row
+    token = torch.full((g + 1,), -1, dtype=torch.int64, device=device)  # the last entry is for pairs without row
     token[torch.where(row_N < 0, g, row_N)] = pair_N // max(k, 1)
     return token[:g].clone(), row.view(t, k), count[:num_experts], padded[:num_experts].cumsum(0).to(torch.int32)
 

@@ -1,15 +1,15 @@
-"""Routing indices on CUDA: a stable counting sort in four kernels, no atomics, no host synchronisation.
+"""Routing indices on CUDA: a stable counting sort in four kernels, without atomics; the host does not wait for the device.
 
 1. histogram   each block of BLOCK_N pairs counts its pairs per expert: count_EP (P blocks)
 2. scan        one program per expert turns its P counts into "pairs of this expert in earlier blocks", and their sum into count_E
-3. ends        one program rounds the counts up to the alignment and adds them up: start_E, end_E
-4. scatter     each block looks up start + earlier blocks + rank within the block, and writes the two permutations
+3. ends        one program rounds the counts up to the alignment and computes their cumulative sums: start_E, end_E
+4. scatter     each block computes start + earlier blocks + rank within the block for its pairs, and writes the two permutations
 
-A pair's rank within its block is the number of earlier pairs with the same expert: BLOCK_N^2 comparisons, which is less work than a sort at
-this size and keeps (token, slot) order. Letters: N = T * K pairs, E experts, P blocks of pairs.
+The rank of a pair within its block is the number of earlier pairs with the same expert: BLOCK_N^2 comparisons, which are less work than a
+sort at this size and keep (token, slot) order. Letters: N = T * K pairs, E experts, P blocks of pairs.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_p
     tl.store(row_ptr + pair, tl.where(has_row, row, -1), mask=pair < num_pairs)
 
 
-@triton.jit(debug=True)  # or the assertion is compiled away
+@triton.jit(debug=True)  # without debug the assertion is compiled away
 @no_type_check
 def _check_kernel(index_ptr, num_entries, low, high, NAME: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

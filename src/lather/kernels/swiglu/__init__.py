@@ -1,13 +1,13 @@
-"""Gated activations of the feed-forward layers, gate and up in one tensor: SwiGLU and the clamped form of GPT-OSS.
+"""Gated activations of feed-forward layers, with gate and up in one tensor: SwiGLU and the clamped form of GPT-OSS.
 
     h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit, limit)
 
 Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
 Letters: F intermediate size, G rows (of tokens, grouped by expert).
 
-Autograd keeps `gate_up` alone (2F numbers per row, where the plain formula keeps 4F): h and the sigmoid are computed again in backward, in
-the pass that reads `gate_up` for the gradient anyway. `gate_backward` hands out that h too, and with a weight per row the weighted
-gradients and each weight's own gradient: all that the backward of a layer of experts needs, from one read.
+Autograd keeps only `gate_up` (2F numbers per row; the plain formula keeps 4F): backward, which reads `gate_up` anyway, computes h and the
+sigmoid again. `gate_backward` also returns that h and, with a weight per row, the weighted gradients and the gradient of each weight: in
+one pass, everything that the backward of an expert layer needs.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ CLAMPED_SWIGLU = Gate(alpha=1.702, offset=1.0, limit=7.0, interleaved=True)
 
 
 def swiglu(gate_up: Float[Tensor, "*rows f2"]) -> Float[Tensor, "*rows f"]:
-    """silu(gate) * up, where gate is the first half of the last dim (2F) and up the second: (..., F), in the input's dtype.
+    """Return silu(gate) * up (..., F), in the input's dtype; gate is the first half of the last dim (2F), and up the second.
 
-    Differentiable once; keeps `gate_up` only. An odd last dim is a ValueError, a dtype that is not floating point a TypeError.
+    It can be differentiated once; autograd keeps only `gate_up`. Raises ValueError for an odd last dim, TypeError for a dtype that is not
+    floating point.
     """
     return _apply(gate_up, SWIGLU)
 
 
 def clamped_swiglu(gate_up: Float[Tensor, "*rows f2"], alpha: float = 1.702, limit: float = 7.0) -> Float[Tensor, "*rows f"]:
-    """GPT-OSS's activation: even columns of the last dim (2F) are the gate, odd ones up, both clamped by `limit`: (..., F).
+    """Return GPT-OSS's activation (..., F), in the input's dtype; even columns of the last dim (2F) are the gate, odd ones up.
 
-    h = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit). Differentiable once; keeps `gate_up` only.
-    An odd last dim or a limit <= 0 is a ValueError, a dtype that is not floating point a TypeError.
+    h = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit). It can be differentiated once; autograd
+    keeps only `gate_up`. Raises ValueError for an odd last dim or a limit <= 0, TypeError for a dtype that is not floating point.
     """
     return _apply(gate_up, Gate(alpha, 1.0, limit, interleaved=True))
 
 
 @torch.no_grad()
 def gate_forward(gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f"]:
-    """h of `gate_up` (..., 2F), in its dtype; without autograd."""
+    """Return h for `gate_up` (..., 2F), in its dtype, without autograd."""
     validate(gate_up)
     return run(reference.gate_forward, gate_up, gate)
 
@@ -57,11 +58,11 @@ def gate_forward(gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor
 def gate_backward(
     grad_h: Float[Tensor, "*rows f"], gate_up: Float[Tensor, "*rows f2"], gate: Gate, scale: Float[Tensor, " g"] | None = None
 ) -> tuple[Float[Tensor, "*rows f2"], Float[Tensor, "*rows f"], Float[Tensor, " g"] | None]:
-    """Gradient of `gate_up`, h itself, and None, from `gate_up` and the gradient of h; results in `gate_up`'s dtype.
+    """Return the gradient of `gate_up`, h, and None, in the dtype of `gate_up`; `grad_h` is the gradient of h.
 
-    With `scale` (one w_g for each row of a 2-D `gate_up`): the gradient for the upstream gradient w_g * grad_h, the product w_g * h, and
-    dot_g = sum over F of grad_h * h (h without its weight), which is the gradient of w_g, in fp32 (fp64 for fp64 inputs).
-    Shapes that do not fit are a ValueError, a dtype that is not floating point a TypeError.
+    With `scale`, one weight w_g for each row of a 2-D `gate_up`, `grad_h` is the gradient of w_g * h instead. Then return the gradient of
+    `gate_up`, w_g * h, and the gradient of w_g: the sum over F of grad_h * h, in fp32 (fp64 for fp64 inputs).
+    Raises ValueError for shapes that do not match, TypeError for a dtype that is not floating point.
     """
     validate(gate_up, grad_h, scale)
     return run(reference.gate_backward, grad_h, gate_up, gate, scale)
@@ -69,7 +70,7 @@ def gate_backward(
 
 @torch.no_grad()
 def gate_gradient(grad_h: Float[Tensor, "*rows f"], gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor, "*rows f2"]:
-    """The gradient of `gate_up` alone, in its dtype."""
+    """Return only the gradient of `gate_up`, in its dtype."""
     validate(gate_up, grad_h)
     return run(reference.gate_gradient, grad_h, gate_up, gate)
 
@@ -93,7 +94,7 @@ def _apply(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def validate(gate_up: Tensor, grad_h: Tensor | None = None, scale: Tensor | None = None) -> None:
-    """ValueError for shapes that do not fit, TypeError for a dtype that is not floating point."""
+    """Raise ValueError for shapes that do not match, TypeError for a dtype that is not floating point."""
     if not gate_up.is_floating_point():
         raise TypeError(f"gate_up is {gate_up.dtype}: has to be floating point")
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:

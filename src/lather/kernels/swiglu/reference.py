@@ -1,11 +1,11 @@
-"""The gated activation in plain torch: the specification of triton.py, and what runs on a CPU.
+"""The gated activation in plain torch: the specification of triton.py, and the implementation for CPUs.
 
     h = g * sigmoid(alpha * g) * (u + offset)    with g = min(gate, limit), u = clamp(up, -limit, limit)
 
 Source: SwiGLU, Shazeer (arXiv:2002.05202); the clamped form is that of OpenAI's GPT-OSS.
-Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for fp64 inputs) and rounded once, to the
-input's dtype. Backward goes over blocks of rows that stay in the cache, so that it reads and writes memory once and its temporaries are a
-few hundred KiB, whatever R is.
+Letters: R rows (all leading dims), F intermediate size. Everything is computed in fp32 (fp64 for fp64 inputs) and rounded once to the dtype
+of the input. Backward processes blocks of rows that stay in the cache, so that it reads and writes memory once and needs only a few hundred
+KiB of temporary memory for any R.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Gate:
-    """Which gated activation, and where its two inputs lie in the last dim."""
+    """Parameters of a gated activation, and the layout of gate and up in the last dim."""
 
     alpha: float = 1.0
     """Steepness of the sigmoid."""
     offset: float = 0.0
-    """Added to the (clamped) up half."""
+    """Number added to up, after clamping."""
     limit: float | None = None
-    """The gate is clamped from above, up from both sides; None: neither is."""
+    """Limit for clamping: the gate from above, up from both sides; None: no clamping."""
     interleaved: bool = False
-    """False: the first half of the columns is the gate, the second up. True: even columns are the gate, odd ones up."""
+    """True: even columns are the gate, odd ones up. False: the first half of the columns is the gate, the second is up."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit > 0:
@@ -78,7 +78,7 @@ def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g * sigmoid(alpha * g) and u + offset, whose product is h; dh/d(gate) and dh/d(up). In fp32 or wider."""
+    """Return g * sigmoid(alpha * g) and u + offset, whose product is h, and dh/d(gate) and dh/d(up), in fp32 or wider."""
     g, u = _clamped_halves(gate_up_R2F, gate)
     sigmoid = torch.sigmoid(g if gate.alpha == 1 else gate.alpha * g)
     activated = g * sigmoid

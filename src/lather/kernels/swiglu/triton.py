@@ -1,11 +1,12 @@
-"""The gated activation on CUDA: a program has a few whole rows (one, where they are long) and loops over blocks of their columns, so that
-each input is read once, each output written once, and a row's dot product needs no second pass.
+"""The gated activation on CUDA: a program processes a few whole rows (one, if they are long) in blocks of columns, so that each input is
+read once, each output is written once, and the dot product of a row needs no second pass.
 
 Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as one run of 2 * BLOCK columns and split in
-registers, so that both layouts load and store whole cache lines. Comparisons, not `min`, do the clamping: a NaN has to come out as a NaN.
+registers, so that both layouts load and store whole cache lines. Values are clamped by comparisons, not by `min`, because NaN must stay
+NaN.
 """
 
-# ruff: noqa: PLR0913, PLR0917 - a kernel has no structs to take
+# ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def _launch_backward(
         _backward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](
             grad_h,
             gate_up,
-            gate_up if scale is None else scale.contiguous(),  # pointers that are not followed have to be pointers all the same
+            gate_up if scale is None else scale.contiguous(),  # unused pointers must still be valid
             grad_gate_up,
             gate_up if h is None else h,
             gate_up if dot is None else dot,
@@ -185,7 +186,7 @@ def _backward_kernel(
         activated = g * sigmoid
         h = activated * (u + OFFSET)
         if SCALED:
-            partial += grad * h  # grad is 0 outside
+            partial += grad * h  # grad is 0 outside of the rows and columns
             grad *= weight
             h *= weight
         d_gate = grad * (u + OFFSET) * (sigmoid + ALPHA * activated * (1 - sigmoid))

@@ -1,1 +1,1 @@
-"""The torch optimizer under every rule: what a step does is planned once, and then walked. It knows no rule."""
+"""The torch optimizer for every rule: it plans once what a step does, and every step executes the plan. It knows no rule."""

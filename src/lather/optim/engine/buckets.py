@@ -1,7 +1,7 @@
-"""Buckets: parameters whose matrices are alike share one stack of state.
+"""Buckets: parameters whose matrices have equal shapes and state share stacked state tensors.
 
-A bucket holds the state of several parameters as tensors with a leading batch dim over all their matrices, in the order of the
-parameter groups; `optimizer.state[p]` holds views of its slice.
+A stack is a state tensor with a leading batch dim over the matrices of several parameters, in the order of the parameter groups;
+`optimizer.state[p]` holds views of the rows that belong to p.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lather.optim.engine.members import Member
 from lather.optim.engine.state import kept_entries
 
 BUCKET_BYTES = 2**28
-"""Temporary memory of a step where `bucket_bytes` does not say."""
+"""Limit on the temporary memory of a step on a CPU if `bucket_bytes` is not given."""
 
 LEAST_GPU_BYTES = 2**31
-"""The same on a GPU: at least this and at most twice this, so that about 20 matrices of 2048 rows make a batch."""
+"""Smallest such limit on a GPU, where the largest is twice as much: about 20 matrices of 2048 rows then form a batch."""
 
 
 class Bucket:
-    """Members with equal matrices, dtype, device and kinds of state, and their state stacked: name -> (rows, ...)."""
+    """Members whose matrices have equal shape, dtype, device and entries of state, with their stacked state: name -> (rows, ...)."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = list(members)
@@ -43,7 +43,7 @@ class Bucket:
 
     @cached_property
     def temporary_bytes(self) -> int:
-        """Temporary memory of a phase where `bucket_bytes` does not say; asked for once, so that batches stay as they are."""
+        """Limit on the temporary memory of a phase if `bucket_bytes` is not given. It is computed once, so that batches stay the same."""
         if not is_gpu(self.device):
             return BUCKET_BYTES
         ask = getattr(gpu_module(self.device), "mem_get_info", None)
@@ -51,13 +51,14 @@ class Bucket:
         return min(max(free // 4, LEAST_GPU_BYTES), 2 * LEAST_GPU_BYTES)
 
     def holds(self, number: int, state: Mapping[str, Tensor]) -> bool:
-        """Whether the state of member `number` is still its views."""
+        """Whether `state` still consists of this bucket's views for member `number`."""
         views = self.views[number]
         return len(state) == len(views) + 1 and all(state.get(name) is view for name, view in views.items())
 
 
 def make_buckets(members: Iterable[Member], *, apart: Mapping[int, Any] | None = None) -> list[Bucket]:
-    """The fewest buckets for these members; those with different values in `apart` (by id of the parameter) stay apart."""
+    """Divide the members into as few buckets as possible; members with different values in `apart` (by id of the parameter) never share
+    one."""
     alike: dict[Any, list[Member]] = {}
     for member in members:
         layout = member.layout

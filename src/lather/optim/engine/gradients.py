@@ -1,11 +1,12 @@
 """Checks of the gradients before a step changes anything: whether they are dense, real and finite, and which experts got no token.
 
-One pass over each gradient, and one synchronisation with the device in all; with parameters that are spread over ranks, one more for each
-mesh, in which its ranks agree. A caller that reads other values of the device anyway has the pass made first (`measure_gradients`), and
-reads its findings with them: the step itself then waits for nothing.
+The check reads each gradient once and waits for the device once, and once more for each mesh over which parameters are spread, whose ranks
+then agree. A caller that reads other values from the device anyway can start the check first (`measure_gradients`) and read its results
+together with them; the step itself then waits for nothing.
 
-Both are read off the 2-norm. It is infinite also where only the squares overflow, which second moments and factors would not survive, and
-zero also where they all underflow, which adds nothing to a factor. Of a spread parameter the squares of all parts are added.
+Both answers come from the 2-norm. It is also infinite where only the squares overflow, which would ruin second moments and factors, and
+also zero where all squares underflow, so that the gradient adds nothing to a factor. For a parameter that is spread over ranks the squares
+of all parts are added.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ from lather.optim.sharded.placement import Spread, is_dtensor, local, local_grad
 from lather.torch_private import foreach_norm
 
 GroupOf = Callable[[Spread], dist.ProcessGroup]
-"""The process group of the ranks over which something is spread."""
+"""Function that returns the process group of the ranks over which a tensor is spread."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Findings about the gradients of a step."""
+    """Results of the check of a step's gradients."""
 
     usable: list[ParamInfo]
-    """The parameters that take the step."""
+    """Parameters that take the step."""
     idle: dict[int, list[bool]]
-    """id of a parameter with experts -> which of those got no token (an exactly zero gradient)."""
+    """id of a parameter with experts -> for each expert, whether it got no token (its gradient is exactly zero)."""
     num_bad: int
-    """Gradients that are passed over since they are not finite."""
+    """Number of gradients that are skipped because they are not finite."""
 
 
 @dataclass(eq=False)
 class _Measured:
-    """Findings about the gradients of parameters of one mesh, or of this process alone."""
+    """Measurements, not yet read, of the gradients of parameters on one mesh, or of parameters that are not spread over ranks."""
 
     params: Sequence[ParamInfo]
     own: dict[int, Tensor]
-    """id -> the norms that were measured here, on the device."""
+    """id -> norms of this rank's part of the gradient, on the device."""
     found: Tensor
-    """All findings, 1-D."""
+    """All measured values, 1-D."""
     lengths: Sequence[int]
-    """The numbers of findings that belong together: of each parameter; of a mesh first of all whether a rank must raise, and who has a
-    gradient."""
+    """Numbers of consecutive values in `found` that belong to each parameter. On a mesh the first part holds flags: whether a rank must
+    raise, and on how many ranks each parameter has a gradient."""
 
     def read(self) -> tuple[dict[int, list[float]], bool]:
-        """id -> norms of those parameters that have a gradient, anywhere, and whether any other rank must raise."""
+        """Return id -> norms of the parameters that have a gradient on any rank, and whether any rank must raise."""
         if self.params and self.params[0].spread is not None:
             flags, *squared = self.found.cpu().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
-            # infinite, too, where `wide` cannot hold them
+            # Norms that are too large for `wide` become infinite, too.
             roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(self.params, squared, strict=True)]
             with_gradient = zip(self.params, present, roots, strict=True)
             return {id(one): root for one, is_here, root in with_gradient if is_here}, elsewhere > 0
@@ -71,16 +72,18 @@ class _Measured:
 
 @dataclass(eq=False)
 class GradientNorms:
-    """The norms and flags that a step has to know of its gradients, measured and not yet read: for a caller that reads other values of the
-    device anyway. It
-    reads `values` with them, puts them back, on the host, and gives this to the step, which then does not wait for the device."""
+    """Norms and flags that a step needs about its gradients, measured but not yet read.
+
+    A caller that reads other values from the device anyway reads `values` together with them, assigns the result, on the host, to `values`,
+    and passes this object to the step, which then does not wait for the device.
+    """
 
     params: Sequence[ParamInfo]
     measured: list[_Measured]
 
     @property
     def values(self) -> Tensor:
-        """All findings, fp64, 1-D; to be set to the same on the host."""
+        """All measured values, fp64, 1-D; the caller sets them to a copy on the host."""
         parts = [some.found.double() for some in self.measured if len(some.found)]
         return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -90,7 +93,8 @@ class GradientNorms:
             some.found = found
 
     def of(self, param: Tensor) -> Tensor | None:
-        """2-norms of the gradient that is here of a parameter, or of each of its experts, on the device; None: they were not measured."""
+        """Return the 2-norm of this rank's part of a parameter's gradient, or the norms of its experts, on the device; None if they were
+        not measured."""
         return self._by_param.get(id(param))
 
     @cached_property
@@ -99,9 +103,10 @@ class GradientNorms:
 
 
 def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> GradientNorms | None:
-    """Have the device find what `inspect_gradients` has to know, without waiting for it.
+    """Start on the device the measurements that `inspect_gradients` needs, without waiting for it.
 
-    None: a group says what is to happen to gradients that are not finite, which ranks agree on mesh by mesh. Raises TypeError like it.
+    Returns None if a group has `nonfinite` other than "ignore", for then ranks must agree mesh by mesh. Raises TypeError as
+    `inspect_gradients` does.
     """
     if any(one.settings.rule.nonfinite != "ignore" for one in params):
         return None
@@ -110,10 +115,12 @@ def measure_gradients(params: Sequence[ParamInfo], group_of: GroupOf) -> Gradien
 
 
 def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: GradientNorms | None = None) -> Inspection:
-    """A spread parameter is used if any rank has a gradient of it; every rank of its mesh finds the same.
+    """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a gradient for it; all ranks of its mesh
+    get the same results.
 
-    Raises TypeError for a gradient that is sparse, complex or spread otherwise than its parameter, and ValueError, on all ranks of the
-    meshes, for a non-finite one whose group says "raise". `known`: what was measured of these gradients, and read.
+    Raises TypeError for a gradient that is sparse, complex or has other placements than its parameter, and ValueError, on all ranks of the
+    meshes, for a non-finite gradient whose group has `nonfinite="raise"`. `known`: measurements of these gradients that the caller has
+    read.
     """
     if known is not None and known.params is params:
         return _inspection(params, {key: norms for some in known.measured for key, norms in some.read()[0].items()}, set())
@@ -144,7 +151,7 @@ def _inspection(params: Sequence[ParamInfo], norms: Mapping[int, list[float]], b
 
 
 def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
-    """Parameters that this process has to itself, if any, then those that are spread, mesh by mesh in one order everywhere."""
+    """Divide parameters into those that are not spread over ranks, if any, and those of each mesh, in the same order on every rank."""
     found: dict[tuple[int, ...], list[ParamInfo]] = {}
     for one in params:
         found.setdefault(() if one.spread is None else one.spread.ranks, []).append(one)
@@ -152,7 +159,7 @@ def _by_mesh(params: Sequence[ParamInfo]) -> list[list[ParamInfo]]:
 
 
 def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
-    """Whether all gradients that there are, on all ranks, are exactly zero."""
+    """Whether all gradients on all ranks are exactly zero; missing ones count as zero."""
     zero = all(one.param.grad is None or not local(one.param.grad).any() for one in params)
     for some in _by_mesh(params):
         if some[0].spread is not None:
@@ -163,7 +170,7 @@ def are_zero(params: Sequence[ParamInfo], group_of: GroupOf) -> bool:
 
 
 def _check_all(params: Sequence[ParamInfo]) -> None:
-    """Raises TypeError if there is a gradient that no rule takes."""
+    """Raise TypeError if there is a gradient that no rule accepts."""
     for one in params:
         grad = one.param.grad
         if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
@@ -171,9 +178,11 @@ def _check_all(params: Sequence[ParamInfo]) -> None:
 
 
 def _check(one: ParamInfo, grad: Tensor) -> None:
-    """Raises TypeError for a gradient that no rule takes."""
+    """Raise TypeError if no rule accepts this gradient."""
     if one.spread is not None and grad.dtype != one.param.dtype:
-        raise TypeError(f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks they must be equal")
+        raise TypeError(
+            f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
+        )
     if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
         found = tuple(grad.placements) if is_dtensor(grad) else "none"
         raise TypeError(
@@ -188,7 +197,8 @@ def _check(one: ParamInfo, grad: Tensor) -> None:
 
 
 def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
-    """Measure the gradients of parameters of one mesh, whose ranks tell each other whether one `raises`, or of this process alone."""
+    """Measure the gradients of parameters on one mesh, whose ranks also exchange whether any of them `raises`, or of parameters that are
+    not spread over ranks."""
     spread = some[0].spread
     if spread is None:
         some = [one for one in some if one.param.grad is not None]
@@ -215,7 +225,7 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
 
 
 def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
-    """The norms of gradients that are measured: of all experts of one parameter that are here, or of several parameters, one each."""
+    """Compute the norms that are needed: those of this rank's experts of one parameter, or one norm for each of several parameters."""
     found: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[torch.dtype, list[ParamInfo]] = {}
     for one in params:
@@ -231,7 +241,7 @@ def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """The values of 1-D tensors of any device on the host, with one synchronisation in all where they share a device."""
+    """Return the values of 1-D tensors on the host; the device is waited for once if all tensors are on the same one."""
     if not tensors:
         return []
     joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()

@@ -1,4 +1,4 @@
-"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is made of them."""
+"""`GroupedOptimizer`: parameter groups, each with its rule, and the roster of parameters that is made from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Parameters in groups of plain values."""
+    """Optimizer with parameter groups that hold the options of their rules as plain values."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._default, self._rules = rule, {_name_of(type(rule)): type(rule)}
@@ -32,7 +32,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options; a bad option, layout or parameter raises before the group is added.
 
-        A parameter that is given twice (tied weights) counts once. Keys that are no options are kept and ignored, but for near-misses.
+        A parameter that is given twice (tied weights) counts once. Keys that are not options are kept and ignored, unless they look like
+        misspelt options, which raise.
         """
         rule, given = self._rule_of(param_group)
         check_keys(param_group, rule, self.defaults if "rule" in param_group else ())
@@ -52,7 +53,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._roster = None
 
     def _rule_of(self, group: Mapping[str, Any]) -> tuple[type[Rule], dict[str, Any]]:
-        """The rule that a group names, and the options that come with it."""
+        """Return the class of the rule that a group names, and the options of a rule that is given as an instance."""
         named = group.get("rule", type(self._default))
         if isinstance(named, Rule):
             return type(named), {name: getattr(named, name) for name in options_of(type(named))}
@@ -60,7 +61,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             from lather.optim.rules import find_rule  # which imports this module
 
             return self._rules.get(named) or find_rule(named), {}
-        found = getattr(named, "rule", named)  # of a class of optimizers, that of its rule
+        found = getattr(named, "rule", named)  # a class of optimizers stands for its rule
         if not (isinstance(found, type) and issubclass(found, Rule)):
             raise TypeError(f"rule={named!r} of a parameter group is not valid: give a rule's name, its class, or an instance")
         return found, {}
@@ -91,7 +92,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 )
 
     def _current_roster(self) -> Roster:
-        """The roster, made anew if parameters or options have changed; raises ValueError for an option that is out of range by now."""
+        """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
+        ValueError."""
         if self._roster is None or not self._is_unchanged(self._roster):
             roster = self._make_roster()
             self._sharding.plan(roster.params)
@@ -99,7 +101,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return self._roster
 
     def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups are those that the roster was made of, learning rates aside."""
+        """Whether the parameter groups have not changed since the roster was made, except for learning rates."""
         raise NotImplementedError
 
     def _make_roster(self) -> Roster:
@@ -107,7 +109,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["rule"] not in self._rules:
                 raise ValueError(
-                    f"rule {group['rule']!r} of a parameter group was put there after the optimizer was made: make the optimizer anew, "
+                    f"rule {group['rule']!r} of a parameter group was set after the optimizer was made: make a new optimizer, "
                     "or give add_param_group other parameters with that rule"
                 )
             settings = GroupSettings.of(group, self._rules[group["rule"]])
@@ -122,20 +124,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 
 def _layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
-    """Layout of the whole parameter."""
+    """Return the layout of the whole parameter."""
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
     return layout_of(spread.shape, rule)
 
 
 def _each_once(params: Any) -> Any:
-    """The parameters (or (name, parameter) pairs) without repetitions, in order."""
-    if isinstance(params, Tensor | set):  # torch takes the one and refuses the other
+    """Return the parameters (or (name, parameter) pairs) in order, without repetitions."""
+    if isinstance(params, Tensor | set):  # torch accepts a tensor and refuses a set
         return params
     items = list(params)
     return list({id(item[1] if isinstance(item, tuple) else item): item for item in items}.values())
 
 
 def _name_of(rule: type[Rule]) -> str:
-    """Name of a rule in groups and saved optimizers."""
+    """Return the name of a rule in groups and saved optimizers."""
     return rule.__dict__.get("name") or f"{rule.__module__}:{rule.__qualname__}"

@@ -1,11 +1,11 @@
-"""How a parameter of any shape becomes a batch of equal matrices for a rule.
+"""Layouts: how a parameter of any shape becomes a batch of matrices of equal shape.
 
     tensor      a parameter is one tensor
     per_expert  the leading dim of three or more is a batch of independent tensors (experts)
     stacked     three dims (b, m, n) are one matrix, merged along the smaller edge: (m, b*n) if n <= m, else (b*m, n)
     elements    the rule is elementwise: every element is a tensor of its own (a scalar), so that parameters of any shape share one batch
 
-The first three are the user's choice; `elements` is found. The batch dim is always there, also when it has size one.
+Users choose among the first three; `elements` follows from the rule. There is always a batch dim, even if its size is 1.
 
 Letters: B batch (experts, elements, or 1), n_i the size of inner dim i.
 """
@@ -22,30 +22,30 @@ from lather.optim.rule import Matrix, Rule
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter's view as a batch: `batch` tensors of shape `inner`, with bases on `dims`."""
+    """A parameter viewed as a batch: `batch` tensors of shape `inner`, with bases on `dims`."""
 
     kind: str
     """tensor, per_expert, stacked or elements."""
     shape: tuple[int, ...]
-    """Shape of the parameter, or of the part of it that is here."""
+    """Shape of the parameter, or of this rank's part of it."""
     batch: int
     """Number of independent tensors in it."""
     inner: tuple[int, ...]
-    """Shape of each."""
+    """Shape of each of these tensors."""
     dims: tuple[int, ...]
-    """Inner dims that the rule refreshes, ascending."""
+    """Inner dims that have a basis, ascending."""
     rule: Rule = field(compare=False, repr=False)
-    """Rule of these tensors: the group's, or the one that it gives for them (`Rule.on`)."""
+    """Rule of these tensors: the rule of the group, or the one that it returns for them (`Rule.on`)."""
     num_dims: int = field(compare=False, repr=False)
     """Number of dims of the whole parameter."""
 
     @property
     def matrix(self) -> Matrix:
-        """One of its tensors, as rules are asked about it; elements, too, have the number of dims of their parameter."""
+        """One of these tensors as an argument of the rule's methods; even for elements, `num_dims` is that of the parameter."""
         return Matrix(self.inner, self.num_dims)
 
     def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
-        """The layout of a part of the parameter: some of its experts, some rows of elements, or all of it."""
+        """Return the layout of a part of the parameter: some of its experts, some rows of elements, or all of it."""
         if self.kind == "per_expert":
             return replace(self, shape=shape, batch=shape[0])
         if self.kind == "elements" and contiguous:
@@ -53,7 +53,8 @@ class Layout:
         return replace(self, kind="tensor", shape=shape, batch=1, inner=shape) if self.kind == "elements" else self
 
     def as_batch(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Tensors start to stop of a parameter-shaped `x` as (B, n_0, n_1, ...): a view, except where stacking or `elements` must copy."""
+        """Return tensors start to stop of a parameter-shaped `x` as (B, n_0, n_1, ...): a view, unless `stacked` or `elements` must
+        copy."""
         if self.kind == "per_expert":
             return x[start:stop]
         if self.kind == "elements":
@@ -64,7 +65,7 @@ class Layout:
         return x.unsqueeze(0)
 
     def as_parameter(self, u: Tensor) -> Tensor:
-        """The inverse of `as_batch`, always a view of `u` (B, ...): in the shape that `part` gives for the same range."""
+        """Invert `as_batch`: return a view of `u` (B, ...) with the shape that `part` has for the same range."""
         if self.kind == "per_expert":
             return u
         if self.kind == "elements":
@@ -75,7 +76,7 @@ class Layout:
         return u.squeeze(0)
 
     def part(self, p: Tensor, start: int, stop: int) -> Tensor:
-        """View of the parameter `p` that holds its tensors start to stop."""
+        """Return the view of the parameter `p` that holds tensors start to stop."""
         if self.kind == "per_expert":
             return p[start:stop]
         if self.kind == "elements":
@@ -84,17 +85,17 @@ class Layout:
 
     @property
     def moment_shape(self) -> tuple[int, ...]:
-        """Shape under which moments are kept: the parameter's; for `stacked` the merged matrix's, in whose eigenbasis they live."""
+        """Shape of moments: that of the parameter, or for `stacked` that of the merged matrix, in whose eigenbases they are kept."""
         return self.inner if self.kind == "stacked" else self.shape
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Leading dims of all other entries: one of experts under `per_expert`, otherwise none."""
+        """Leading dims of all other entries: the number of experts for `per_expert`, otherwise none."""
         return (self.batch,) if self.kind == "per_expert" else ()
 
 
 def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:
-    """The layout of a parameter under a rule and its `matrix_layout`.
+    """Return the layout of a parameter for a rule with its `matrix_layout`.
 
     Raises:
         ValueError: `stacked` for more than three dims.

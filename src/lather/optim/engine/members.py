@@ -1,10 +1,10 @@
-"""The part of a parameter that a bucket works on: all of it, the part that is here, or matrices that were put together here.
+"""Members of buckets: the part of a parameter on which this rank works.
 
-Three cases, one face: gradient and weight as tensors of one shape, and where an update goes.
+A member has the same interface in all three cases: gradient and weight as tensors of one shape, and the tensor that an update changes.
 
-    index ()         a plain parameter, or all that is here of one that is spread
-    index (slices)   those rows of what is here that are this rank's to change
-    index None       matrices that this rank owns: the gradient has arrived from their holders, the update will be sent back
+    index ()         a parameter that is not spread over ranks, or this rank's whole part of one that is
+    index (slices)   the rows of this rank's part that this rank owns
+    index None       matrices that this rank owns and gathers: gradients arrive from other ranks, and updates are sent back to them
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ class Member:
     """One parameter in a bucket."""
 
     param: Tensor
-    """The parameter, as the optimizer was given it."""
+    """Parameter as it was given to the optimizer."""
     layout: Layout
-    """Layout of the part that is worked on here."""
+    """Layout of the part on which this rank works."""
     numbers: Sequence[int]
-    """Numbers of its matrices among those of the whole parameter."""
+    """Numbers of the member's matrices among those of the whole parameter."""
     index: Index | None
     received: Tensor | None = None
-    """The gradient, during a step; only of an owner, as are the next two."""
+    """Gathered gradient, during a step. This field and the next two are for `index` None only."""
     received_weight: Tensor | None = None
-    """The weight, where the update depends on it."""
+    """Gathered weight, if the update depends on it."""
     update: Tensor | None = None
-    """Where the update is written."""
+    """Tensor into which the update is written before it is sent."""
 
     @property
     def device(self) -> torch.device:
         return self.param.device
 
     def grad(self) -> Tensor:
-        """The gradient, which is never to be changed."""
+        """Return the gradient, which nobody may change."""
         if self.index is None:
             assert self.received is not None
             return self.received
         return local_grad(self.param)[self.index]
 
     def weight(self) -> Tensor:
-        """The weight: the parameter itself, unless it was put together."""
+        """Return the weight: a view of the parameter, or the gathered weight."""
         if self.index is None:
             assert self.received_weight is not None
             return self.received_weight
         return local(self.param)[self.index]
 
     def target(self) -> Tensor:
-        """The tensor that a chunk's update changes: the parameter, or the place where the update is kept to be sent."""
+        """Return the tensor that an update changes: a view of the parameter, or the update that is to be sent."""
         return self.weight() if self.update is None else self.update
 
 
 def member_of(one: ParamInfo, share: OwnedParameter | None) -> Member | None:
-    """This rank's work on a parameter; None if there is none."""
+    """Return the member for this rank's work on a parameter, or None if it has none."""
     if share is None:
         return Member(one.param, one.layout, range(one.layout.batch), ())
     if not share.own:

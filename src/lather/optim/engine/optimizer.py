@@ -1,10 +1,10 @@
-"""`MatrixOptimizer`, the torch Optimizer under every rule: a step looks at the gradients, and then walks its plan.
+"""`MatrixOptimizer`, the torch Optimizer for every rule. A step checks the gradients and then executes its plan in phases:
 
-collect      check every gradient and interval before anything is changed; create missing state; plan, if anything is new; count the step
-statistics   of rules that have them as a phase of their own
-refresh      new bases where they are due, for rules whose update wants them first
-update       the rule's update, and the change of the parameters
-refresh      for all other rules; with `async_refresh` beside what the caller does until the next step
+collect      check every gradient and interval before anything changes; create missing state; make a plan if anything is new; count the step
+statistics   call `Rule.statistics` of rules that define it
+refresh      refresh the bases that are due, for rules that do so before the update
+update       call `Rule.update` and change the parameters
+refresh      refresh the bases that are due, for all other rules; with `async_refresh` while the caller works until the next step
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ S = TypeVar("S")
 
 
 def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule], None]], Callable[Concatenate[S, ParamsT, P], None]]:
-    """Decorates the `__init__` of a rule's optimizer: callers give it the rule's options in place of the rule, and editors and mypy see
-    their names and types."""
+    """Decorate the `__init__` of an optimizer: callers pass the options of its rule instead of the rule, and editors and mypy know the
+    names and types of these options."""
 
     def decorate(init: Callable[[S, ParamsT, Rule], None]) -> Callable[Concatenate[S, ParamsT, P], None]:
         def construct(self: S, params: ParamsT, *args: P.args, **options: P.kwargs) -> None:
@@ -52,13 +52,13 @@ def constructor(rule: Callable[P, Rule]) -> Callable[[Callable[[S, ParamsT, Rule
         own = inspect.signature(rule)
         first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", "params")]
         construct.__signature__ = own.replace(parameters=[*first, *own.parameters.values()])  # type: ignore[attr-defined]
-        return construct  # type: ignore[return-value]  # `params` may be given by name, too, which no type can say
+        return construct  # type: ignore[return-value]  # `params` may be given by name, too, which no type can express
 
     return decorate
 
 
 class _Documented(type):
-    """Classes whose documentation goes on with the options of their rule, read when somebody asks for it."""
+    """Metaclass that appends the options of the rule to the docstring of an optimizer, when somebody reads it."""
 
     @property
     def __doc__(cls) -> str:  # type: ignore[override]
@@ -67,7 +67,7 @@ class _Documented(type):
             return own
         options, texts = options_of(rule), documentation_of(rule)
         lines = [f"    {name}: {texts.get(name, '')}{_default(option)}" for name, option in options.items()]
-        return "\n".join([own, "", "Args:", "    params: as `MatrixOptimizer` takes them.", *lines])
+        return "\n".join([own, "", "Args:", "    params: Parameters, as for `MatrixOptimizer`.", *lines])
 
 
 def _default(option: Option) -> str:
@@ -75,22 +75,22 @@ def _default(option: Option) -> str:
 
 
 class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
-    """An optimizer whose groups each have a rule.
+    """An optimizer in which each parameter group has a rule.
 
     Args:
-        params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may differ per group; a group may also have
-            a rule of its own: `{"params": ..., "rule": "muon", "momentum": 0.9}`, by name, as a rule's class or as an instance.
-        rule: of groups that name none.
+        params: parameters, (name, parameter) pairs or parameter groups. Every option of a rule may differ between groups. A group may also
+            have another rule: `{"params": ..., "rule": "muon", "momentum": 0.9}`. Give the rule as its name, its class or an instance.
+        rule: rule of the groups that do not give one.
 
     Raises:
-        ValueError, TypeError: at construction, for a value out of range or a parameter that the layout cannot take; names the remedy.
+        ValueError, TypeError: at construction, for a value out of range or a parameter that does not suit the layout; names the remedy.
 
-    State per parameter, flat keys: `step`, and what the rule keeps. All but `step` are views of a stack that parameters with equal matrices
-    share. With `async_refresh`, `state` is not to be read between a step and the next, or a `state_dict()`.
+    The state of a parameter is flat: `step`, and the entries of its rule (`Rule.state`). All but `step` are views of a stack that
+    parameters with matrices of equal shape share. With `async_refresh`, call `state_dict()` before you read `state` between two steps.
     """
 
     rule: ClassVar[type[Rule]]
-    """The rule of a subclass."""
+    """Class of a subclass's default rule."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._plan: StepPlan | None = None
@@ -102,15 +102,15 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     @torch.no_grad()
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None, *, norms: GradientNorms | None = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss.
+        """Take a step for every parameter that has a gradient, and return the closure's loss.
 
-        `norms`: what `measure_gradients` found of these gradients, its `values` on the host; the step then does not look at them.
+        `norms`: result of `measure_gradients` for these gradients, with `values` on the host; the step then does not measure them.
 
-        Raises TypeError for sparse or complex gradients and ValueError for both `norms` and a closure, which makes other gradients, and,
-        under `nonfinite="raise"`, for non-finite ones; in all cases nothing has been changed.
+        Raises TypeError for sparse or complex gradients. Raises ValueError for non-finite gradients under `nonfinite="raise"`, and if both
+        `norms` and a closure, which computes other gradients, are given. In all these cases nothing has changed.
         """
         if closure is not None and norms is not None:
-            raise ValueError("norms are of gradients that the closure makes anew: give one of the two")
+            raise ValueError("norms and closure are both given, but the closure computes other gradients: give one of the two")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,7 +123,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             with no_autocast() if is_autocast else nullcontext():
                 for one in plan.gathered:
-                    self._work_alike(one, plan.idle)
+                    self._step_replicated(one, plan.idle)
                 self._walk(plan.runs, plan.exchanges, plan.members)
         except BaseException:
             self._plan = None
@@ -135,22 +135,23 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     @torch.no_grad()
     @disable_dynamo
     def measure_gradients(self) -> GradientNorms | None:
-        """Have the device find what a step must know of the gradients, and return it unread, for a caller that reads other values anyway:
+        """Start on the device the measurements of the gradients that a step needs, for a caller that reads other values from it anyway:
 
             norms = optimizer.measure_gradients()
             if norms is not None:
                 loss, norms.values = read_together(loss, norms.values)  # on the host
             optimizer.step(norms=norms)
 
-        None if a group has `nonfinite` other than "ignore": the step then looks by itself. All ranks of a parameter call it.
+        Returns None if a group has `nonfinite` other than "ignore"; the step then measures the gradients itself. All ranks over which
+        parameters are spread must call it together.
         """
         return measure_gradients(self._current_roster().params, self._sharding.group_of)
 
     def _collect(self, norms: GradientNorms | None) -> StepPlan | None:
-        """Everything that can be refused is refused here, before the first change. None: there is nothing to do.
+        """Check everything that can raise, before anything changes, and return the plan of the step, or None if there is nothing to do.
 
-        torch's tools for distributed checkpoints ask an optimizer for its state by a first step with learning rate 0 and zero gradients
-        only: it creates the state and counts for nothing.
+        torch's tools for distributed checkpoints make an optimizer create its state by a first step with learning rate 0 and only zero
+        gradients: such a step creates the state and is not counted.
         """
         if self._pending.waiting or self._pending.launched:
             self._finish_refreshes()
@@ -169,7 +170,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._plan = None
             plan = self._plan = self._make_plan(found.usable, key)
         for rule, t in plan.intervals:
-            rule.due(t + plan.num_steps + 1)  # raises on all ranks, where it does
+            rule.due(t + plan.num_steps + 1)  # every rank calls it, so that all raise if it does
         plan.idle = found.idle
         self._count_step(plan.runs, found.idle)
         plan.count_step()
@@ -178,7 +179,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         return plan
 
     def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups are those that the roster was made of, learning rates aside, which are read anew."""
+        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
         if len(self.param_groups) != len(roster.groups):
             return False
         for group, known in zip(self.param_groups, roster.groups, strict=True):
@@ -191,11 +192,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for known in roster.groups:
             known.lr = float(known.group["lr"])
             if not 0 <= known.lr < math.inf:
-                return False  # which is refused when it is made anew
+                return False  # a new roster will raise
         return True
 
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
-        """Raises ValueError before anything has changed."""
+        """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
         steps = {id(one.param): int(state["step"]) if (state := self.state.get(one.param)) else 0 for one in usable}
         for _, due in {(id(one.rule), steps[id(one.param)]): one for one in usable if one.layout.dims}.items():
             due.rule.due(steps[id(due.param)] + 1)  # type: ignore[attr-defined]
@@ -217,7 +218,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         roster.places = _places(roster.params)
         return roster
 
-    # --- its phases -------------------------------------------------------------------------------------------------------------------
+    # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
     def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], members: Mapping[int, Member]) -> None:
         statistics = [run for run in runs if run.has_statistics]
@@ -232,12 +233,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._work_through(runs, exchanges, members, is_last=True)
         if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(late)
-        if beside_the_next := [run for run in due if run.is_async]:
-            for precision, jobs in self._due(beside_the_next):
+        if deferred := [run for run in due if run.is_async]:
+            for precision, jobs in self._due(deferred):
                 self._pending.add(precision, jobs)
 
-    def _work_alike(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
-        """All phases for one parameter that is gathered on all its ranks."""
+    def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
+        """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
         state = self.state[one.param]
         whole = Gathered(one, self._sharding, state)
         step = int(state["step"])
@@ -250,7 +251,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
     def _work_through(
         self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange | None], members: Mapping[int, Member], *, is_last: bool
     ) -> None:
-        """The runs whose gradients are here, while the first others travel; then exchange by exchange, the next one on its way."""
+        """Process the runs that need no exchange while the gradients of the first exchange arrive, then the runs of one exchange after the
+        other, each while the gradients of the next one arrive."""
         coming, leaving = deque(filter(None, exchanges)), deque[OwnerExchange]()
         if coming:
             coming[0].launch_in()
@@ -292,13 +294,13 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
                     refresh(jobs, self._count)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Bytes of state of the sharded parameters that the optimizer has planned, by the ranks that they are spread over and by owner
-        among these (global ranks); empty before the first step."""
+        """Return the bytes of optimizer state of all parameters that are spread over ranks: the ranks -> owner rank -> bytes (global
+        ranks). Empty before the first step."""
         return self._sharding.state_bytes()
 
     def put_off_refreshes(self) -> PendingRefreshes:
-        """From now on leave the refreshes of groups with `async_refresh` undone at the end of a step, and return them: the caller does
-        them in pieces (`PendingRefreshes.work`), where it would wait for other ranks. The next step does what is left."""
+        """From now on defer the refreshes of groups with `async_refresh` and return the object that holds them: the caller does them in
+        pieces (`PendingRefreshes.work`) whenever it would wait for other ranks. The next step does the rest."""
         self._pending.put_off = True
         return self._pending
 
@@ -309,7 +311,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         return PendingRefreshes(self._count, matmul_precision)
 
     def _due(self, runs: list[MemberRun]) -> Iterator[tuple[str, list[DimRefresh]]]:
-        """The refreshes of this step, by the matmul precision that they ask for."""
+        """Yield the refreshes of this step, by their matmul precision."""
         jobs: dict[str, list[DimRefresh]] = {}
         for run in runs:
             rows = due_rows(run, self._staggering, self._count)
@@ -320,7 +322,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         yield from jobs.items()
 
     def _staggering(self) -> Stagger:
-        """Where each matrix stands in its interval."""
+        """Return the position of each matrix in its interval."""
         assert self._roster is not None
         if self._stagger is None or self._stagger[0] is not self._roster:
             costs = []
@@ -336,7 +338,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._plan, self._stagger = None, None
 
     def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
-        """Set t, what is due, who is idle, in runs that knew the step before. An interval that makes no sense raises before any of it."""
+        """Set t, the refreshes that are due and the idle experts of the runs for this step. An invalid interval raises before that."""
         due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
         for run, now in zip(runs, due, strict=True):
             run.step += 1
@@ -353,17 +355,18 @@ def _is_any_thawed(params: Sequence[Tensor]) -> bool:
 
 
 def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Where the data of parameters are in memory, and with what strides."""
+    """Return the memory addresses and the strides of the parameters."""
     places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
     return places + [one.param.stride() for one in params]
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 matmul precision ("highest" | "high" | "medium", as torch names them) inside the block, the caller's own after it.
+    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
 
-    torch keeps it twice, process-wide: as one word (`torch.set_float32_matmul_precision`), which compiled code looks at, and per backend
-    (`fp32_precision`), which products go by. Reading the word raises where the two disagree; it never disagrees with backends at fp32.
+    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
+    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
+    to fp32, no word contradicts them.
     """
     gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = gpu.fp32_precision, cpu.fp32_precision

@@ -1,9 +1,9 @@
-"""Refreshes that a step leaves to be done before the next one (`async_refresh`), and who does them when.
+"""Refreshes that are done between a step and the next one (`async_refresh`).
 
-On a GPU they are given to a side stream at once and run beside the next forward and backward. A caller that sometimes waits for other
-ranks asks for them in pieces instead (`put_off`) and does one with `work` whenever it would be idle. The next step, and whoever reads the
-state, first does what is left (`finish`). Between two steps nothing else touches factors, bases and moments, so the numbers do not depend
-on who did which piece when.
+On a GPU they are launched on a side stream immediately and run during the next forward and backward pass. A caller that sometimes waits for
+other ranks can defer them instead (`put_off`) and do one piece at a time, by `work`, while it waits. The next step, and everything that
+reads the state, first does the rest (`finish`). Between two steps nothing else reads or changes factors, bases and moments, so results do
+not depend on when a piece was done.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from lather.optim.engine.refresh import Count, DimRefresh, Launched, finish, lau
 from lather.optim.engine.streams import SideStreams, beside, join, no_autocast
 
 CPU_PIECE_FLOPS = 2e8
-"""Flops of a piece on a CPU, about; a piece is one matrix at least. Some milliseconds: a rank whose input has come meanwhile lets it wait
-for so long, and smaller batches are slower."""
+"""Approximate flops of a piece on a CPU, which has at least one matrix. It takes some milliseconds: input that arrives for the rank
+meanwhile waits that long, but smaller batches are slower."""
 
 FIRST_RATE = 1e10
-"""Flops per second that a piece is expected to have before any was timed."""
+"""Flops per second that are assumed before the first piece is timed."""
 
 
 class PendingRefreshes:
-    """The refreshes of one optimizer that are still to be done, in order."""
+    """The refreshes of one optimizer that are not finished yet, in order."""
 
     def __init__(self, count: Count, under_precision: Callable[[str], AbstractContextManager[None]]) -> None:
-        """`under_precision` sets the fp32 matmul precision that a rule asks for."""
+        """`under_precision`: context manager that sets the fp32 matmul precision of a rule."""
         self._count, self._under_precision, self._streams = count, under_precision, SideStreams()
         self.waiting: deque[tuple[str, DimRefresh]] = deque()
-        """Pieces that nobody has begun, and the precision of each."""
+        """Pieces that have not been started, each with its matmul precision."""
         self.launched: list[tuple[str, Launched]] = []
-        """Refreshes that are launched: on a GPU under way, on a CPU done but for a look at what failed."""
+        """Refreshes that have been launched: a GPU may still work on them; a CPU has done them, but failures have not been handled."""
         self._last: Any = None
-        """The event at the end of the last piece, on a GPU."""
+        """Event at the end of the last piece, on a GPU."""
         self._rate = FIRST_RATE
         self.put_off = False
-        """Whether a caller does the pieces; else all are done or given to the device when they are added."""
+        """Whether pieces wait for the caller's `work`; otherwise all are launched when they are added."""
 
     def __len__(self) -> int:
-        """Pieces that nobody has begun."""
+        """Number of pieces that have not been started."""
         return len(self.waiting)
 
     def add(self, precision: str, jobs: Iterable[DimRefresh]) -> None:
-        """Leave `jobs` to be done under this fp32 matmul precision."""
+        """Add refreshes that are to be done in this fp32 matmul precision."""
         if self.put_off:
             self.waiting.extend((precision, piece) for job in jobs for piece in _pieces(job))
         else:
@@ -60,22 +60,22 @@ class PendingRefreshes:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a GPU is still at the piece that it was given last."""
+        """Whether a GPU still works on the piece that was launched last."""
         return self._last is not None and not self._last.query()
 
     def next_seconds(self) -> float:
-        """How long the next piece will take on a CPU, by the rate of the last."""
+        """Estimate how long the next piece will take on a CPU, from the speed of the last one."""
         return _flops(self.waiting[0][1]) / self._rate
 
     def work(self) -> None:
-        """Do the next piece, or give it to the GPU; there must be one."""
+        """Do the next piece, or launch it on the GPU; there must be one."""
         precision, piece = self.waiting.popleft()
         start = time.perf_counter()
         self._launch(precision, [piece])
         self._rate = _flops(piece) / (time.perf_counter() - start)
 
     def finish(self) -> None:
-        """Do what is left, wait for what is under way, and try again what failed."""
+        """Do all remaining pieces, wait for the device, and retry refreshes that failed."""
         while self:
             self.work()
         if self.launched:
@@ -89,7 +89,7 @@ class PendingRefreshes:
                 finish(batches, self._count)
 
     def forget(self) -> None:
-        """Drop everything: the state that it was for is replaced."""
+        """Drop all refreshes, because the state has been replaced."""
         join(self._streams)
         self.waiting.clear()
         self.launched, self._last = [], None
@@ -107,7 +107,7 @@ class PendingRefreshes:
 
 
 def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
-    """The batches of a job; on a CPU cut into pieces that take a short time each."""
+    """Yield the batches of a job; on a CPU, divided into pieces that each take a short time."""
     for batch in job.batches():
         count = len(batch.rows)
         if not is_gpu(batch.run.bucket.device):
@@ -117,6 +117,6 @@ def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
 
 
 def _flops(batch: DimRefresh) -> float:
-    """The arithmetic of a refresh by Cholesky-QR and of turning a moment, to first order."""
+    """Return the flops of a refresh by Cholesky-QR with the rotation of a moment, to first order."""
     inner, n = batch.run.bucket.inner, batch.run.bucket.inner[batch.dim]
     return len(batch.rows) * (8.0 * n**3 + 4.0 * n * math.prod(inner))

@@ -1,11 +1,11 @@
-"""The plan of a step: which rows of which buckets are worked on together, in which pieces, and what travels.
+"""The plan of a step: which rows of which buckets are updated together, in which chunks, and what ranks exchange.
 
-It is made when parameters, options or the set of gradients that are present have changed, and a step then walks it. The members of a bucket
-that have a gradient, the same step count and the same options form runs of neighbours, and a run is worked through in chunks small enough
-to bound temporary memory and, on a CPU, to stay in the cache.
+A plan is made when parameters, options or the set of existing gradients have changed; every step then executes it. Adjacent members of a
+bucket that have a gradient, the same step count and the same options form a run. A run is processed in chunks that are small enough to
+limit temporary memory and, on a CPU, to fit into the cache.
 
-    MemberRun     neighbouring members that take a step alike
-    Chunk   some rows of a run: gradients in, state as a batch, update out
+    MemberRun   adjacent members that take a step with the same t and the same options
+    Chunk       some rows of a run, which the rule receives as one batch
     StepPlan    all runs of a step, and the exchanges between ranks
 """
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from lather.optim.sharded.sharding import OwnerExchange
 
 TEMPORARIES = 8
-"""Matrices of temporary memory, per matrix, that an update holds at once: gradient, its projection, the update, and intermediates."""
+"""Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update, and intermediate results."""
 
 CPU_CACHE_BYTES = 2**21
-"""On a CPU a chunk's gradients take at most this, so that the passes of an update find them in the cache (measured: 1 to 4 MiB)."""
+"""Largest size of a chunk's gradients on a CPU, so that all passes of an update find them in the cache (measured: 1 to 4 MiB is best)."""
 
 
 def cpu_count(count: int) -> int:
-    """At least `count` matrices, in a multiple of the threads: with three matrices the second of two threads waits for a while."""
+    """Round a number of matrices up to a multiple of the threads: with three matrices one of two threads would wait."""
     threads = torch.get_num_threads()
     return -(-max(1, count) // threads) * threads
 
 
 class MemberRun:
-    """Members first to last (exclusive) of a bucket, which take a step with the same t and the same options."""
+    """Adjacent members of a bucket, from number `first` on, that take a step with the same t and the same options."""
 
     def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: int | None) -> None:
-        """`step`: t of the step before; `exchange`: the number of the exchange that its members take part in."""
+        """`step`: t of the previous step; `exchange`: number of the exchange to which the members belong, if any."""
         self.bucket, self.infos, self.step, self.exchange = bucket, list(infos), step, exchange
         self.members = bucket.members[first : first + len(infos)]
         self.rule, self.settings = infos[0].rule, infos[0].settings
@@ -59,25 +59,25 @@ class MemberRun:
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         auto = "high" if is_gpu(bucket.device) else "highest"
         self.precision = auto if self.rule.fp32_matmul_prec == "auto" else self.rule.fp32_matmul_prec
-        """torch's fp32 matmul precision for statistics and update."""
+        """fp32 matmul precision of statistics and update, by torch's names."""
         self.take_rates()
         self.due: Due = NOBODY
         """Refreshes that are due in this step."""
         self.idle: list[bool] = []
-        """Per row, whether it is an expert that got no token in this step; empty where none is."""
+        """For each row, whether it is an expert that got no token in this step; empty if all got some."""
         is_plain = all(member.index == () and info.spread is None for member, info in zip(self.members, infos, strict=True))
         self.params = [member.param for member in self.members] if is_plain else None
-        """Where gradients are found at once; None: each member knows."""
+        """Parameters of the members if their `grad` is exactly the gradient that is needed; None: ask the members."""
         self.flat: tuple[list[Tensor], dict[str, list[Tensor]]] | None = None
-        """Weights and state as flat tensors, for `Rule.step_whole`."""
+        """Weights and state as flat tensors, for `Rule.step_whole`; None if it cannot be used."""
         if bucket.kind == "elements" and all(member.index is not None for member in self.members):
             views = bucket.views[first : first + len(infos)]
             states = {name: [view[name].view(-1) for view in views] for name in bucket.stacks}
             self.flat = ([member.weight().view(-1) for member in self.members], states)
-        self.chunks = [Chunk(self, first, start, stop) for start, stop in self._pieces()]
+        self.chunks = [Chunk(self, first, start, stop) for start, stop in self._chunk_bounds()]
 
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Rows in pieces of at most `bucket_bytes` of temporaries (but at least one matrix)."""
+    def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.bucket, self.rule
         dtype, numel = compute_dtype(rule), math.prod(bucket.inner)
         copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
@@ -86,17 +86,17 @@ class MemberRun:
         count = (rule.bucket_bytes or bucket.temporary_bytes) // rule.num_streams // per_matrix
         if is_cpu(bucket.device):
             fitting = CPU_CACHE_BYTES // (dtype.itemsize * numel)
-            count = min(count, cpu_count(fitting) if fitting else 1)  # one that is too large is divided among the threads by itself
+            count = min(count, cpu_count(fitting) if fitting else 1)  # threads share the work on one large matrix
         count = max(1, count) if rule.batched or bucket.kind == "elements" else 1
         for start in range(self.rows.start, self.rows.stop, count):
             yield start, min(start + count, self.rows.stop)
 
     def take_rates(self) -> None:
-        """Take lr and decay of W = (1 - decay) W - lr U, at the group's learning rate."""
+        """Read lr and decay of W = (1 - decay) W - lr U from the group."""
         self.lr, self.rates = self.settings.lr, self.infos[0].rates()
 
     def take_whole(self) -> bool:
-        """The whole run at once, of one that is `flat`, by a kernel that the rule may have for it; False if there is none."""
+        """Take the step of a `flat` run with the rule's kernel (`Rule.step_whole`); return False if the rule has none for it."""
         assert self.flat is not None
         grads = [p.grad for p in self.params] if self.params is not None else [member.grad() for member in self.members]
         weights, states = self.flat
@@ -122,17 +122,17 @@ class Chunk:
         self._lengths = [high - low for _, low, high in self._pieces]
         is_whole = all(length == member.layout.batch for length, (member, _, _) in zip(self._lengths, self._pieces, strict=True))
         self._params: list[Tensor] | None = None
-        """Parameters whose gradients and weights, one after the other, are the batch; None: it is put together."""
+        """Parameters whose concatenated gradients and weights are the batch; None: the batch is gathered from parts of parameters."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
             self._params = [member.param for member, _, _ in self._pieces]
             self._weights = [p.detach() for p in self._params]
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
-        """Views of the batch (B, ...) in the shapes of parameters, for chunks of whole ones."""
+        """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
         return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
 
     def _batch(self, parts: list[Tensor]) -> Tensor:
-        """Parameters' tensors as one contiguous batch in the dtype of computation; a view if one suffices."""
+        """Join tensors of whole parameters to one contiguous batch in the dtype of computation; a view if possible."""
         if len(parts) == 1:
             return (parts[0] if self.run.bucket.kind == "per_expert" else parts[0].unsqueeze(0)).to(self.dtype).contiguous()
         out = parts[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
@@ -140,7 +140,7 @@ class Chunk:
         return out
 
     def _gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Parts of parameters, of any layout, as one contiguous batch in the dtype of computation."""
+        """Join parts of parameters, in any layout, to one contiguous batch in the dtype of computation."""
         batches = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
         if len(batches) == 1:
             return batches[0].to(self.dtype).contiguous()
@@ -149,7 +149,7 @@ class Chunk:
         return out
 
     def gradients(self) -> Tensor:
-        """The gradients (B, n_0, n_1, ...), with the sign of descent; never to be changed in place."""
+        """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them in place."""
         if self._params is not None:
             g = self._batch([p.grad for p in self._params])  # type: ignore[misc]
         else:
@@ -157,11 +157,11 @@ class Chunk:
         return -g if self.run.rule.maximize else g
 
     def weights(self) -> Tensor:
-        """The parameters as a batch, for reading."""
+        """Return the weights as a batch, for reading."""
         return self._gather([member.weight() for member, _, _ in self._pieces])
 
     def state(self) -> State:
-        """The state of these rows; `store` it after changing it."""
+        """Return the state of these rows in the dtype of computation; call `store` after changing it."""
         state = State(self._stacks)
         if not self._is_wide:
             state.update({name: stack.to(self.dtype) for name, stack in self._stacks.items()})
@@ -172,7 +172,7 @@ class Chunk:
         return state
 
     def store(self, state: State) -> None:
-        """Round what was widened, and copy what a rule has put in place of an entry, into the kept tensors."""
+        """Copy entries that were converted to the dtype of computation, or that a rule has replaced, into the stacks."""
         for name, stack in self._stacks.items():
             if state[name] is not stack:
                 stack.copy_(state[name])
@@ -190,12 +190,12 @@ class Chunk:
             state.weights = self.weights()
         u = run.rule.update(self.gradients(), state, run.step)
         if run.keeps_norm:
-            u = self._of_kept_norm(u, state)
+            u = self._with_kept_norm(u, state)
         self._apply(u)
         self.store(state)
 
-    def _of_kept_norm(self, u: Tensor, state: State) -> Tensor:
-        """New weights: W - lr r U / |U|, scaled back to the norm r of the first step; W - lr U where r is 0."""
+    def _with_kept_norm(self, u: Tensor, state: State) -> Tensor:
+        """Return new weights: W - lr r U / |U|, scaled to the norm r of the first step; W - lr U where r is 0."""
         w, lr = state.weights, self.run.lr
         assert w is not None
         if self.run.step == 1:
@@ -206,7 +206,7 @@ class Chunk:
         return scaled
 
     def _apply(self, u: Tensor) -> None:
-        """W = (1 - decay) W - lr U for what is here; updates that are to travel are put where they are sent from."""
+        """Set W = (1 - decay) W - lr U for weights on this rank, and copy other updates to where they are sent from."""
         lr, decay = self.run.rates
         if self._params is not None:
             apply_(self._weights, self._as_parameters(u), lr, decay)
@@ -223,7 +223,7 @@ class Chunk:
 
 
 def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
-    """W = (1 - decay) W - lr U for tensors of equal dtypes, in place, rounded once to W's dtype."""
+    """Set W = (1 - decay) W - lr U in place, rounded once to W's dtype. All weights have one dtype, and all updates."""
     if not weights:
         return
     dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
@@ -238,42 +238,42 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
 
 
 def norms(x: Tensor) -> Tensor:
-    """Frobenius norm of each matrix of x (B, ...), (B,)."""
+    """Return the Frobenius norm of each matrix of x (B, ...), (B,)."""
     found: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
     return found
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
-    """The rows as an index on a device, which is not waited for."""
+    """Copy the rows as an index to a device, without waiting for it."""
     return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
 @dataclass
 class StepPlan:
-    """Everything that a step does, kept for as long as steps do the same."""
+    """Everything that a step does; it is used for as long as steps do the same."""
 
     params: list[Tensor]
     """Parameters that take the step."""
     runs: list[MemberRun]
     exchanges: list[OwnerExchange]
     gathered: list[ParamInfo]
-    """Parameters that all ranks work on alike (`ownership="replicated"`)."""
+    """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
     members: Mapping[int, Member]
-    """Members that take part in exchanges, by the id of their parameter."""
+    """id of a parameter -> its member, if it takes part in an exchange."""
     intervals: list[tuple[RefreshingRule, int]]
-    """Rules whose interval is a function, with t of the step before this plan: all ranks ask it, whichever of them refreshes."""
+    """Rules whose interval is a function, with t of the step before this plan: all ranks call it, even those that refresh nothing."""
     key: tuple[object, ...]
-    """Key of the circumstances that the plan was made for."""
+    """Everything on which the plan depends: a step with another key needs another plan."""
     entries: list[Tensor]
-    """All entries of state of `params`, one after the other."""
+    """All tensors of the state of `params`, one parameter after the other."""
     counts: list[Tensor]
-    """Step counts among these entries."""
+    """The step counts among these tensors."""
     steps: Tensor
     """Values of the step counts."""
     num_steps: int = 0
-    """Taken by this plan."""
+    """Number of steps that this plan has taken."""
     idle: dict[int, list[bool]] = field(default_factory=dict)
-    """id of a parameter with experts -> which of them got no token in this step."""
+    """id of a parameter with experts -> for each expert, whether it got no token in this step."""
 
     @classmethod
     def of(
@@ -286,7 +286,7 @@ class StepPlan:
         state: Mapping[Tensor, Mapping[str, Tensor]],
         key: tuple[object, ...],
     ) -> StepPlan:
-        """Make the plan of parameters whose state is there."""
+        """Make the plan for parameters whose state has been created."""
         tensors = [one.param for one in params]
         counts = [state[p]["step"] for p in tensors]
         entries = [x for p in tensors for x in state[p].values()]
@@ -298,7 +298,7 @@ class StepPlan:
         return cls(tensors, runs, exchanges, gathered, members, intervals, key, entries, counts, steps)
 
     def holds(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
-        """Whether the state is what the plan was made for: the same tensors, with the step counts that it left."""
+        """Whether the state still has the tensors for which the plan was made, with the step counts of the plan's last step."""
         found: list[Tensor] = []
         for p in self.params:
             found += state.get(p, {}).values()
@@ -314,12 +314,12 @@ class StepPlan:
 
 
 def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[MemberRun]:
-    """The runs of a step.
+    """Divide the members of a bucket that take the step into runs.
 
     Args:
-        taking: by the id of a parameter; those that are not there take no step.
-        steps: id of a parameter -> t of the step before.
-        exchange_of: id of a parameter -> the number of its exchange, if it has one.
+        taking: id of a parameter -> its info, for parameters that take the step.
+        steps: id of a parameter -> t of the previous step.
+        exchange_of: id of a parameter -> number of its exchange, if it has one.
     """
     runs: list[MemberRun] = []
     some: list[ParamInfo] = []

@@ -1,10 +1,10 @@
-"""The refresh phase: new bases for every matrix and dim that is due, in batches, and never more of them than are needed.
+"""The refresh phase: new bases for every matrix and dim that is due, in batches.
 
-Which rows of a bucket are due is known on the host (without idle experts); the rule's criterion narrows them; what is left is refreshed
-batch by batch. The devices' answers - which bases still fit, which refreshes failed - are read once each for all buckets.
+The host knows which rows of a bucket are due (idle experts are not); the rule's criterion may skip some of them; the others are refreshed
+batch by batch. Which bases still fit, and which refreshes failed, is read from the devices once each for all buckets.
 
-    refresh          all of it, now
-    launch, finish   the same in two halves: between them the device may work on other things, but nobody may change the state
+    refresh          the whole phase
+    launch, finish   its two halves: between them the device may work on other things, but nobody may change the state
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lather.optim.rule import RefreshingRule, State
 logger = logging.getLogger(__name__)
 
 FACTOR_TEMPORARIES = 8
-"""n x n matrices of temporary memory per factor that a refresh holds at once, beside four of a moment's size (gathered rows included)."""
+"""Temporary memory of a refresh per factor, in n x n matrices, in addition to four tensors of a moment's size (with gathered rows)."""
 
 CPU_REFRESH_BYTES = 2**26
-"""Temporary memory of a batch on a CPU: more launches below, more cache misses above."""
+"""Temporary memory of a batch on a CPU: less means more launches, more means more cache misses."""
 
 
 @dataclass(frozen=True)
 class DimRefresh:
-    """One dim of some rows of a run."""
+    """The refresh of one dim of some rows of a run."""
 
     run: MemberRun
     dim: int
     rows: Sequence[int]
     """Rows of the bucket, ascending."""
     methods: tuple[str, ...]
-    """Methods of refreshing: the first, and those that are tried next on the rows that fail."""
+    """Refresh methods: each is tried on the rows for which the one before it failed."""
 
     @property
     def rule(self) -> RefreshingRule:
@@ -50,7 +50,7 @@ class DimRefresh:
         return self.run.rule
 
     def batches(self) -> Iterator[DimRefresh]:
-        """The same work in pieces that stay within `bucket_bytes` (at least one matrix each)."""
+        """Yield the same work in batches whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.run.bucket, self.rule
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
         per_matrix = numel * compute_dtype(rule).itemsize
@@ -63,9 +63,9 @@ class DimRefresh:
 
 
 class _StackRows(State):
-    """The rows of a batch in the bucket's stacks, in the dtype of computation; each entry is gathered when the rule first asks for it.
+    """The state of the rows of a batch, in the dtype of computation; an entry is gathered when the rule first reads it.
 
-    Neighbouring rows are views, and putting them back costs nothing; others are gathered and scattered.
+    Entries of adjacent rows are views of the stacks; others are gathered, and `put_back` scatters them.
     """
 
     def __init__(self, job: DimRefresh) -> None:
@@ -86,7 +86,7 @@ class _StackRows(State):
         return super().by_dim(name)
 
     def put_back(self) -> None:
-        """Copy changed entries, and what a rule has put in their place, into the stacks."""
+        """Copy entries that are not views of the stacks, or that the rule has replaced, into the stacks."""
         for name, x in self.items():
             is_view = isinstance(self._index, slice) and self._all[name].dtype == self._dtype
             if not is_view or x is not self._given[name]:
@@ -94,20 +94,20 @@ class _StackRows(State):
 
 
 Launched = list[tuple[DimRefresh, Tensor | None]]
-"""Batches of a refresh, and which of their rows fail, as the device will know; None: none can."""
+"""Batches of a refresh, each with a tensor on the device that tells which of its rows failed; None: none can fail."""
 
 Count = Callable[[str, int], None]
-"""Callback that is told how many bases were done, skipped, retried and failed."""
+"""Function that adds to a counter: how many bases were refreshed, skipped, retried, or failed."""
 
 
 def refresh(jobs: list[DimRefresh], count: Count) -> None:
-    """Refresh all of `jobs`."""
+    """Do all refreshes in `jobs`."""
     finish(launch(jobs, count), count)
 
 
 def launch(jobs: list[DimRefresh], count: Count) -> Launched:
-    """Give the device the work of `refresh`, without the rows that the rule's criterion calls still good, where it has one. It is waited
-    for only where the criterion or the rule's method does."""
+    """Launch all refreshes in `jobs` on the device, except for rows that the rule's criterion skips. The host waits for the device only if
+    the rule has a criterion, or if the rule's refresh waits."""
     answers = [(batch, None if batch.run.due.first else _ask(batch.rule.fits, batch)) for job in jobs for batch in job.batches()]
     others = _narrowed(answers, False)
     count("refreshes_skipped", _num_rows(batch for batch, good in answers if good is not None) - _num_rows(others))
@@ -115,7 +115,7 @@ def launch(jobs: list[DimRefresh], count: Count) -> Launched:
 
 
 def finish(launched: Launched, count: Count) -> None:
-    """Retry what failed by the next method, count and report."""
+    """Retry failed refreshes with the next method, count all, and log those that fail with every method."""
     count("refreshes_done", _num_rows(batch for batch, _ in launched))
     while failed := _narrowed(launched, True):
         retried = [replace(batch, methods=batch.methods[1:]) for batch in failed if len(batch.methods) > 1]
@@ -134,7 +134,7 @@ def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
 
 
 def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
-    """Ask a method of the rule about the rows of a batch, which it may change."""
+    """Call a method of the rule with the state of a batch, which it may change."""
     rows = _StackRows(batch)
     answer = method(rows, batch.dim, *more)
     rows.put_back()
@@ -142,7 +142,7 @@ def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object)
 
 
 def _narrowed(answers: Launched, answer: bool) -> list[DimRefresh]:
-    """The batches that have answers, narrowed to the rows with this answer; the devices are waited for once."""
+    """Return the batches that have answers, reduced to the rows with this answer. The devices are waited for once."""
     asked = [(batch, flags) for batch, flags in answers if flags is not None]
     narrowed = []
     for (batch, _), flags in zip(asked, read_together([flags for _, flags in asked]), strict=True):
@@ -157,10 +157,10 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
 
 @dataclass(frozen=True)
 class Stagger:
-    """Where every matrix stands in an interval, so that refreshes cost about the same at every step.
+    """Position of every matrix in an interval, such that refreshes cost about the same at every step.
 
-    The matrices of all groups that stagger stand in one line, in order, and are as long as a refresh of theirs costs; a matrix that begins
-    at a fraction x of the line is refreshed floor(x f) steps before the interval f is full.
+    The matrices of all groups with `stagger_refresh` are lined up in order, each as long as its refresh costs. A matrix that begins at a
+    fraction x of the line is refreshed floor(x f) steps before the end of an interval of f steps.
     """
 
     places: Mapping[int, tuple[float, float]]
@@ -174,13 +174,13 @@ class Stagger:
         return Stagger({key: (begin, cost / total) for begin, (key, _, cost) in zip(begins, costs, strict=False)})
 
     def shift(self, key: int, matrix: int, interval: int) -> int:
-        """Steps by which matrix number `matrix` of the parameter is early, 0 to interval - 1."""
+        """Return how many steps before the end of an interval matrix number `matrix` of the parameter is refreshed: 0 to interval - 1."""
         first, width = self.places[key]
         return min(interval - 1, int((first + matrix * width) * interval + 1e-9))
 
 
 def due_rows(run: MemberRun, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
-    """Rows of the bucket whose bases are refreshed in this step. Idle experts keep theirs, except for the first ones."""
+    """Return the rows of the bucket whose bases are due in this step. Idle experts are left out, except for the first bases."""
     due, rows = run.due, run.rows
     if not run.bucket.dims or due.who == "nobody":
         return []

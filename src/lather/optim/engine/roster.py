@@ -1,7 +1,7 @@
-"""The parameters of an optimizer as its engine knows them: each with its group's rule, its layout, and where its parts are.
+"""The roster: all parameters of an optimizer, each with the rule of its group, its layout, and the ranks over which it is spread.
 
-A parameter group is a dict of plain values, as torch has it: the options of its rule by name, and `rule`, the rule's name. What stands
-there may change between steps, by schedulers or by hand; a roster holds for as long as nothing but learning rates has changed.
+As in torch, a parameter group is a dict of plain values: the options of its rule by name, and `rule`, the name of the rule. Schedulers and
+users may change them between steps; a roster is valid for as long as nothing but learning rates has changed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim along which tensor-parallel shards were
-cut, and what torch's learning-rate schedulers leave there."""
+"""Keys that a parameter group may have besides options: torch's own, a label, the rule, the dim of tensor-parallel shards, and keys that
+torch's learning-rate schedulers add."""
 
 TORCH_KEYS = {
     "amsgrad",
@@ -35,65 +35,65 @@ TORCH_KEYS = {
     "ns_coefficients",
     "ns_steps",
 }
-"""Options of torch's own optimizers, which are in groups that were theirs."""
+"""Options of torch's own optimizers, which groups that were made for them contain."""
 
 MULTIPLIERS = ("_mult", "_multiplier", "_scale")
-"""Ends of keys that other trainers leave in groups, however like an option they begin."""
+"""Suffixes of keys that other trainers add to groups; such keys are never taken for misspelt options."""
 
 OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}
-"""Names that others have for our options."""
+"""Names that other libraries use for our options."""
 
 LIKENESS = 0.8
-"""Similarity from which on an unknown key is taken for a misspelt option."""
+"""Least similarity to an option at which an unknown key is taken for a misspelt option."""
 
 
 @dataclass(eq=False)
 class GroupSettings:
-    """A parameter group as it stood when the roster was made."""
+    """The settings of a parameter group at the time when the roster was made."""
 
     group: dict[str, Any]
     rule: Rule
     names: tuple[str, ...]
-    """Names of the values that are compared to see a change: `rule` and all options but the learning rate."""
+    """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all options but the learning rate."""
     values: list[Any]
     ids: list[int]
-    """ids of its parameters."""
+    """ids of the group's parameters."""
     lr: float
     """Learning rate in this step."""
     number: int = 0
-    """Number that is equal for groups whose parameters may share work in this step."""
+    """Number of the settings; groups whose parameters may form one run in this step have the same number."""
 
     @classmethod
     def of(cls, group: dict[str, Any], rule: type[Rule]) -> GroupSettings:
-        """Take the settings of a group; raises ValueError for an option out of range."""
+        """Read the settings of a group. Raises ValueError for an option out of range."""
         options = options_of(rule)
         made = rule(**{name: group[name] for name in options})
         names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
         return cls(group, made, names, list(map(group.get, names)), list(map(id, group["params"])), float(group["lr"]))
 
     def key(self) -> tuple[Any, ...]:
-        """All that a step's work depends on."""
+        """Return everything in these settings on which a step depends."""
         return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
 
 
 @dataclass(eq=False)
 class ParamInfo:
-    """A parameter of the roster. Everything is known once for all steps, so that a step only reads it."""
+    """A parameter of the roster, with everything about it that is the same in all steps."""
 
     param: Tensor
     settings: GroupSettings
     name: str
-    """Name that errors give it."""
+    """Name of the parameter in error messages."""
     layout: Layout
     """Layout of the whole parameter."""
     spread: Spread | None
-    """Places of its parts; None: this process has it to itself."""
+    """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over ranks."""
     has_experts: bool = field(init=False)
-    """Whether its matrices have statistics of their own, which stay as they are where there is no gradient."""
+    """Whether the matrices are experts with bases of their own; experts without gradient keep their statistics."""
     num_norms: int = field(init=False)
-    """Norms that its gradient is judged by: of each expert, or one, or none."""
+    """Number of norms of the gradient that are measured: one for each expert, one, or none."""
     wide: torch.dtype = field(init=False)
-    """dtype in which the norms are taken."""
+    """dtype in which the norms are computed."""
 
     def __post_init__(self) -> None:
         self.has_experts = self.layout.kind == "per_expert" and bool(self.layout.dims)
@@ -107,21 +107,21 @@ class ParamInfo:
 
     @property
     def keeps_norm(self) -> bool:
-        """Whether the update is its new weights, of the norm that they had at first."""
+        """Whether the update is the new weights, scaled to the norm that they had at the first step (`keep_norm`)."""
         return self.layout.rule.keep_norm and len(self.layout.inner) > 1
 
     @property
     def needs_weights(self) -> bool:
-        """Whether whoever computes the update has to have the weights."""
+        """Whether the update depends on the weights."""
         return self.layout.rule.couples_decay or self.keeps_norm
 
     @property
     def has_statistics(self) -> bool:
-        """Whether its statistics are a phase of their own."""
+        """Whether the rule defines `statistics` for this parameter."""
         return bool(self.layout.dims) and type(self.layout.rule).statistics is not Rule.statistics
 
     def rates(self) -> tuple[float, float]:
-        """(lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, where U is the new weights."""
+        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U is the new weights (`keeps_norm`)."""
         return (-1.0, 1.0) if self.keeps_norm else (self.settings.lr, self.layout.rule.decay(self.settings.lr))
 
 
@@ -132,15 +132,15 @@ class Roster:
     groups: list[GroupSettings]
     params: list[ParamInfo]
     frozen: list[Tensor]
-    """Parameters that are left out for as long as they take no gradient."""
+    """Parameters that require no gradient and have no state; `params` does not contain them."""
     places: list[Any] = field(default_factory=list)
-    """Where their data are in memory, and with what strides."""
+    """Memory addresses and strides of `params`."""
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
-    """All options of a group of this rule: as given, else as the optimizer's own rule has them, else the rule's defaults.
+    """Return all options of a group with this rule: the given ones; then those of the optimizer's default rule; then the rule's defaults.
 
-    The optimizer's own rule may have a rule of this class for vectors (SOAP has AdamW); then that is what it has.
+    If the default rule has a rule of this class for vectors (SOAP has AdamW), the options of that one take the place of its own.
     """
     on_vectors = default.on_vectors()
     source = on_vectors if type(on_vectors) is rule else default
@@ -156,11 +156,11 @@ def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
 
 
 SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
-"""Options that a group takes over from an optimizer of another rule."""
+"""Options that a group takes from the optimizer's default rule even if its own rule is of another class."""
 
 
 def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str] = ()) -> None:
-    """Raise ValueError for a key that looks like a misspelt option. `others` and those of torch's optimizers are left as they are."""
+    """Raise ValueError for a key that looks like a misspelt option. Keys in `others`, and options of torch's optimizers, are allowed."""
     options = list(options_of(rule))
     for key in sorted(set(group) - set(options) - KNOWN_KEYS - TORCH_KEYS - set(others)):
         near = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, options, 1, LIKENESS)
@@ -170,14 +170,14 @@ def check_keys(group: Mapping[str, Any], rule: type[Rule], others: Iterable[str]
 
 
 def names_of(group: Mapping[str, Any]) -> Iterator[str]:
-    """Names that errors give to the parameters of a group."""
+    """Yield the names of a group's parameters for error messages."""
     names = group.get("param_names")
     for index in range(len(group["params"])):
         yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group"
 
 
 def comparable(value: Any) -> Any:
-    """A hashable stand-in for the value of an option."""
+    """Return a hashable value that is equal for equal values of an option."""
     if isinstance(value, Mapping):
         return tuple(value.items())
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""State that the optimizer keeps per parameter: names, shapes and dtypes.
+"""The optimizer state of a parameter: names, shapes and dtypes of its entries.
 
-Flat keys: `step`, and what the rule names (`Rule.state`). Statistics are at least fp32; moments and bases may be kept in bf16 to save
-memory and are then widened for the computation, chunk by chunk.
+The keys are flat: `step`, and the entries that the rule names (`Rule.state`). Statistics are at least fp32; moments and bases may be stored
+in bf16 to save memory, and each chunk of them is then converted to fp32 for the computation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lather.optim.rule import Entry, Rule
 STEP_BYTES = torch.float32.itemsize
 
 NORM = "norm"
-"""Entry of the Frobenius norm that a matrix had at its first step, where a rule keeps it (`keep_norm`)."""
+"""Name of the entry that holds the Frobenius norm of a matrix at its first step (`keep_norm`)."""
 
 
 @dataclass(frozen=True)
 class KeptEntry:
-    """One tensor of state, per matrix of the batch, as it is stored."""
+    """One tensor of the optimizer state of a matrix, as it is stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,24 +34,24 @@ class KeptEntry:
     is_moment: bool
 
     def allocate(self, batch: int, device: torch.device) -> Tensor:
-        """A stack (B, *shape) with the initial value."""
+        """Return a stack (B, *shape) with the initial value."""
         size = (batch, *self.shape)
         if self.initial is not None:
             return torch.full(size, self.initial, dtype=self.dtype, device=device)
         return torch.eye(self.shape[-1], dtype=self.dtype, device=device).expand(size).clone()
 
     def shape_in(self, layout: Layout) -> tuple[int, ...]:
-        """Shape of this entry in `optimizer.state[p]`."""
+        """Return the shape of this entry in `optimizer.state[p]`."""
         return layout.moment_shape if self.is_moment else (*layout.lead, *self.shape)
 
 
 def compute_dtype(rule: Rule) -> torch.dtype:
-    """dtype of all arithmetic and of statistics: fp64 if any state is, else fp32."""
+    """Return the dtype of all arithmetic and of statistics: fp64 if moments or bases are, otherwise fp32."""
     return torch.float64 if torch.float64 in _kept_dtypes(rule) else torch.float32
 
 
 def _kept_dtypes(rule: Rule) -> tuple[torch.dtype, torch.dtype]:
-    """dtypes of moments and of bases."""
+    """Return the dtypes of moments and of bases."""
     given = rule.state_dtype
     if isinstance(given, Mapping):
         return given.get("moments", torch.float32), given.get("bases", torch.float32)
@@ -60,7 +60,7 @@ def _kept_dtypes(rule: Rule) -> tuple[torch.dtype, torch.dtype]:
 
 
 def kept_entries(layout: Layout) -> dict[str, KeptEntry]:
-    """Name -> entry of the state of a parameter, `step` aside."""
+    """Return the entries of the state of a parameter by name, without `step`."""
     moments, bases = _kept_dtypes(layout.rule)
     dtypes = {"moment": moments, "basis": bases, "statistic": compute_dtype(layout.rule)}
     entries, is_flat = layout.rule.state(layout.matrix), layout.kind == "elements"
@@ -73,7 +73,8 @@ def kept_entries(layout: Layout) -> dict[str, KeptEntry]:
 
 
 def layout_bytes(layout: Layout, num_ranks: int = 1) -> int:
-    """Bytes of state of a parameter, the step counter included; if its rows are cut among ranks, of the one that has most."""
+    """Return the bytes of state of a parameter, including the step counter; if `num_ranks` share its rows, those of the rank with the
+    most."""
     total = STEP_BYTES
     for entry in kept_entries(layout).values():
         shape = entry.shape_in(layout)
@@ -87,26 +88,26 @@ def check_state(state: Mapping[str, Any], layout: Layout, what: str) -> None:
     expected: dict[str, tuple[int, ...]] = {"step": ()}
     expected |= {key: entry.shape_in(layout) for key, entry in kept_entries(layout).items()}
     found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}
-    if found.get("step") in ("int", "float"):  # as torch's optimizers take it
+    if found.get("step") in ("int", "float"):  # torch's optimizers accept numbers, too
         found["step"] = ()
     if found != expected:
         key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
         raise ValueError(
             f"{what} has {key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}: "
-            "it belongs to another parameter or to other options; give the parameters in the same order and options as when it was made"
+            "it belongs to another parameter or to other options; give the same parameters in the same order, with the same options"
         )
 
 
 @dataclass(frozen=True)
 class StatePiece:
-    """The part that a rank keeps of an entry of a parameter's state."""
+    """The part of an entry of a parameter's state that this rank keeps."""
 
     param: Tensor
-    """The parameter, as the optimizer was given it."""
+    """Parameter as it was given to the optimizer."""
     key: str
     """Name of the entry: `step`, `exp_avg`, `factor_0`, ..."""
     value: Tensor
-    """A live view: to copy into it is to load it."""
+    """View of the state: copying into it loads the entry."""
     offset: tuple[int, ...]
     """Offset of `value` in the whole entry."""
     shape: tuple[int, ...]

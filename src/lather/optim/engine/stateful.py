@@ -1,9 +1,9 @@
-"""`StatefulOptimizer`: what an optimizer keeps, in buckets, and how it is saved and loaded.
+"""`StatefulOptimizer`: the optimizer state in buckets, and how it is saved and loaded.
 
-`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all its members. Of a parameter that is
-spread over ranks a rank keeps what it owns, maybe nothing, under the same keys as everybody. `state_dict` gives the entries of such
-parameters as DTensors cut along dim 0, whatever the plan of owners was, so that torch's tools for distributed checkpoints can take and
-reshard them.
+`optimizer.state[p]` holds `step` and views of the stacks in which a bucket keeps the state of all its members. For a parameter that is
+spread over ranks, a rank keeps the state of the matrices that it owns, under the same keys as every other rank; the tensors are empty if it
+owns none. `state_dict` returns the entries of such parameters as DTensors that are sharded along dim 0, whichever ranks own the matrices,
+so that torch's tools for distributed checkpoints can reshard them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lather.optim.sharded.sharding import Sharding
 
 
 class StatefulOptimizer(GroupedOptimizer):
-    """State in buckets."""
+    """Optimizer whose state is kept in buckets."""
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._buckets: list[Bucket] = []
@@ -43,7 +43,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Create the state of every parameter that has none, as it is before the first gradient (for loading checkpoints)."""
+        """Create the initial state of every parameter that has none, for example before a checkpoint is loaded."""
         self._create_state(self._current_roster().params)
 
     def _create_state(self, params: Sequence[ParamInfo]) -> None:
@@ -58,18 +58,18 @@ class StatefulOptimizer(GroupedOptimizer):
             self.state[one.param] = {"step": torch.zeros((), dtype=torch.float32), **entries[one.param]}
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
-        """The entries of a parameter of which this rank owns no matrix: nothing, or rows."""
+        """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
         if self._is_gathered(one.param):
             return initial_rows(one)
         return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in kept_entries(one.layout).items()}
 
     def _members(self) -> dict[int, Member]:
-        """The members of all buckets by the id of their parameter."""
+        """Return the members of all buckets by the id of their parameter."""
         return {id(member.param): member for bucket in self._buckets for member in bucket.members}
 
     def _bring_buckets_up_to_date(self) -> None:
-        """State is stacked anew if some of it is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
-        which layouts depend was changed. Raises ValueError, before it changes anything, for state that no longer fits.
+        """Make new buckets if some state is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
+        which layouts depend has changed. Raises ValueError for state that does not fit, before anything changes.
         """
         roster = self._current_roster()
         for one in roster.params:
@@ -101,11 +101,11 @@ class StatefulOptimizer(GroupedOptimizer):
                     self.state[member.param][name] = view
 
     def _no_refreshes(self) -> PendingRefreshes:
-        """Pending refreshes, of which there are none yet."""
+        """Create the object that holds pending refreshes."""
         raise NotImplementedError
 
     def _finish_refreshes(self) -> None:
-        """Wait for refreshes under way (`async_refresh`), before anything reads or changes the state."""
+        """Finish pending refreshes (`async_refresh`), before anything reads or changes the state."""
         raise NotImplementedError
 
     def _owns(self, p: Tensor) -> bool:
@@ -117,7 +117,7 @@ class StatefulOptimizer(GroupedOptimizer):
         return share is not None and share.is_gathered
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """The state on this rank, as boxes of whole entries: for checkpoints of one's own. Nothing is copied and nothing travels."""
+        """Yield the state on this rank as boxes of whole entries, for other checkpoint formats. Nothing is copied or sent between ranks."""
         self._finish_refreshes()
         members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
         for p, state in self.state.items():
@@ -140,10 +140,11 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, without options that are functions: like those of torch's learning-rate schedulers, they are not saved. dtypes are
-        saved by name.
+        """Return the same as torch's `state_dict`, but with dtypes as names, and without options that are functions: like the functions of
+        torch's learning-rate schedulers, they are not saved.
 
-        Entries of parameters that are spread over ranks are DTensors on their mesh, cut along dim 0: all its ranks call this together.
+        Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
+        must call this together.
         """
         self._finish_refreshes()
         own = dict(self.state)
@@ -159,7 +160,7 @@ class StatefulOptimizer(GroupedOptimizer):
         return {**saved, "param_groups": groups}
 
     def _spread_state(self) -> list[tuple[ParamInfo, dict[str, Any]]]:
-        """Parameters that are spread over ranks, with their state."""
+        """Return the parameters that are spread over ranks, with their state."""
         if not self._sharding.has_shares:
             return []
         roster = self._current_roster()
@@ -167,11 +168,12 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load bit for bit: torch's own casts state to the parameter's dtype, which would ruin fp32 factors of bf16 parameters.
+        """Load a saved state exactly. torch's own method would cast it to the parameter's dtype, which ruins fp32 factors of bf16
+        parameters.
 
-        The exact values go in between the caller's pre-hooks and post-hooks, on top of what torch has loaded. A state that does not fit
-        the parameters raises ValueError, and nothing has been changed. Of parameters that are spread over ranks all their ranks call this,
-        with whole entries or with DTensors.
+        The exact values replace those that torch has loaded after the caller's pre-hooks and before the post-hooks. A state that does not
+        fit the parameters raises ValueError, and nothing has changed. If parameters are spread over ranks, all these ranks must call this
+        together, with whole entries or with DTensors.
         """
         final: dict[str, Any] = {}
         self._finish_refreshes()
@@ -190,13 +192,13 @@ class StatefulOptimizer(GroupedOptimizer):
         finally:
             for handle in handles:
                 handle.remove()
-        if not self.state:  # others may take the parameters' places before the first step, as under accelerate, which then frees them
+        if not self.state:  # accelerate replaces the parameters before the first step: do not keep the old ones alive
             self._roster = None
             self._sharding.forget()
 
     def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A saved optimizer, with the options of this one where it has none, and this one's way to keep state; raises ValueError if it does
-        not fit."""
+        """Return a saved optimizer with options that it lacks, and `ownership`, taken from this one. Raises ValueError if it does not
+        fit."""
         counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved["param_groups"])]
         if counts[0] != counts[1]:
             raise ValueError(
@@ -246,12 +248,12 @@ class StatefulOptimizer(GroupedOptimizer):
         self._bring_buckets_up_to_date()
 
     def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Layout, dict[str, Any]]]:
-        """(parameter, its layout under the saved options, its saved state)."""
+        """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             rule = self._rules[group["rule"]]
             try:
                 made = rule(**{name: saved_group.get(name, group[name]) for name in options_of(rule)})
-            except ValueError:  # options of another rule; `_checked` says so, if the state does not tell more
+            except ValueError:  # options of another rule: `_checked` raises
                 made = rule(**{name: group[name] for name in options_of(rule)})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 spread = self._sharding.spread_of(p, group)
@@ -267,13 +269,13 @@ class StatefulOptimizer(GroupedOptimizer):
         if "_pending" not in self.__dict__:
             self._pending = self._no_refreshes()
         self._reset_buckets()
-        self.__dict__.setdefault("_sharding", Sharding(None))  # torch comes here when it loads, too
+        self.__dict__.setdefault("_sharding", Sharding(None))  # torch's load_state_dict calls this, too
 
     def __getstate__(self) -> dict[str, Any]:
-        """Views become tensors of their own: pickle would write the whole stack for each."""
+        """Return the state to pickle. Views become separate tensors, for otherwise pickle would write the whole stack for each."""
         if self._spread_state():
             raise TypeError(
-                "an optimizer of parameters that are spread over ranks cannot be pickled or copied: process groups cannot; "
+                "an optimizer of parameters that are spread over ranks cannot be pickled or copied, because process groups cannot; "
                 "save its state_dict() with torch.distributed.checkpoint"
             )
         self._finish_refreshes()
@@ -284,8 +286,9 @@ class StatefulOptimizer(GroupedOptimizer):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since construction, on this rank: factors refreshed; skipped by the criterion or for want of tokens; retried by QR after
-        Cholesky-QR; failed, so that their basis stays; and gradients skipped. Refreshes under way (`async_refresh`) count once they end."""
+        """Counts on this rank since construction: bases that were refreshed; skipped by the criterion or because an expert got no token;
+        retried by QR after Cholesky-QR; failed, so that the old basis stays; and gradients that were skipped because they were not finite.
+        Pending refreshes (`async_refresh`) are not counted yet."""
         names = ("refreshes_done", "refreshes_skipped", "refreshes_retried", "refreshes_failed", "nonfinite_skipped")
         return {name: self._counts.get(name, 0) for name in names}
 
@@ -294,7 +297,7 @@ class StatefulOptimizer(GroupedOptimizer):
 
 
 def _make_steps_tensors(states: Sequence[dict[str, Any]]) -> None:
-    """Make `step` a tensor where somebody has put a number."""
+    """Replace every `step` that is a number by a tensor."""
     for state in states:
         if not isinstance(state.get("step", torch.zeros(())), Tensor):
             state["step"] = _step_of(state)

@@ -1,4 +1,4 @@
-"""The device settings under which a phase runs: no autocast, streams. All are as before afterwards."""
+"""Device settings in which a phase runs: without autocast, and on side streams. The caller's settings are restored after it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lather.device import gpu_module, is_gpu
 T = TypeVar("T")
 
 SideStreams = dict[int, Any]
-"""Side streams by number, kept from step to step: the allocator keeps memory per stream."""
+"""Side streams by number. Steps use the same ones again, because torch's allocator caches memory per stream."""
 
 BESIDE = -1
-"""Number of the stream for work that goes on beside whatever the caller does next."""
+"""Number of the side stream for work that runs while the caller goes on."""
 
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Arithmetic in the dtypes of its operands, also inside a caller's autocast block."""
+    """Compute in the dtypes of the operands, even inside a caller's autocast block."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 @contextmanager
 def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Run the block's work, which may change the tensors `changed`, on a side stream of the GPU `device`: it begins after what the
-    caller's stream has by now, and that stream waits for it in `join`. On the CPU all is done at once."""
+    """Run the block's work, which may change the tensors `changed`, on a side stream of the GPU `device`. It begins after all work that the
+    caller's stream has been given, and `join` makes that stream wait for it. On a CPU the work is done immediately."""
     if not is_gpu(device):
         yield
         return
@@ -43,14 +43,14 @@ def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device
 
 
 def join(streams: SideStreams) -> None:
-    """The caller's stream waits for what goes on beside it."""
+    """Make the caller's stream wait for the work of `beside`."""
     if BESIDE in streams:
         gpu_module(streams[BESIDE].device).current_stream().wait_stream(streams[BESIDE])
 
 
 def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int, device: torch.device) -> Iterator[T]:
-    """The items one after the other; on a GPU with the next of `num_streams` side streams as the current one. At the end the caller's
-    stream waits for them all. Work on different items must not depend on each other."""
+    """Yield the items. On a GPU, `num_streams` side streams in turn are the current stream, and at the end the caller's stream waits for
+    all of them. The work on one item must not depend on that on another."""
     if num_streams == 1 or not is_gpu(device):
         yield from items
         return
@@ -66,7 +66,7 @@ def on_streams(items: Iterable[T], streams: SideStreams, num_streams: int, devic
 
 
 def _after_the_caller(streams: SideStreams, number: int, device: torch.device) -> Any:
-    """A side stream, whose work begins after what the caller's has by now."""
+    """Return a side stream whose further work begins after all work that the caller's stream has been given."""
     if number not in streams:
         streams[number] = gpu_module(device).Stream()
     streams[number].wait_stream(gpu_module(device).current_stream())

@@ -1,11 +1,11 @@
-"""Eigenbases of Kronecker factors: how they are found and kept up to date.
+"""Eigenbases of Kronecker factors: how they are computed and kept up to date.
 
 Source: SOAP (arXiv:2409.11321, algorithm 4): eigh once, then one step of orthogonal iteration, Q = qr(K Q), per refresh. On a GPU eigh
-takes matrices one by one, and the host waits for each: larger first bases are four steps of orthogonal iteration there, too. Everything is
-batched over B matrices. A basis holds eigenvectors as columns, eigenvalues descending.
+processes one matrix after the other, and the host waits for each; there, larger first bases are computed by four steps of orthogonal
+iteration instead. Everything is batched over B matrices. The columns of a basis are eigenvectors, in descending order of eigenvalues.
 
-When bases turn, the moments kept in their coordinates are carried along by S = Q_new^T Q_old: exp_avg exactly, exp_avg_sq either by the
-element-wise squares of S ("rotate": never negative, total mass kept) or by following the re-ordered columns ("permute").
+When a basis changes, S = Q_new^T Q_old transforms the moments that are kept in its coordinates: exp_avg exactly, exp_avg_sq either by the
+element-wise squares of S ("rotate": never negative, and the sum is kept) or by re-ordering with the columns ("permute").
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lather.shapes import Bool, Float, Int
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOLERANCE = 1e-7
-"""Off-diagonal share below which `use_adaptive_criteria` counts a basis as still good."""
+"""Relative off-diagonal part below which `use_adaptive_criteria` does not refresh a basis."""
 
 FIRST_ROUNDS = 4
-"""Steps of orthogonal iteration to a first basis: off the diagonal a thousandth is left of factors of first gradients."""
+"""Steps of orthogonal iteration for a first basis: for factors of first gradients they leave a thousandth off the diagonal."""
 
 FIRST_BY_EIGH = 64
-"""Largest size at which a GPU finds first bases by eigh, which is batched there up to about here."""
+"""Largest size for which first bases are computed by eigh on a GPU, where eigh is batched up to about this size."""
 
 MIN_TURN = 0.4
-"""Least geometric mean of the cosines between q_i and K q_i at which "auto" on a CPU refreshes by Cholesky-QR: 1 where the basis is K's.
-Below, columns of K Q all but depend on each other and Cholesky-QR may fail, which costs as much as QR itself: of 18,385 factors of real
-gradients (the quickstart, LoRA adapters, a small ViT) it fails on 1 in 167 of those above and on 1 in 3 of those below."""
+"""Least geometric mean of the cosines between q_i and K q_i (1 for an eigenbasis of K) at which "auto" on a CPU refreshes by Cholesky-QR.
+Below it, columns of K Q are nearly linearly dependent and Cholesky-QR may fail, which costs as much as QR itself. Of 18,385 factors of real
+gradients (the quickstart, LoRA adapters, a small ViT) it failed for 1 in 167 of those above and for 1 in 3 of those below."""
 
 
 def get_eigenbasis_eigh(
     k: Float[Tensor, "b n n"], fallback: Float[Tensor, "b n n"] | None = None
 ) -> tuple[Float[Tensor, "b n n"], Bool[Tensor, " b"]]:
-    """Eigenvectors of symmetric `k`, eigenvalues descending, and which matrices failed.
+    """Return the eigenvectors of symmetric `k`, in descending order of eigenvalues, and which matrices failed.
 
-    A matrix whose decomposition raises or is not finite is tried again in fp64; if that fails too, its basis is `fallback`'s (the
-    identity if there is none). A matrix of zeros, an expert that never saw a token, has the identity as basis.
+    A decomposition that raises or is not finite is tried again in fp64; if that fails, too, the basis is that of `fallback` (the identity
+    if there is none). A matrix of zeros, of an expert that never got a token, has the identity as basis.
     """
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand_as(k)
     q = _eigh_or_none(k)
@@ -64,19 +64,19 @@ def _eigh_or_none(k: Tensor) -> Tensor | None:
 
 
 def _eigh_retried(k: Tensor) -> Tensor:
-    """One (n, n) matrix: as it is, then in fp64, then NaN."""
+    """Decompose one (n, n) matrix in its dtype, or else in fp64; return NaN if both fail."""
     for attempt in (k, k.double()):
         q = _eigh_or_none(attempt)
         if q is not None:
             return q.to(k.dtype)
-    logger.warning("eigh failed in %s and in fp64 for a factor of %d x %d: its basis stays as it is", k.dtype, *k.shape)
+    logger.warning("eigh failed in %s and in fp64 for a factor of %d x %d, which keeps its basis", k.dtype, *k.shape)
     return torch.full_like(k, torch.nan)
 
 
 def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
-    """Eigenvectors of symmetric positive semi-definite `k`, eigenvalues descending, as its left singular vectors.
+    """Return the eigenvectors of symmetric positive semi-definite `k`, in descending order of eigenvalues, as its left singular vectors.
 
-    Slower than `get_eigenbasis_eigh`, and orthonormal to rounding also in the null space of a rank-deficient `k`.
+    It is slower than `get_eigenbasis_eigh`, but the vectors are orthonormal up to rounding even in the null space of a rank-deficient `k`.
     """
     u: Tensor = torch.linalg.svd(k).U
     return u
@@ -85,11 +85,11 @@ def get_eigenbasis_svd(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
 def get_eigenbasis_qr(
     k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], power_iter_steps: int = 1, method: str = "auto"
 ) -> tuple[Float[Tensor, "b n n"], Int[Tensor, "b n"]]:
-    """`power_iter_steps` of orthogonal iteration from the old basis `q`, and the order in which the old columns were taken.
+    """Take `power_iter_steps` of orthogonal iteration from the old basis `q`. Return the new basis and the order of the old columns in it.
 
-    The columns are first put in descending order of their Rayleigh quotients diag(Q^T K Q); K Q is formed once for both. `method` is
-    "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), with QR for the matrices that these fail on, or "auto", the
-    best of the three for size and device, and on a CPU for the matrix.
+    The columns are first sorted by their Rayleigh quotients diag(Q^T K Q), in descending order; K Q is computed once for both purposes.
+    `method` is "qr", "cholesky_qr" or "root_qr" (see `lather.optim.linalg.orthogonal`), or "auto", the best of the three for the size and
+    the device, and on a CPU for each matrix. Matrices for which the method fails are refreshed by QR.
     """
     q_new, order, failed = iterate(k, q, power_iter_steps, method)
     if method != "qr" and bool(failed.any()):
@@ -99,14 +99,14 @@ def get_eigenbasis_qr(
 
 
 def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As `get_eigenbasis_qr`, without help for the matrices that fail; they are the third result."""
-    looks = method == "auto"
-    if looks:
+    """Do the same as `get_eigenbasis_qr`, but do not repeat matrices that failed; the third result tells which did."""
+    is_auto = method == "auto"
+    if is_auto:
         method = pick_refresh_method(k.shape[-1], k.device)
     rows = q.mT @ k
     w = (rows.mT * q).sum(-2)
     order = w.argsort(dim=-1, descending=True, stable=True)
-    by_qr = _is_hard(rows, w) if looks and method == "cholesky_qr" else None
+    by_qr = _is_hard(rows, w) if is_auto and method == "cholesky_qr" else None
     rows = _select_rows(rows, order)
     by_root = method == "root_qr"
     if by_root:
@@ -126,14 +126,15 @@ def iterate(k: Tensor, q: Tensor, power_iter_steps: int, method: str) -> tuple[T
 
 
 def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
-    """Which matrices (B,) are refreshed by QR at once (`MIN_TURN`), by the rows of Q^T K and their products with those of Q^T."""
+    """Return which matrices (B,) are refreshed by QR without trying Cholesky-QR (`MIN_TURN`), from the rows of Q^T K and their products w
+    with those of Q^T."""
     cosines = w / torch.linalg.vector_norm(rows, dim=-1)
-    is_hard: Tensor = ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # where a cosine is no number, too
+    is_hard: Tensor = ~(cosines.log10().mean(-1) > math.log10(MIN_TURN))  # also true for NaN
     return is_hard
 
 
 def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`orthonormal_rows`, for the matrices `by_qr` by QR; each as it would be alone."""
+    """Call `orthonormal_rows` with `method`, or "qr" for the matrices `by_qr`; the results are those of each matrix alone."""
     if by_qr is None or bool(by_qr.all()) or not bool(by_qr.any()):
         return orthonormal_rows(rows, method if by_qr is None or not bool(by_qr[0]) else "qr")
     failed = torch.empty_like(by_qr)
@@ -143,24 +144,24 @@ def _orthonormal_rows(rows: Tensor, method: str, by_qr: Tensor | None) -> tuple[
 
 
 def _select_rows(x: Tensor, order: Tensor) -> Tensor:
-    """The rows of each matrix of x (B, n, k) in the given order (B, n)."""
+    """Return the rows of each matrix of x (B, n, k) in the given order (B, n)."""
     b, n, k = x.shape
     first = torch.arange(0, b * n, n, device=x.device).unsqueeze(1)
     return x.reshape(b * n, k).index_select(0, (order + first).flatten()).view(b, n, k)
 
 
 def rayleigh_quotients(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"]) -> Float[Tensor, "b n"]:
-    """diag(Q^T K Q): the eigenvalues that a basis stands for."""
+    """Return diag(Q^T K Q), the estimates of the eigenvalues of K in the basis Q."""
     return (q * (k @ q)).sum(-2)
 
 
 def is_zero(k: Float[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
-    """Which factors have never seen a gradient."""
+    """Return which factors are zero, because they have never had a gradient."""
     return (k == 0).all(-1).all(-1)
 
 
 def is_still_diagonal(k: Float[Tensor, "b n n"], q: Float[Tensor, "b n n"], tolerance: float) -> Bool[Tensor, " b"]:
-    """The skip criterion: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in Frobenius norm, per matrix."""
+    """Return which matrices need no refresh: |diag(Q^T K Q)| >= (1 - tolerance) |Q^T K Q|, in the Frobenius norm."""
     rotated = q.mT @ k @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)
     still: Tensor = torch.linalg.vector_norm(diagonal, dim=-1) >= (1 - tolerance) * torch.linalg.matrix_norm(rotated)
@@ -179,18 +180,19 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
     power_iter_steps: int = 1,
     eigenvalues: Float[Tensor, "b n"] | None = None,
 ) -> Bool[Tensor, " b"]:
-    """Refresh the basis `q` of inner dim `dim` from its factor `k` and carry the moments into the new coordinates; all in place.
+    """Refresh the basis `q` of inner dim `dim` from its factor `k`, and transform the moments to the new coordinates, all in place.
 
     Args:
-        exp_avg: the first moment, if it is kept in the bases' coordinates; else None.
-        method: "eigh", a whole eigendecomposition; "iteration", `FIRST_ROUNDS` steps of orthogonal iteration by "root_qr"; "first",
-            the better of these two for size and device; "qr", "cholesky_qr" or "root_qr", steps of it; "auto", the best of these here.
-            The first three have no tie to the old columns, so under "permute" exp_avg_sq then stays as it is.
-        second_moment: "permute" or "rotate", how exp_avg_sq follows (see the head of this file).
-        eigenvalues: if given, set to those of the new basis; columns are then in their order.
+        exp_avg: the first moment, if it is kept in the coordinates of the bases, otherwise None.
+        method: "eigh": a full eigendecomposition; "iteration": `FIRST_ROUNDS` steps of orthogonal iteration by "root_qr"; "first": the
+            better of these two for the size and the device; "qr", "cholesky_qr" or "root_qr": orthogonal iteration by this algorithm;
+            "auto": the best of these three. The columns that the first three return do not correspond to the old ones, so with "permute"
+            they leave exp_avg_sq as it is.
+        second_moment: "permute" or "rotate": how exp_avg_sq is transformed (see the head of this file).
+        eigenvalues: if given, they are set to those of the new basis, whose columns are then sorted by them.
 
     Returns:
-        Which matrices failed: nothing of theirs has changed. Except by "eigh", the device is not waited for.
+        Which matrices failed; their basis and moments have not changed. Only "eigh" waits for the device.
     """
     if method == "first":
         method = "iteration" if is_gpu(k) and k.shape[-1] > FIRST_BY_EIGH else "eigh"
@@ -209,7 +211,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
             again = w.argsort(dim=-1, descending=True, stable=True)
             w, order = w.gather(-1, again), order.gather(-1, again)
             q_new = q_new.gather(-1, again.unsqueeze(-2).expand_as(q_new))
-        # An expert that never saw a token has no eigenvalues yet; with zeros its first gradient would count for 1 / eps.
+        # An expert that never got a token keeps its initial eigenvalues; zeros would weigh its first gradient by 1 / eps.
         eigenvalues.copy_(eigenvalues.where((failed | is_zero(k))[:, None], w))
         q_new = _unless(failed, q, q_new)
     turns = second_moment == "rotate" or (exp_avg is not None and _prefers_turn(exp_avg, dim))
@@ -226,7 +228,7 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
 
 
 def _prefers_turn(x: Tensor, dim: int) -> bool:
-    """Whether S = Q_new^T Q_old and one product with it are fewer flops than two products, with Q_old and Q_new^T."""
+    """Whether computing S = Q_new^T Q_old and one product with it takes fewer flops than two products, with Q_old and Q_new^T."""
     n = x.shape[dim + 1]
     return n * n < x[0].numel()
 
@@ -238,14 +240,14 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
 
 
 def _unless(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """`new`, and where the refresh failed `old`, to the bit."""
-    if is_cpu(new) and not bool(failed.any()):  # elsewhere to look would be to wait for the device
+    """Return `new`, but exactly `old` for matrices whose refresh failed."""
+    if is_cpu(new) and not bool(failed.any()):  # on a GPU this check would wait for the device
         return new
     return old.where(failed.view(-1, *[1] * (old.dim() - 1)), new)
 
 
 def _reordered(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """Inner dim `dim` of x (B, ...) in the given order (B, n)."""
+    """Return x (B, ...) with inner dim `dim` in the given order (B, n)."""
     if dim == 0:
         return _select_rows(x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1), order).view(x.shape)
     shape = [len(order)] + [1] * (x.dim() - 1)

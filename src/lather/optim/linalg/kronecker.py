@@ -1,10 +1,10 @@
-"""Kronecker products: factor statistics, averages of a gradient's contractions with itself, and bases applied to a tensor.
+"""Kronecker factors, which average products of the gradient with itself, and multiplication of a tensor by bases.
 
 Source: Shampoo (Gupta, Koren, Singer, arXiv:1802.09568), as SOAP uses it (Vyas et al., arXiv:2409.11321, algorithm 3). For a matrix
 G (m x n) the factors are L = E[G G^T] and R = E[G^T G]; a tensor has one per dim, contracted over all other dims. The KL form
-(Lin et al., arXiv:2509.03378) weighs the other dims by their inverse: L = E[G R^{-1} G^T] / n, R = E[G^T L^{-1} G] / m, the fixed
-point of which minimises the KL divergence between the gradients' covariance and the Kronecker product.
-Everything carries a leading batch dim B. A dim without factor or basis is left alone.
+(Lin et al., arXiv:2509.03378) weighs the other dims by their inverse factors: L = E[G R^{-1} G^T] / n, R = E[G^T L^{-1} G] / m; the fixed
+point minimises the KL divergence between the covariance of the gradients and the Kronecker product.
+All tensors have a leading batch dim B. A dim without factor or basis is not transformed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Matrices = Mapping[int, Float[Tensor, "b _ _"]]
 """Inner dim i -> its matrices (B, n_i, n_i): symmetric factors, or bases."""
 
 SYMMETRIC_FROM = 256
-"""Size of both edges from which on x x^T is formed on a CPU by block rows (measured on a CPU: 15 to 30 % less time above, more below)."""
+"""Least size of both sides of x for which a CPU computes x x^T by block rows (measured: 15 to 30 % less time above it, more below)."""
 
 SYMMETRIC_BLOCKS = 4
 
 
 def unfold(x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b n rest"]:
-    """Inner dim `dim` of `x` as rows, all other inner dims flattened into columns."""
+    """Return `x` as matrices: inner dim `dim` as rows, all other inner dims flattened into columns."""
     return x.movedim(dim + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
 
 
 def apply_transposed(a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim: int) -> Float[Tensor, "b *dims"]:
-    """a^T applied on inner dim `dim` of x."""
+    """Multiply x by a^T on inner dim `dim`."""
     if x.dim() == 2:
         return (x.unsqueeze(1) @ a).squeeze(1)
     if x.dim() == 3:
@@ -44,19 +44,20 @@ def apply_transposed(a: Float[Tensor, "b n k"], x: Float[Tensor, "b *dims"], dim
 
 
 def precondition(x: Float[Tensor, "b *dims"], bases: Matrices, direction: Literal["in", "out"]) -> Float[Tensor, "b *dims"]:
-    """ "in": into the eigenbases, Q_L^T X Q_R for a matrix and Q_i^T on each dim i in general. "out": back, Q_L X Q_R^T."""
+    """Transform x into the eigenbases ("in": Q_L^T X Q_R for a matrix, and in general Q_i^T on each dim i) or back ("out": Q_L X Q_R^T)."""
     for dim, q in bases.items():
         x = apply_transposed(q if direction == "in" else q.mT, x, dim)
     return x
 
 
 def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> dict[int, Tensor]:
-    """The factors of `g` alone, one (B, n, n) per inner dim in `dims`."""
+    """Return the factors of a single gradient `g`, one (B, n, n) per inner dim in `dims`."""
     return {dim: x @ x.mT for dim in dims for x in [unfold(g, dim)]}
 
 
 def update_kronecker_factors(factors: Matrices, g: Float[Tensor, "b *dims"], beta: float, active: Int[Tensor, " k"] | None = None) -> None:
-    """In place: K_i = beta K_i + (1 - beta) (contraction of g with itself on dim i), for the batch entries `active` (None: all)."""
+    """Set K_i = beta K_i + (1 - beta) (product of g unfolded on dim i with its transpose) in place, for the matrices `active` (None:
+    all)."""
     g = g if active is None else g[active]
     for dim, k in factors.items():
         average_(k, unfold(g, dim), beta, 1 - beta, active)
@@ -72,8 +73,10 @@ def update_kronecker_factors_kl(
     eps: float,
     active: Int[Tensor, " k"] | None = None,
 ) -> None:
-    """In place: K_i = beta K_i + (1 - beta) n_i / numel(g) X X^T, where X is g unfolded on dim i and whitened on every other dim j
-    with a factor: Q_j^T applied and divided by the root of max(eigenvalues_j, eps). A dim that is not in `bases` has the identity as basis.
+    """Set K_i = beta K_i + (1 - beta) n_i / numel(g) X X^T in place, for the matrices `active` (None: all).
+
+    X is g unfolded on dim i, after g is whitened on every other dim j that has a factor: multiplied by Q_j^T and divided by the root of
+    max(eigenvalues_j, eps). A dim that is not in `bases` has the identity as basis.
     """
     rows = slice(None) if active is None else active
     g = g[rows]
@@ -87,22 +90,22 @@ def update_kronecker_factors_kl(
 
 
 def gram(x: Tensor) -> Tensor:
-    """x x^T for x (B, n, rest)."""
+    """Return x x^T for x (B, n, rest)."""
     if is_formed_whole(x):
         return x @ x.mT
     return average_(x.new_zeros(len(x), x.shape[1], x.shape[1]), x, 0.0, 1.0)
 
 
 def is_formed_whole(x: Tensor) -> bool:
-    """Whether x x^T for x (B, n, rest) is one product, not one of each block row."""
+    """Whether x x^T for x (B, n, rest) is computed as one product, and not by block rows."""
     return min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x)
 
 
 def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | None = None) -> Tensor:
-    """k = beta k + weight x x^T in place, for x (B, n, rest), on the batch entries `active`; returns k.
+    """Set k = beta k + weight x x^T in place, for x (B, n, rest), for the matrices `active` (None: all), and return k.
 
-    On a CPU large ones by block rows up to the diagonal, mirrored: torch has no symmetric rank-k product, and this does 5/8 of a whole one.
-    In bf16, and on a GPU, a whole product is so fast that the copies would take longer.
+    On a CPU, large products are computed by block rows up to the diagonal and mirrored, which takes 5/8 of the flops: torch has no
+    symmetric rank-k product. In bf16, and on a GPU, the whole product takes less time than the copies would.
     """
     n = k.shape[-1]
     if active is not None:
@@ -120,5 +123,5 @@ def average_(k: Tensor, x: Tensor, beta: float, weight: float, active: Tensor | 
 
 
 def bias_corrected_beta(beta: float, step: int) -> float:
-    """The decay that makes an average started from the first gradient unbiased: 1 - (1 - beta) / (1 - beta^(t+1))."""
+    """Return the decay rate that makes an average without bias if it starts with the first gradient: 1 - (1 - beta) / (1 - beta^(t+1))."""
     return 1 - (1 - beta) / (1 - beta ** (step + 1)) if beta < 1 else beta

@@ -1,11 +1,11 @@
-"""The polar factor of matrices by Newton-Schulz iteration: products alone, no decomposition.
+"""The polar factor of matrices by Newton-Schulz iteration, which uses matrix products only and no decomposition.
 
-Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients
-that is optimal step by step.
-X <- a X + (b A + c A^2) X with A = X X^T takes every singular value towards 1 and leaves the singular vectors.
-Shapes: x (B, m, n). Products are on the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3 flops with k = min(m, n).
+Source: Jordan et al., "Muon" (2024), quintic coefficients; Amsel et al., "The Polar Express", arXiv:2505.16932, a sequence of coefficients,
+each optimal for its step.
+X <- a X + (b A + c A^2) X with A = X X^T moves every singular value towards 1 and does not change the singular vectors.
+Shapes: x (B, m, n). A has the size of the smaller side, so a step costs 4 k^2 max(m, n) + 2 k^3 flops with k = min(m, n).
 
-Trade-off: five steps of the quintic leave singular values between about 0.7 and 1.2, which an optimizer does not mind.
+Trade-off: five quintic steps leave singular values between about 0.7 and 1.2, which is precise enough for an optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLAR_EXPRESS = (
 """Coefficients of the published sequence, for singular values from 1e-3 on; the last is repeated."""
 
 SAFETY = 1.01
-"""In bf16 a singular value may be rounded to above 1, where these polynomials grow without bound: they then take x / 1.01, as published."""
+"""Divisor of x in bf16, as published: a singular value that is rounded to above 1 would grow without bound under these polynomials."""
 
 IterationDtype = Literal["auto", "fastest", "float32", "bfloat16"]
 
@@ -51,14 +51,14 @@ def orthogonalize(
     coefficients: Literal["quintic", "polar_express"] = "quintic",
     dtype: IterationDtype = "auto",
 ) -> Float[Tensor, "b m n"]:
-    """About U V^T for each x = U S V^T, of the dtype of x; a matrix of zeros stays zeros.
+    """Return approximately U V^T for each x = U S V^T, in the dtype of x; a matrix of zeros stays zero.
 
     Args:
-        x: not changed.
-        steps: of the iteration.
-        coefficients: of which set; of the last one as often as needed.
-        dtype: of the iteration; auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16
-            also for fp32 on a CPU that is faster in it.
+        x: matrices, which are not changed.
+        steps: number of steps of the iteration.
+        coefficients: sequence of coefficients, of which the last is repeated if there are more steps.
+        dtype: dtype of the iteration. auto: that of x, but bfloat16 for fp32 on CUDA; fastest: bfloat16 also for fp32 on a CPU that is
+            faster in it.
     """
     y = x.mT if x.shape[-2] > x.shape[-1] else x
     norm = torch.linalg.matrix_norm(y, keepdim=True) + 1e-7
@@ -78,7 +78,7 @@ def orthogonalize(
 
 
 def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
-    """The dtype in which `orthogonalize` multiplies."""
+    """Return the dtype in which `orthogonalize` multiplies."""
     if dtype in ("float32", "bfloat16"):
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     in_bf16 = is_gpu(x) or (dtype == "fastest" and is_cpu(x) and cpu_is_fast_in_bf16())
@@ -87,7 +87,7 @@ def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
 
 @functools.cache
 def cpu_is_fast_in_bf16() -> bool:
-    """Whether the CPU multiplies matrices of bfloat16 in a third to a fifth of the time of fp32. Known on Linux only."""
+    """Whether the CPU multiplies bfloat16 matrices in a third to a fifth of the time of fp32. False on systems other than Linux."""
     try:
         return is_fast_in_bf16(Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -95,13 +95,13 @@ def cpu_is_fast_in_bf16() -> bool:
 
 
 def is_fast_in_bf16(cpuinfo: str) -> bool:
-    """Whether a CPU that Linux describes like this is: Intel's with AMX, AMD's with AVX512-BF16. With AVX512-BF16 alone Intel's are slower
-    in bfloat16 than in fp32, and all others much slower."""
+    """Whether this is the cpuinfo of a CPU that is fast in bfloat16: Intel with AMX, or AMD with AVX512-BF16. Intel CPUs with AVX512-BF16
+    alone are slower in bfloat16 than in fp32, and all other CPUs much slower."""
     return "amx_bf16" in cpuinfo or ("AuthenticAMD" in cpuinfo and "avx512_bf16" in cpuinfo)
 
 
 def update_scale(shape: Sequence[int], scale: str | float) -> float:
-    """The factor that an orthogonalised update (m, n) is multiplied with.
+    """Return the factor by which an orthogonalised update (m, n) is multiplied.
 
     "match_rms_adamw": 0.2 sqrt(max(m, n)), the rms of AdamW's update (Liu et al., arXiv:2502.16982); "spectral": sqrt(max(1, m / n)); or a
     number.
@@ -113,7 +113,7 @@ def update_scale(shape: Sequence[int], scale: str | float) -> float:
 
 
 def with_norm_of(x: Tensor, y: Tensor) -> Tensor:
-    """Each matrix of y (B, m, n) scaled to the Frobenius norm that the one of x has; zeros stay zeros."""
+    """Scale each matrix of y (B, m, n) to the Frobenius norm of the matrix in x; a matrix of zeros stays zero."""
     norm, own = (torch.linalg.matrix_norm(one, keepdim=True) for one in (x, y))
     scaled: Tensor = y * (norm / own.clamp_min(1e-30))
     return scaled

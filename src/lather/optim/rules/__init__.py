@@ -1,5 +1,5 @@
-"""The rules, one file each. A line here registers a rule: under its name for `rule` in parameter groups and `[optim] name` of the trainer,
-and its optimizer as part of `lather.optim`.
+"""The rules, one file each. An import here registers a rule under its name, which `rule` in parameter groups and `[optim] name` of the
+trainer accept, and exports its optimizer from `lather.optim`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES: dict[str, type[Rule]] = {one.rule.name: one.rule for one in _OPTIMIZERS}
 
 
 def find_rule(name: str) -> type[Rule]:
-    """The rule that is registered under `name`, or `module:Class` of one's own. Raises ValueError if there is none."""
+    """Return the rule that is registered under `name`, or import it if `name` is `module:Class`. Raises ValueError if there is none."""
     if name in RULES:
         return RULES[name]
     module, colon, qualname = name.partition(":")

@@ -1,10 +1,11 @@
-"""AdamW: for embeddings, heads, norms and biases, and for every parameter that another rule has no matrix in.
+"""AdamW: for embeddings, heads, norms and biases, and for every parameter in which another rule finds no matrix.
 
-Source: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101. Every element depends on itself alone, so parameters of all
-shapes are one batch, and torch's fused kernel takes what it can: one launch, no temporaries.
+Source: Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101. The update of an element depends on that element alone, so
+parameters of all shapes form one batch. Where the options allow it, torch's fused kernel takes the step in one launch without temporaries.
 
-On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register, differently from the others. What is last
-depends on where a parameter is cut, and its numbers must not: those elements of all parameters go through the kernel together, filled up.
+On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register, differently from the others. Which elements
+are last depends on how a parameter is sharded, but results must not: the last elements of all parameters are therefore concatenated, padded
+to whole registers, and updated by the kernel together.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class AdamWRule(Rule):
     lr: Rate = 1e-3
     """Learning rate."""
     betas: Betas = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of the first and second moment."""
     eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`."""
+    """Weight decay: wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = False
-    """Momentum one step ahead."""
+    """Use Nesterov momentum."""
     correct_bias: bool = True
-    """Divide the moments by 1 - beta^t."""
+    """Correct the bias of the moments: divide them by 1 - beta^t."""
 
     name: ClassVar[str] = "adamw"
     elementwise: ClassVar[bool] = True
@@ -57,7 +58,7 @@ class AdamWRule(Rule):
         return adam_in_basis(self.decayed(g, s), m, v, t, self.betas, self.eps, correct_bias=self.correct_bias, nesterov=nesterov)
 
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """Take the step by torch's kernel, where it does what the options ask for: with parameters, gradients and moments of one dtype."""
+        """Take the step with torch's fused kernel if it supports the options, and parameters, gradients and moments have one dtype."""
         dtype = states["exp_avg"][0].dtype
         if self.couples_decay or self.nesterov or lr == 0 or not self.correct_bias or weights[0].is_meta:
             return False

@@ -1,4 +1,4 @@
-"""The common part of rules with eigenbases: which sides of a matrix have one, what is kept for it, and how it is refreshed.
+"""Base class of rules with eigenbases: which sides of a matrix have one, which state belongs to it, and how it is refreshed.
 
 Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), V the second moment in the bases (`exp_avg_sq`).
 """
@@ -15,46 +15,47 @@ from lather.optim.options import Count, Interval, NonNegative, Range, at_least, 
 from lather.optim.rule import Entry, Matrix, RefreshingRule, State, column, rms
 
 LONG = 8
-"""How many times as long the longer side is from which on `sides="auto"` leaves it out."""
+"""Ratio of the sides of a matrix above which `sides="auto"` gives no basis to the longer one."""
 
 
 @dataclass(frozen=True)
 class BasisRule(RefreshingRule):
-    """Base of SOAP, KL-SOAP and SOAP-Muon."""
+    """Base class of SOAP, KL-SOAP and SOAP-Muon."""
 
     _: KW_ONLY
     precondition_frequency: Interval = 10
-    """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes of the bases. In Python it may also be a function of the step (`lather.optim.schedules`)."""
     sides: Literal["both", "smaller", "larger", "auto"] = "both"
-    """Which sides of a matrix have a factor and a basis; auto: the smaller alone where the other is more than 8 times as long (LoRA's
-    4096 x 8 would keep 1,026 times its weights), else both."""
+    """Sides of a matrix that have a Kronecker factor and a basis. auto: only the smaller side if the other is more than 8 times as long
+    (both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its weights), otherwise both."""
     max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
-    """A longer dim has no factor; 0: none has one, so the group is AdamW."""
+    """Largest size of a dim that has a factor and a basis; 0: no dim has them, so the group takes AdamW's step."""
     precondition_1d: bool = False
-    """Give vectors a factor, too; otherwise they are AdamW."""
+    """Give vectors a factor and a basis, too; otherwise they take AdamW's step."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "auto"
-    """qr, cholesky_qr and root_qr: three ways to the same orthogonal iteration; auto: the best of them for size and device; eigh: a whole
-    eigendecomposition."""
+    """Computation of the new basis. qr, cholesky_qr, root_qr: three algorithms for one step of orthogonal iteration; auto: the best of the
+    three for the size and the device; eigh: a full eigendecomposition."""
     first_bases: Literal["auto", "eigh", "iteration"] = "auto"
-    """How the first bases are found. eigh: whole eigendecompositions, as always under `refresh_method="eigh"`; iteration: four steps of
-    orthogonal iteration from the identity, in batches; auto: iteration on a GPU from n = 65 on, else eigh."""
+    """Computation of the first bases. eigh: a full eigendecomposition, which `refresh_method="eigh"` always uses; iteration: four steps of
+    batched orthogonal iteration from the identity; auto: iteration on a GPU for n > 64, otherwise eigh."""
     power_iter_steps: Count = 1
     """Steps of orthogonal iteration per refresh."""
     second_moment: Literal["permute", "rotate"] = "rotate"
-    """How V follows turning bases: its entries re-ordered with the columns, or turned with them (`lather.optim.linalg.eigenbasis`)."""
+    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered columns; rotate: it is rotated into the
+    new basis (`lather.optim.linalg.eigenbasis`)."""
     use_adaptive_criteria: bool = False
-    """Leave out bases that still diagonalise their factor to `adaptive_update_tolerance`."""
+    """Do not refresh a basis that still diagonalises its factor to within `adaptive_update_tolerance`."""
     adaptive_update_tolerance: Annotated[
         float | None, Range("a number in (0, 1) or None", lambda tol: tol is None or (is_number(tol, below=1.0) and tol > 0))
     ] = None
     """Relative tolerance of `use_adaptive_criteria`; None: 1e-7."""
 
     has_eigenvalues: ClassVar[bool] = False
-    """Whether the eigenvalues that bases stand for are kept (`eigenvalues_i`)."""
+    """Whether the state holds the eigenvalues of each basis, too (`eigenvalues_i`)."""
 
     @property
     def turns_momentum(self) -> bool:
-        """Whether the momentum `exp_avg` is kept in the bases, and so turns with them."""
+        """Whether the momentum `exp_avg` is kept in the coordinates of the bases, and so is rotated at a refresh."""
         return True
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ Warmup = Annotated[int, Range("an integer", lambda steps: isinstance(steps, int)
 
 
 def clip_rms(u: Tensor, max_rms: NonNegative) -> Tensor:
-    """Each matrix of u (B, ...) scaled down to root mean square `max_rms` if it is above; 0: unchanged."""
+    """Scale each matrix of u (B, ...) down to root mean square `max_rms` if it has more; 0: return u unchanged."""
     if max_rms == 0:
         return u
     return u * column((max_rms / (rms(u) + 1e-12)).clamp(max=1), u)

@@ -1,13 +1,13 @@
 """KL-SOAP, REKLS and stacked SOAP: Adam in the eigenbases of factors that are estimated by minimising a KL divergence.
 
-Source: Lin et al., "Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization", arXiv:2509.03378. The statistics of
-a dim weigh the others by the inverse of their own (`lather.optim.linalg.kronecker`), the step's own gradient included: statistics,
-refresh, then project in, Adam, project out.
+Source: Lin et al., "Understanding and Improving Shampoo and SOAP via Kullback-Leibler Minimization", arXiv:2509.03378. The factor of one
+dim averages the gradient after it is whitened on the other dims by their factors (`lather.optim.linalg.kronecker`). The current gradient
+counts in its own step: update the factors, refresh the bases, then project into the bases, Adam, project out.
 
-Letters as in `lather.optim.rules.soap`; w_i are the eigenvalues that basis Q_i stands for.
+Letters as in `lather.optim.rules.soap`; w_i are the eigenvalues of K_i in the basis Q_i.
 
-A safe start: eigenvalues begin at 1, not at 0 (whose inverse would make the first gradient count for 1 / eps), the first steps are plain
-Adam, and the second moment is rotated into every new basis, so that no coordinate meets a denominator that is not its own.
+Three measures keep the first steps small: eigenvalues begin at 1, not at 0 (whose inverse would weigh the first gradient by 1 / eps), the
+first steps are plain Adam, and the second moment is rotated into every new basis, so that each coordinate is divided by its own moment.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ class KLSOAPRule(BasisRule):
     lr: Rate
     """Learning rate."""
     betas: Betas = (0.9, 0.95)
-    """Decay rates of Adam's two moments."""
+    """Decay rates of Adam's first and second moment."""
     shampoo_beta: Decay = 0.95
     """Decay rate of the Kronecker factors."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment, and the least eigenvalue that statistics divide by."""
+    """Number added to the root of the second moment, and the smallest eigenvalue by which statistics divide."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`; coupled decay ("l2") comes after the statistics."""
+    """Weight decay: wd in `weight_decay_method`; coupled decay ("l2") does not enter the factors."""
     _: KW_ONLY
     precondition_frequency: Interval = 1
-    """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes of the bases. In Python it may also be a function of the step (`lather.optim.schedules`)."""
     adam_warmup_steps: Steps = 1
-    """Plain Adam for this many steps, while statistics gather; the first bases come in the step after. 0: at once."""
+    """Steps of plain Adam, which update the factors, before the step that computes the first bases."""
     initial_eigenvalue: Positive = 1.0
-    """Eigenvalue that statistics divide by before the first refresh."""
+    """Eigenvalue by which statistics divide before the first refresh."""
     eigenvalue_floor: NonNegative = 0.0
-    """Least eigenvalue that statistics divide by, relative to the mean of its factor's; where experts see few tokens 1e-3 to 1e-2."""
+    """Smallest eigenvalue by which statistics divide, relative to the mean of the factor's eigenvalues. Where experts see few tokens, give
+    1e-3 to 1e-2."""
     nesterov: bool = False
-    """Adam's momentum one step ahead."""
+    """Use Nesterov momentum in Adam."""
     correct_bias: bool = True
-    """Adam's bias correction."""
+    """Correct the bias of Adam's moments."""
     max_update_rms: NonNegative = 0.0
-    """Clip each matrix's update to this rms; 0: no clipping."""
+    """Scale the update of a matrix down to this root mean square (rms) where it is larger; 0: no limit."""
 
     name: ClassVar[str] = "klsoap"
     refreshes_first: ClassVar[bool] = True
@@ -72,7 +73,7 @@ class KLSOAPRule(BasisRule):
         return entries | {f"eigenvalues_{dim}": Entry((matrix.shape[dim],), initial=self.initial_eigenvalue) for dim in self.dims(matrix)}
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
-        """An average, unbiased from the first gradient on, whitened by the bases of earlier steps."""
+        """Update the factors: averages without bias from the first gradient on, whitened by the bases of earlier steps."""
         beta = 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**t)
         bases = s.by_dim("basis") if t > self.adam_warmup_steps + 1 else {}
         eigenvalues = s.by_dim("eigenvalues")
@@ -93,22 +94,24 @@ class KLSOAPRule(BasisRule):
 
 @dataclass(frozen=True)
 class REKLSRule(KLSOAPRule):
-    """KL-SOAP with a whole eigendecomposition of every factor at every step: the exact rule that KL-SOAP follows from afar."""
+    """KL-SOAP with a full eigendecomposition of every factor at every step: the exact rule that KL-SOAP approximates."""
 
     _: KW_ONLY
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "eigh"
-    """qr, cholesky_qr, root_qr or auto: orthogonal iteration, as in KL-SOAP; eigh: whole eigendecompositions."""
+    """Computation of the new basis. qr, cholesky_qr, root_qr or auto: orthogonal iteration, as in KL-SOAP; eigh: a full
+    eigendecomposition."""
 
     name: ClassVar[str] = "rekls"
 
 
 @dataclass(frozen=True)
 class StackedSOAPRule(KLSOAPRule):
-    """KL-SOAP in which a stack of experts (b, m, n) is one matrix with shared factors; on parameters of two dims it is KL-SOAP."""
+    """KL-SOAP that treats a stack of experts (b, m, n) as one matrix with shared factors; for parameters of two dims it is KL-SOAP."""
 
     _: KW_ONLY
     matrix_layout: Literal["tensor", "per_expert", "stacked"] = "stacked"
-    """stacked: (b, m, n) is the one matrix (m, b*n) if n <= m, else (b*m, n); tensor, for parameters that are no stack."""
+    """Layout of a parameter of 3 dims or more. stacked: a stack (b, m, n) is one matrix, (m, b*n) if n <= m, otherwise (b*m, n); tensor:
+    the parameter is no stack and stays one tensor."""
 
     name: ClassVar[str] = "stacked_soap"
 
@@ -132,7 +135,7 @@ class KLSOAP(MatrixOptimizer):
 
 
 class REKLS(KLSOAP):
-    """KLSOAP with a whole eigendecomposition of every factor at every step: the exact rule that KLSOAP follows from afar."""
+    """KLSOAP with a full eigendecomposition of every factor at every step: the exact rule that KLSOAP approximates."""
 
     rule = REKLSRule
 
@@ -142,7 +145,7 @@ class REKLS(KLSOAP):
 
 
 class StackedSOAP(KLSOAP):
-    """KLSOAP in which a stack of experts (b, m, n) is one matrix with shared factors, refreshed at every step."""
+    """KLSOAP that treats a stack of experts (b, m, n) as one matrix with shared factors."""
 
     rule = StackedSOAPRule
 

@@ -1,4 +1,7 @@
-"""Muon (Jordan et al., 2024), and NorMuon (arXiv:2510.05491). B momentum, N its Nesterov numerator, U update; one tensor of state each."""
+"""Muon (Jordan et al., 2024) and NorMuon (arXiv:2510.05491).
+
+Letters: B momentum, N the Nesterov combination of B and the gradient, U update. The state is B alone, and with NorMuon one number per row.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,32 @@ from lather.optim.rules.adamw import AdamWRule
 
 @dataclass(frozen=True)
 class MuonRule(Rule):
-    """Momentum, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same rate."""
+    """Momentum, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning rate."""
 
     lr: Rate = 1e-2
     """Learning rate."""
     momentum: Decay = 0.95
-    """mu, the decay rate of B."""
+    """Decay rate mu of the momentum B."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`."""
+    """Weight decay: wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = True
-    """Orthogonalise mu B + (1 - mu) G instead of B."""
+    """Use Nesterov momentum: orthogonalise mu B + (1 - mu) G instead of B."""
     steps: Count = 5
-    """Steps of Newton-Schulz; 3 cost no loss that was seen."""
+    """Steps of the Newton-Schulz iteration. In no measured run did 3 steps raise the loss."""
     coefficients: Literal["quintic", "polar_express"] = "quintic"
-    """Coefficients of Newton-Schulz: Jordan's at every step, or the sequence of the Polar Express."""
+    """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step; polar_express: a sequence that changes from
+    step to step."""
     scale: Scale = "match_rms_adamw"
-    """match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's rates fit; spectral: sqrt(max(1, m / n)); or a number."""
+    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m, n)), so that AdamW's learning rates fit;
+    spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
-    """dtype of the iteration; auto: bfloat16 on CUDA, that of the state's arithmetic on a CPU; fastest: bfloat16 also on a CPU that is
-    faster in it (AMX, or AMD with AVX512-BF16)."""
+    """dtype of the Newton-Schulz iteration. auto: bfloat16 on CUDA, on a CPU the dtype of all other arithmetic; fastest: bfloat16 also on a
+    CPU that multiplies it faster than float32 (AMX, or AMD with AVX512-BF16)."""
     normalize: Annotated[str | None, Range("'row' or None", (None, "row").__contains__)] = None
-    """row: divide each row of U by the root of its running second moment, and restore U's norm (NorMuon)."""
+    """row: divide each row of U by the root of that row's second moment and restore the norm of U (NorMuon); None: leave U as it is."""
     beta2: Decay = 0.95
-    """Decay rate of second moments: of rows, and of V in SOAP-Muon."""
+    """Decay rate of the second moments: of rows (NorMuon), and of V in SOAP-Muon."""
 
     name: ClassVar[str] = "muon"
 
@@ -57,12 +62,12 @@ class MuonRule(Rule):
         return self.finished(self.numerator(self.decayed(g, s), s), s)
 
     def numerator(self, g: Tensor, s: State) -> Tensor:
-        """B <- mu B + (1 - mu) G in place; then N = mu B + (1 - mu) G, or B without Nesterov."""
+        """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without Nesterov momentum."""
         b = s["momentum_buffer"].lerp_(g, 1 - self.momentum)
         return g.lerp(b, self.momentum) if self.nesterov else b
 
     def finished(self, x: Tensor, s: State) -> Tensor:
-        """U of x (B, m, n): orthogonalised, its rows evened if asked, and scaled."""
+        """Return U for x (B, m, n): orthogonalised, with normalised rows if `normalize` says so, and scaled."""
         u = orthogonalize(x, self.steps, self.coefficients, self.newton_schulz_dtype)
         if self.normalize:
             v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
@@ -71,7 +76,7 @@ class MuonRule(Rule):
 
 
 class Muon(MatrixOptimizer):
-    """Momentum, orthogonalised by Newton-Schulz, per matrix and per expert; vectors take AdamW's step at the same rate."""
+    """Momentum of each matrix and each expert, orthogonalised by Newton-Schulz; vectors take AdamW's step at the same learning rate."""
 
     rule = MuonRule
 

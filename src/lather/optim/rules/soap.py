@@ -1,13 +1,14 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
-Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3, with the amortised refresh of
-its algorithm 4. Statistics of earlier steps precondition this one: project in, Adam, project out, then update the factors, then refresh.
+Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3, with the amortised refresh of its
+algorithm 4. The bases of earlier steps precondition the gradient: project into the bases, Adam, project out; then update the factors and
+refresh the bases.
 
 Letters: W parameter, G gradient, U update, L and R (here K_i) the Kronecker factors, Q_i their eigenbases, M = exp_avg, V = exp_avg_sq,
 both kept in eigenbasis coordinates once a basis exists. Every tensor carries a leading batch dim B (matrices of equal shape).
 
-Trade-off: one factor and one basis per dim are kept (2 (m^2 + n^2) elements for a matrix) so that a step costs two products per dim
-and the eigenvectors may go stale between refreshes.
+Trade-off: the state holds one factor and one basis per dim (2 (m^2 + n^2) elements for a matrix), so that a step costs two products per
+dim; between refreshes the eigenvectors are out of date.
 """
 
 from __future__ import annotations
@@ -38,39 +39,42 @@ class SOAPRule(BasisRule):
     lr: Rate = 3e-3
     """Learning rate."""
     betas: Betas = (0.95, 0.95)
-    """Decay rates of Adam's two moments."""
+    """Decay rates of Adam's first and second moment."""
     shampoo_beta: Annotated[float, Range("a number below 1 (negative: betas[1])", lambda beta: is_number(beta, -float("inf"), 1.0))] = -1
     """Decay rate of the Kronecker factors; negative: `betas[1]`."""
     eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`; coupled decay ("l2") enters the factors, too."""
+    """Weight decay: wd in `weight_decay_method`; coupled decay ("l2") enters the factors, too."""
     _: KW_ONLY
     use_decoupled_weight_decay: bool = True
-    """False: the same as `weight_decay_method="l2"`."""
+    """False means the same as `weight_decay_method="l2"`."""
     use_nesterov: bool = False
-    """Adam's momentum one step ahead."""
+    """Use Nesterov momentum in Adam."""
     adam_warmup_steps: Warmup = 1
-    """Plain Adam for this many steps, then the first bases; made at least 1, and less than `precondition_warmup_steps` if that is set."""
+    """Steps of plain Adam, the last of which ends with the first bases. A value below 1 counts as 1; a value that is not less than
+    `precondition_warmup_steps`, if that is set, is lowered."""
     second_moment: Literal["permute", "rotate"] = "permute"
-    """How V follows turning bases: re-ordered with the columns, as published, or turned with them, which keeps the first steps small."""
+    """Change of the second moment when a basis changes. permute: its entries follow the re-ordered columns, as published; rotate: it is
+    rotated into the new basis, which keeps the first steps small."""
     momentum_in: Literal["basis", "parameter"] = "basis"
-    """Coordinates of M. basis: it turns with the bases at a refresh. parameter: it is projected in at every step, which takes less time
-    where bases are refreshed at every step, and is called `momentum_buffer`. The same rule to rounding."""
+    """Coordinates in which the momentum M is kept. basis: those of the bases; a refresh rotates M. parameter: those of the parameter; every
+    step projects M into the bases, which takes less time if bases are refreshed at every step, and the state calls M `momentum_buffer`.
+    Results agree up to rounding."""
     statistics_of: Literal["gradient", "momentum"] = "gradient"
-    """Source of the factors: the gradient, or Adam's momentum."""
+    """Tensor whose products with itself the factors average: the gradient, or Adam's momentum."""
     orthogonalize: bool = False
-    """Orthogonalise the update of a matrix by five steps of Newton-Schulz, at 0.2 sqrt(max(m, n)) of scale, like Muon's."""
+    """Orthogonalise the update of a matrix with five steps of Newton-Schulz and multiply it by 0.2 sqrt(max(m, n)), like Muon."""
     trace_normalization: bool = False
-    """Multiply the update by the root of the first factor's trace."""
+    """Multiply the update by the square root of the trace of the first factor."""
     normalize_preconditioned_grads: bool = False
-    """Scale the update to rms 1."""
+    """Scale the update of every matrix to root mean square 1."""
     correct_bias: bool = True
-    """Adam's bias correction, and the same for the factors."""
+    """Correct the bias of Adam's moments and of the factors."""
     use_eigh: bool = False
-    """The same as `refresh_method="eigh"`."""
+    """True means the same as `refresh_method="eigh"`."""
     max_update_rms: NonNegative = 0.0
-    """Clip each matrix's update to this rms; 0: no clipping."""
+    """Scale the update of a matrix down to this root mean square (rms) where it is larger; 0: no limit."""
 
     name: ClassVar[str] = "soap"
 
@@ -136,7 +140,7 @@ class SOAPRule(BasisRule):
         return u
 
     def _normalized(self, u: Tensor, factors: dict[int, Tensor]) -> Tensor:
-        """The optional normalisations of the update, each per matrix."""
+        """Apply the optional normalisations to the update of each matrix."""
         if self.orthogonalize and u.dim() == 3:
             u = orthogonalize(u) * update_scale(u.shape[1:], "match_rms_adamw")
         if self.trace_normalization and factors:
@@ -151,7 +155,7 @@ class SOAPRule(BasisRule):
 
     @property
     def _momentum(self) -> str:
-        """The name of M in the state: another one in other coordinates, so that neither is taken for the other."""
+        """The name of M in the state. It depends on the coordinates of M, so that a loaded M is never taken to be in the wrong ones."""
         return "exp_avg" if self.turns_momentum else "momentum_buffer"
 
     @property
@@ -164,20 +168,20 @@ class SOAPRule(BasisRule):
 
 @dataclass(frozen=True)
 class EmbeddingSOAPRule(SOAPRule):
-    """SOAP with the defaults that suit embeddings and heads: a basis for the smaller side, the hidden one, renewed at every step.
+    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side, refreshed at every step.
 
     A factor over the vocabulary would be far too large; one over the hidden side costs less than a thousandth of a large model's step.
     """
 
     betas: Betas = (0.9, 0.95)
-    """Decay rates of Adam's two moments."""
+    """Decay rates of Adam's first and second moment."""
     _: KW_ONLY
     precondition_frequency: Interval = 1
-    """Steps between refreshes of the basis; in Python also a callable of the step (`lather.optim.schedules`)."""
+    """Steps between refreshes of the basis. In Python it may also be a function of the step (`lather.optim.schedules`)."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
-    """Which sides of a matrix have a factor and a basis."""
+    """Sides of a matrix that have a Kronecker factor and a basis."""
     second_moment: Literal["permute", "rotate"] = "rotate"
-    """How V follows a turning basis: re-ordered with the columns, or turned with them."""
+    """Change of the second moment when a basis changes: its entries follow the re-ordered columns, or it is rotated into the new basis."""
 
     name: ClassVar[str] = "embedding_soap"
 
@@ -193,7 +197,7 @@ class SOAP(MatrixOptimizer):
 
 
 class EmbeddingSOAP(MatrixOptimizer):
-    """SOAP with the defaults that suit embeddings and heads: a basis for the smaller side, the hidden one, renewed at every step."""
+    """SOAP with defaults for embeddings and heads: one basis, on the smaller (hidden) side, refreshed at every step."""
 
     rule = EmbeddingSOAPRule
 

@@ -1,7 +1,8 @@
-"""SOAP-Muon: the momentum, divided in an eigenbasis by the root of its second moment, then orthogonalised.
+"""SOAP-Muon: the momentum, divided in its eigenbases by the root of its second moment, then orthogonalised.
 
-B momentum, N its Nesterov numerator, K_i factors and Q_i bases of N, V second moment in the bases. B stays in parameter space, so a refresh
-turns V alone. Until the first bases it is Muon. Joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024).
+The rule joins SOAP (arXiv:2409.11321) and Muon (Jordan et al., 2024). Letters: B momentum, N the Nesterov combination of B and the
+gradient, K_i factors and Q_i bases of N, V second moment in the bases. B is kept in the parameter's coordinates, so a refresh rotates V
+alone. Before the first bases the rule is Muon.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from lather.optim.rules.muon import MuonRule
 
 @dataclass(frozen=True)
 class SOAPMuonRule(MuonRule, BasisRule):
-    """Momentum, preconditioned in an eigenbasis with its norm kept, then orthogonalised."""
+    """Muon whose momentum is first preconditioned in eigenbases, with its norm kept."""
 
     _: KW_ONLY
     shampoo_beta: Decay = 0.95
     """Decay rate of the Kronecker factors."""
     eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     sides: Literal["both", "smaller", "larger", "auto"] = "smaller"
-    """Which sides of a matrix have a factor and a basis; smaller: 2.75 times the weights of a 768 x 2048 matrix are kept, in all."""
+    """Sides of a matrix that have a Kronecker factor and a basis. With smaller, the whole state of a 768 x 2048 matrix has 2.75 times as
+    many elements as its weights."""
     statistics_of: Literal["gradient", "momentum"] = "momentum"
-    """Source of the factors: the gradient, or the momentum N."""
+    """Tensor whose products with itself the factors average: the gradient, or the momentum N."""
     muon_warmup_steps: Count = 1
-    """Plain Muon for this many steps, then the first bases."""
+    """Steps of plain Muon, the last of which ends with the first bases."""
 
     name: ClassVar[str] = "soap_muon"
     moment_decays: ClassVar[tuple[str, ...]] = ("momentum", "beta2")
@@ -56,7 +58,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
         update_kronecker_factors(s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active)
         if t > self.muon_warmup_steps and (bases := s.by_dim("basis")):
             x = precondition(n, bases, "in")
-            y = adam_in_basis(x, x, s["exp_avg_sq"], t, (0.0, self.beta2), self.eps)  # x is an average of its own
+            y = adam_in_basis(x, x, s["exp_avg_sq"], t, (0.0, self.beta2), self.eps)  # beta1 = 0: x is a momentum already
             x = precondition(with_norm_of(x, y), bases, "out")
         return self.finished(x, s)
 
@@ -66,7 +68,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
 
 class SOAPMuon(MatrixOptimizer):
-    """Muon whose momentum is preconditioned in an eigenbasis first; vectors take AdamW's step at the same rate."""
+    """Muon whose momentum is first preconditioned in eigenbases; vectors take AdamW's step at the same learning rate."""
 
     rule = SOAPMuonRule
 

@@ -1,1 +1,1 @@
-"""Parameters that are spread over ranks: who owns which matrix, what travels, and state that reshards."""
+"""Parameters that are spread over ranks: the owner rank of every matrix, what ranks exchange, and state that can be resharded."""

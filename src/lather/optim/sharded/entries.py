@@ -1,8 +1,8 @@
-"""Entries of state of parameters that are spread over ranks: as DTensors for a state dict, and from there to whoever owns the matrices.
+"""Conversion of the state of parameters that are spread over ranks to DTensors for a state dict, and back.
 
-An owner has whole matrices; a DTensor wants every rank to have the rows that its place in the mesh gives it. Both ways it is one all-to-all
-for many entries at once. Entries of elementwise parameters are cut as the parameter is; they are copied, for what an optimizer keeps is a
-view of a stack, and `torch.distributed.checkpoint.async_save` cannot stage a DTensor over a view.
+The owner rank of a matrix keeps its whole entries; in a DTensor every rank holds the rows that its position in the mesh gives it. In both
+directions one all-to-all moves many entries at once. Entries of elementwise parameters are sharded like the parameter. They are copied
+nevertheless: the optimizer keeps views of stacks, and `torch.distributed.checkpoint.async_save` cannot stage a DTensor over a view.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
 
 AT_ONCE = 2**26
-"""Bytes of whole entries that travel in one go: bounds the memory of saving and loading."""
+"""Bytes of whole entries that one all-to-all moves: limits the memory of saving and loading."""
 
 States = Sequence[tuple[ParamInfo, dict[str, Any]]]
 """Parameters with their state."""
@@ -31,25 +31,25 @@ States = Sequence[tuple[ParamInfo, dict[str, Any]]]
 
 @dataclass(frozen=True, eq=False)
 class SpreadEntry:
-    """One entry of one parameter."""
+    """One entry of the state of one parameter."""
 
     p: Tensor
     key: str
     value: Tensor
-    """The part that this rank keeps; or the entry as it was saved, whole or a DTensor."""
+    """The part that this rank keeps, or when loading the saved entry, which is whole or a DTensor."""
     dtype: torch.dtype
     share: OwnedParameter
-    """Share of the parameter."""
+    """Owners of the parameter's units."""
     spread: Spread
-    """Spread of the entry, as its DTensor has it."""
+    """Spread of the DTensor of the entry."""
 
     @property
     def is_cut_alike(self) -> bool:
-        """Whether the DTensor has on every rank what that rank keeps."""
+        """Whether the DTensor holds on every rank exactly the part that the rank keeps."""
         return self.share.is_gathered or (self.share.elementwise and not self.share.travels)
 
     def owned(self, spread: Spread) -> OwnedParameter:
-        """Who keeps what of an entry that is spread in this way."""
+        """Return the owners of the parts of an entry with this spread."""
         found: list[tuple[Box, int, int]]
         if self.share.is_gathered:
             found = [(box, 0, position) for position, box in enumerate(self.spread.boxes) if box.numel]
@@ -61,7 +61,8 @@ class SpreadEntry:
 
 
 def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
-    """The state of spread parameters as DTensors, `step` aside. Every rank of their meshes calls it."""
+    """Return the state of parameters that are spread over ranks as DTensors, without `step`. All ranks of their meshes call this
+    together."""
     found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
     for some in _batches(states, sharding):
         if some[0].is_cut_alike:
@@ -77,7 +78,8 @@ def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, 
 
 
 def load_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
-    """This rank's part of saved entries, each whole or a DTensor, `step` aside. Every rank of the parameters' meshes calls it."""
+    """Return the parts that this rank keeps of saved entries, which are whole or DTensors, without `step`. All ranks of the parameters'
+    meshes call this together."""
     found: dict[Tensor, dict[str, Tensor]] = {one.param: {} for one, _ in states}
     for some in _batches(states, sharding):
         shares = [entry.owned(_spread_of_saved(entry)) for entry in some]
@@ -103,7 +105,7 @@ def _spread_of_saved(entry: SpreadEntry) -> Spread:
 
 
 def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
-    """Entries that travel in one go, alike on all ranks."""
+    """Divide the entries into batches, each for one all-to-all; they are the same on all ranks."""
 
     def entries() -> Iterator[tuple[SpreadEntry, Any, float]]:
         for one, state in states:

@@ -1,10 +1,10 @@
-"""A matrix of which no rank can keep the whole state from step to step: `ownership="replicated"`.
+"""Parameters whose state does not fit on one rank: `ownership="replicated"`.
 
-Every rank of its mesh keeps some rows of each entry of state. In a step the gradient and the rows are gathered, one parameter at a time;
-all ranks compute the whole, each for itself and so with equal numbers; then a rank keeps its rows and changes what it has of the parameter.
-What is kept is about 1/N; during its own step one parameter has all of its state on every rank, and nothing else's. The price is N times
-the arithmetic, and that the whole state travels in every step. Ranks are taken to compute alike: on different devices or libraries they
-might turn an eigenvector differently, and rows would no longer be those of one basis.
+Each of the N ranks of the mesh keeps some rows of each entry of the state, about 1/N of it. In a step, one parameter after the other, the
+ranks gather the gradient and the rows, all compute the whole update, and each then keeps its rows of the new state and changes its part of
+the parameter. During that time every rank holds the whole state of one parameter. The price is N times the arithmetic, and that all state
+is exchanged in every step. All ranks must compute the same results: with different devices or libraries an eigenvector might change its
+sign on some ranks, and the rows would no longer form one basis.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lather.optim.sharded.sharding import Sharding, Transfer
 
 
 def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
-    """This rank's rows of every entry, `step` aside, as they are before the first step. No whole matrix is made."""
+    """Return this rank's rows of the initial value of every entry, without `step`, and without creating a whole matrix."""
     assert one.spread is not None
     found = {}
     for name, entry in kept_entries(one.layout).items():
@@ -37,15 +37,15 @@ def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
 
 
 class Gathered:
-    """A parameter during its step: a bucket of its own with the whole state, the gradient and, where the rule needs them, the weights."""
+    """A parameter during its step: a separate bucket with the whole state, the gradient and, if the rule needs them, the weights."""
 
     def __init__(self, one: ParamInfo, sharding: Sharding, rows: dict[str, Any]) -> None:
-        """`rows`: this rank's rows of each entry. All ranks of the mesh call it together."""
+        """Gather the parameter. `rows`: this rank's rows of each entry. All ranks of the mesh call this together."""
         assert one.spread is not None
         spread, group, self._kept = one.spread, sharding.group_of(one.spread), list[tuple[Tensor, Tensor]]()
 
         def gather(part: Tensor, spread: Spread, out: Tensor) -> Tensor:
-            """Put the parts of all ranks together, on all of them."""
+            """Gather the parts of all ranks into `out`, on every rank."""
             whole = Box.whole(spread.shape)
             units = [OwnedUnit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
             Transfer([OwnedParameter(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move(
@@ -66,7 +66,7 @@ class Gathered:
             self._kept.append((rows[name], view[own.box.within(Box.whole(own.shape))]))
 
     def keep(self, lr: float, decay: float) -> None:
-        """The end of the step: this rank's rows of the new state, and its part of the parameter."""
+        """End the step: store this rank's rows of the new state and change its part of the parameter."""
         apply_([self._changed], [self._update], lr, decay)
         for rows, part in self._kept:
             rows.copy_(part)

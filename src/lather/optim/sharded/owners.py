@@ -1,11 +1,13 @@
-"""Which rank works on which matrix: every matrix has one owner, no owner has much more to do than another, and all ranks know it.
+"""Assignment of matrices to owner ranks: every matrix has one owner, and all owners have about the same work.
 
-Source of the rule: Graham's longest-processing-time-first list scheduling (1969), but that a matrix which is whole on some rank stays there
-as long as that rank is not above the mean: what stays need not travel. No rank is above the mean by more than the cost of one matrix. The
-plan is a function of shapes, options and placements, the same on every rank.
+Source: Graham's longest-processing-time-first list scheduling (1969), with one change: a matrix that is whole on some rank is assigned to
+that rank, unless its work would then exceed the mean, because it need not be sent. No rank exceeds the mean by more than the cost of one
+matrix. The assignment depends on shapes, options and placements alone, so every rank computes the same one.
 
-    matrices     of a parameter whose rule looks at whole matrices: one, or one per expert
-    rows         of a parameter whose update is elementwise: what a rank holds alone is its own; copies are cut among their holders
+A parameter is divided into units, of which each has one owner:
+
+    matrices     if the rule works on whole matrices: one, or one per expert
+    rows         if the rule is elementwise: a rank owns what only it holds, and ranks that hold copies divide them among themselves
 """
 
 from __future__ import annotations
@@ -22,63 +24,63 @@ from lather.optim.sharded.placement import Box, Spread
 
 @dataclass(frozen=True)
 class OwnedUnit:
-    """A piece that one rank works on as a whole: a matrix, or some rows of a parameter whose elements are independent."""
+    """A part of a parameter that one rank updates: a matrix, or some rows of a parameter with an elementwise rule."""
 
     box: Box
-    """Box in the whole parameter."""
+    """Box of the unit in the whole parameter."""
     number: int
-    """Number of the matrix in the parameter; 0 if there is only one."""
+    """Number of the matrix in the parameter; 0 for rows."""
     owner: int
-    """Position of the owner in the parameter's mesh."""
+    """Position of the owner rank in the parameter's mesh."""
     holders: tuple[int, ...]
-    """The positions that hold all of it."""
+    """Positions of the ranks that hold the whole unit."""
 
     @property
     def stays(self) -> bool:
-        """Whether nothing of it ever travels."""
+        """Whether only the owner holds the unit, so that it is never sent."""
         return self.holders == (self.owner,)
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """A parameter that is spread, and who works on what of it."""
+    """A parameter that is spread over ranks, with the owners of its units."""
 
     spread: Spread
     layout: Layout
     """Layout of the whole parameter."""
     units: tuple[OwnedUnit, ...]
-    """Units of the parameter, ascending by number."""
+    """Units of the parameter, in ascending order of their numbers."""
     elementwise: bool
-    """The units are rows, at most one on a rank, and their owners change them where they are; otherwise matrices, which may travel."""
+    """Whether the units are rows, which their owners update in place; a rank owns at most one. Otherwise units are matrices."""
     is_apart: bool = False
-    """Owners have what is theirs in tensors of their own, never where the parameter is."""
+    """Whether owners keep their units in separate tensors, never in the parameter itself."""
     is_gathered: bool = False
-    """Nobody owns a matrix: all ranks gather it and work on it alike (`lather.optim.sharded.gathered`)."""
+    """Whether the parameter has no owners, because every rank gathers and updates it (`lather.optim.sharded.gathered`)."""
 
     @cached_property
     def own(self) -> tuple[OwnedUnit, ...]:
-        """The units that this rank owns."""
+        """Units that this rank owns."""
         return tuple(unit for unit in self.units if unit.owner == self.spread.position)
 
     @cached_property
     def travels(self) -> bool:
-        """Whether anything of it travels, on any rank."""
+        """Whether any rank sends a part of the parameter in a step."""
         return not all(unit.stays for unit in self.units)
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether all that is owned here is here, and in one piece: then it is worked on where it is."""
+        """Whether this rank holds all units that it owns as one box, and so updates them in place."""
         are_neighbours = not self.own or self.own[-1].number - self.own[0].number == len(self.own) - 1
         return not self.is_apart and (self.elementwise or (are_neighbours and all(unit.stays for unit in self.own)))
 
     @property
     def region(self) -> Box:
-        """The part that is owned here, if any, as a box of the whole parameter; for experts that are not neighbours, a box of as many."""
+        """Box of the units that this rank owns, in the whole parameter. For experts that are not adjacent, its size alone is meaningful."""
         first = self.own[0].box
         return first if len(self.own) == 1 else Box(first.offset, (len(self.own), *first.size[1:]))
 
     def origin(self, unit: OwnedUnit) -> Box:
-        """A box that begins where the owner's tensor is taken to begin when `unit` is looked for in it. Only its owner may ask."""
+        """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor of owned units. Only for its owner."""
         if self.in_place:
             return self.spread.box
         slot = bisect_left(self.own, unit.number, key=lambda own: own.number)
@@ -86,13 +88,14 @@ class OwnedParameter:
 
 
 def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Box]:
-    """The box of each matrix of a parameter, in order; in an entry of its state, which has this shape, that of what is the matrix's."""
+    """Return the box of each matrix of a parameter, in order. With `shape`: the boxes in an entry of the state that has this shape."""
     whole = Box.whole(layout.shape if shape is None else shape)
     return [whole.cut(0, layout.batch, number) for number in range(layout.batch)] if layout.kind == "per_expert" else [whole]
 
 
 def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
-    """Elementwise work: every box is cut among the positions that hold it, along its first dim that can be: parts are contiguous."""
+    """Divide a parameter with an elementwise rule into units: the ranks that hold copies of a box share it, along its first dim of more
+    than one element, so that parts are contiguous."""
     units = []
     for box, positions in spread.positions_of.items():
         dim = next((d for d, n in enumerate(box.size) if n > 1), None)
@@ -102,13 +105,13 @@ def rows_of_copies(spread: Spread) -> list[OwnedUnit]:
 
 
 def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float]) -> list[list[OwnedUnit]]:
-    """The matrices of each parameter with their owners. The parameters are on one mesh.
+    """Assign the matrices of all parameters of one mesh to owners, and return the units of each parameter.
 
     Args:
-        wanted: of each parameter, where it is and its layout.
-        loads: what ranks have to do already, by global rank.
+        wanted: spread and layout of each parameter.
+        loads: global rank -> cost of the work that is assigned to it already.
     """
-    holders = cache(Spread.holders)  # many parameters are spread alike
+    holders = cache(Spread.holders)  # many parameters have the same spread
     found = [
         (layout.rule.cost(layout.matrix), parameter, number, box, holders(spread, box))
         for parameter, (spread, layout) in enumerate(wanted)
@@ -124,7 +127,8 @@ def share_out(wanted: Sequence[tuple[Spread, Layout]], loads: Mapping[int, float
 
 
 def assign(costs: Sequence[float], holders: Sequence[Sequence[int]], loads: Sequence[float]) -> list[int]:
-    """An owner for each item; costs descend. `holders` have the item already, `loads` are what each position has to do before."""
+    """Return the owner's position for each item. `costs` must descend; `holders`: positions that hold the item; `loads`: cost of the work
+    that each position has already."""
     load = list(loads)
     mean = (sum(load) + sum(costs)) / max(1, len(load))
     idlest = [(amount, position) for position, amount in enumerate(load)]
@@ -133,7 +137,7 @@ def assign(costs: Sequence[float], holders: Sequence[Sequence[int]], loads: Sequ
     for cost, own in zip(costs, holders, strict=True):
         owner = min(own, key=lambda position: (load[position], position), default=None)
         if owner is None or load[owner] + cost > mean * (1 + 1e-9):
-            while idlest[0][0] != load[idlest[0][1]]:  # it has been given work since
+            while idlest[0][0] != load[idlest[0][1]]:  # outdated: it was given work since
                 heapq.heappop(idlest)
             owner = idlest[0][1]
         load[owner] += cost

@@ -1,12 +1,13 @@
-"""Parameters that are spread over ranks, and a step in which every rank works on the matrices that it owns, whole, once and for all.
+"""Exchange between ranks over which parameters are spread: every rank updates the matrices that it owns, and receives the other updates.
 
-Gradients go from their holders to the owners, updates from the owners to the holders, in one all-to-all each for every bucket of alike
-parameters. Factors, bases and moments stay with the owner. While one bucket is computed the next one's gradients and the last one's
-updates are on their way. The owner does what a process with the whole parameter would do, so the numbers are the same on every mesh.
+Gradients are sent from the ranks that hold them to the owners, and updates from the owners to the ranks that hold the parameter, by one
+all-to-all each for a batch of similar parameters. Factors, bases and moments stay with the owner. While owners compute one batch, the
+gradients of the next one and the updates of the last one are sent. An owner computes exactly what a single process with the whole parameter
+would, so results are the same on every mesh.
 
-    Sharding   the plan: where each parameter is, and who owns what of it
-    OwnerExchange   one bucket's way to the owners and back
-    Transfer   parts of tensors that travel between the ranks of a mesh, all at once
+    Sharding        the spread of each parameter, and its owners
+    OwnerExchange   the exchange of one batch of parameters: gradients to the owners, updates back
+    Transfer        one all-to-all of parts of tensors between the ranks of a mesh
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ T = TypeVar("T")
 
 
 class Sharding:
-    """Where an optimizer's parameters are, and who owns what of them."""
+    """Spread and owners of the parameters of an optimizer."""
 
     def __init__(self, tp_group: dist.ProcessGroup | None) -> None:
-        """`tp_group`: of plain tensor-parallel shards, which have a `partition_dim` in their parameter group."""
+        """`tp_group`: process group of tensor-parallel shards that are plain tensors; their parameter groups have a `partition_dim`."""
         self.tp_group = tp_group
         self._spreads: dict[Any, Spread] = {}
-        """Spreads, one for all parameters that are spread alike."""
+        """Spreads that were computed; parameters with equal shape and placements share one."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._shares: dict[int, OwnedParameter] = {}
 
     def spread_of(self, p: Tensor, group: Mapping[str, Any], name: str = "parameter") -> Spread | None:
-        """The spread of a parameter; None for one that this process has to itself. Raises ValueError for one that cannot be served."""
+        """Return the spread of a parameter; None if it is not spread over ranks. Raises ValueError for unsupported placements."""
         shape, dim = tuple(p.shape), group.get("partition_dim")
         if is_dtensor(p):
             key: Any = (shape, p.device_mesh, tuple(p.placements))
@@ -60,11 +61,12 @@ class Sharding:
 
     @property
     def has_shares(self) -> bool:
-        """Whether any parameter is spread."""
+        """Whether any parameter is spread over ranks."""
         return bool(self._shares)
 
     def group_of(self, spread: Spread) -> dist.ProcessGroup:
-        """The process group of a mesh's ranks, by position. The first call for a mesh of several axes makes one: all its ranks call."""
+        """Return the process group of a mesh's ranks, in the order of positions. The first call for a mesh of several axes creates one,
+        which all its ranks must do together."""
         ranks, mesh = spread.ranks, spread.mesh
         if ranks not in self._groups:
             assert mesh is not None
@@ -75,8 +77,8 @@ class Sharding:
         return self._groups[ranks]
 
     def state_bytes(self) -> dict[tuple[int, ...], dict[int, int]]:
-        """Bytes of state of all spread parameters but those that all ranks work on alike: by the ranks that they are spread over, and by
-        owner among these (global ranks)."""
+        """Return the bytes of state of all parameters that are spread over ranks and have owners: the ranks -> owner -> bytes (global
+        ranks)."""
         found: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
             entries = kept_entries(share.layout).values()
@@ -89,13 +91,13 @@ class Sharding:
         return found
 
     def share_of(self, p: Tensor) -> OwnedParameter | None:
-        """Who owns what of a parameter that was planned; None for one that is not spread."""
+        """Return the owners of a parameter that was planned; None if it is not spread over ranks."""
         return self._shares.get(id(p))
 
     def plan(self, params: Sequence[ParamInfo]) -> None:
-        """Owners for those that have none yet; those of others stay. Every rank of their meshes calls it with the same parameters.
+        """Assign owners to parameters that have none yet. All ranks of their meshes call this together with the same parameters.
 
-        Raises ValueError, on all of these, if the parameters are not the same, or if options on which what is kept depends have changed.
+        Raises ValueError on all these ranks if the parameters differ, or if an option on which the state depends has changed.
         """
         new: dict[tuple[int, ...], list[tuple[ParamInfo, Spread]]] = {}
         for one in params:
@@ -104,20 +106,20 @@ class Sharding:
             elif one.spread is not None and not self._still_fits(one):
                 raise ValueError(
                     "matrix_layout, max_precond_dim, precondition_1d, sides, ownership or a limit on the update of a sharded parameter "
-                    f"of shape {one.spread.shape} was changed after its state was made: save its state_dict(), make the optimizer anew "
-                    "with the new options, and load what still fits"
+                    f"of shape {one.spread.shape} was changed after its state was made: save its state_dict(), make a new optimizer "
+                    "with the new options, and load the entries that still fit"
                 )
         for ranks in sorted(new, key=lambda ranks: (-len(ranks), ranks)):
             self._check_same(new[ranks])
             self._plan_mesh(ranks, new[ranks])
 
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
-        """All shares, if options on which one depends have changed: `plan` makes them anew. For loading, which replaces all state."""
+        """Forget all owners if an option on which the state depends has changed. For loading, which replaces all state."""
         if not all(self._still_fits(one) for one in params):
             self.forget()
 
     def forget(self) -> None:
-        """All shares; `plan` makes them anew."""
+        """Forget all owners; `plan` assigns them again."""
         self._shares.clear()
 
     def _still_fits(self, one: ParamInfo) -> bool:
@@ -144,7 +146,7 @@ class Sharding:
     def _plan_mesh(self, ranks: tuple[int, ...], params: Sequence[tuple[ParamInfo, Spread]]) -> None:
         loads = dict.fromkeys(ranks, 0.0)
         for share in self._shares.values():
-            if set(ranks) <= set(share.spread.ranks) and not share.elementwise:  # only then do all ranks here know of it
+            if set(ranks) <= set(share.spread.ranks) and not share.elementwise:  # otherwise some of these ranks do not know of it
                 cost = share.layout.rule.cost(share.layout.matrix)
                 for unit in share.units:
                     loads[share.spread.ranks[unit.owner]] = loads.get(share.spread.ranks[unit.owner], 0.0) + cost
@@ -156,7 +158,8 @@ class Sharding:
             self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
 
     def exchanges(self, params: Sequence[ParamInfo]) -> list[OwnerExchange]:
-        """The exchanges of a step that these take, alike and in one order on all ranks; parameters of which nothing travels have none."""
+        """Return the exchanges of a step that these parameters take, the same and in the same order on all ranks. Parameters of which no
+        part is sent are in none."""
         wanted = []
         for one in params:
             share, rule, dtype = self.share_of(one.param), one.rule, compute_dtype(one.rule)
@@ -179,23 +182,24 @@ class Sharding:
 
 
 def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """The layout, with names and shapes of what is kept under it."""
+    """Return the layout, with names and shapes of the entries of its state."""
     return layout, {name: entry.shape for name, entry in kept_entries(layout).items()}
 
 
 def _is_gathered(one: ParamInfo) -> bool:
-    """Whether all ranks work on the parameter alike."""
+    """Whether every rank gathers and updates the parameter."""
     return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
 
 
 class OwnerExchange:
-    """Alike parameters of one mesh whose matrices are owned by other ranks than those that hold them.
+    """The exchange of one batch of similar parameters on one mesh, whose matrices are owned by other ranks than those that hold them.
 
-    launch_in, finish_in, then the owners compute, launch_out, finish_out. Of elementwise ones only weights travel, to the other copies.
+    Call launch_in and finish_in, then let the owners compute, then call launch_out and finish_out. For elementwise rules only new weights
+    are sent, to the ranks that hold copies.
     """
 
     def __init__(self, params: Sequence[tuple[ParamInfo, OwnedParameter]], group: dist.ProcessGroup) -> None:
-        """`params`: each with who owns what of it."""
+        """`params`: parameters with their owners."""
         self.params, shares, self.group = [one for one, _ in params], [share for _, share in params], group
         first = self.params[0]
         self.dtype, self.elementwise, self.device = first.param.dtype, shares[0].elementwise, local(first.param).device
@@ -208,7 +212,7 @@ class OwnerExchange:
         self._is_in = False
 
     def launch_in(self) -> None:
-        """Gradients set out. Nothing happens if they have."""
+        """Start to send gradients, and weights if the rule needs them, unless that has been done already."""
         if self._is_in or self.elementwise:
             return
         self._is_in = True
@@ -217,7 +221,8 @@ class OwnerExchange:
         self._arriving = [self.inward.launch(some.__getitem__, self.dtype, self.device, self.group) for some in sources]
 
     def finish_in(self, members: Mapping[int, Member]) -> None:
-        """Owners put together what has arrived, and make room for updates. `members`: by id of the parameter."""
+        """Assemble the received gradients and weights of the matrices that this rank owns, and allocate their updates. `members`: id of a
+        parameter -> its member."""
         own = self._owned(members)
         for name, arriving in zip(("received", "received_weight"), self._arriving, strict=False):
             whole = {item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device) for item, member in own.items()}
@@ -230,7 +235,7 @@ class OwnerExchange:
                 member.update = torch.empty(member.layout.shape, dtype=compute_dtype(member.layout.rule), device=self.device)
 
     def launch_out(self, members: Mapping[int, Member]) -> None:
-        """Updates set out; the gradients are gone."""
+        """Start to send updates, and free the gradients."""
         own = self._owned(members)
 
         def source(item: int) -> Tensor:
@@ -243,7 +248,7 @@ class OwnerExchange:
         self._leaving = [leaving]
 
     def finish_out(self) -> None:
-        """Every rank changes what it holds."""
+        """Receive the updates and apply them to this rank's parts of the parameters."""
         by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
         for route, update in self._leaving.pop()():
             one = self.params[route.item]
@@ -257,19 +262,19 @@ class OwnerExchange:
                 apply_(weights, updates, lr, decay)
 
     def forget(self, members: Mapping[int, Member]) -> None:
-        """Nothing of this step is kept: the updates are on their way, or there was an error."""
+        """Free the tensors of this step, when the updates are being sent or after an error."""
         for member in self._owned(members).values():
             member.received = member.received_weight = member.update = None
         self._arriving, self._leaving, self._is_in = [], [], False
 
     def _owned(self, members: Mapping[int, Member]) -> dict[int, Member]:
-        """The members that were put together here, by number."""
+        """Return the members with gathered matrices, by the number of the parameter."""
         found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
         return {item: member for item, member in found if member is not None and member.index is None}
 
 
 class TensorRegion(NamedTuple):
-    """A part of tensor number `item`; tensors are numbered alike on all ranks."""
+    """A part of tensor number `item`; all ranks number the tensors in the same way."""
 
     item: int
     where: Index
@@ -281,30 +286,30 @@ class TensorRegion(NamedTuple):
 
 
 Parts = list[tuple[TensorRegion, Tensor]]
-"""Tensors that have come, each with the place where it belongs."""
+"""Received tensors, each with the region that it is for."""
 
 Arriving = Callable[[], Parts]
-"""Tensors on their way: called once, it returns all of them, for which the current stream waits."""
+"""Function to be called once, which makes the current stream wait for the transfer and returns what was received."""
 
 
 class Transfer:
-    """Which parts of some parameters go where.
+    """The routes of an all-to-all: which parts of which tensors are sent from which rank to which.
 
-    Inward from what holders have of the matrices into what owners put together; of several copies one is sent, the owner's own if it has
-    one. Outward from the owners into what everybody holds, every copy of it. What a rank sends to another it packs in order, and the other
-    finds it in the same order: nothing but the elements travels.
+    Inward: from the ranks that hold parts of a matrix to its owner; if there are several copies of a part, one is sent, or none if the
+    owner holds one. Outward: from the owner to every rank that holds a part or a copy of one. Sender and receiver know the order of the
+    parts, so only their elements are sent.
     """
 
     def __init__(self, shares: Sequence[OwnedParameter], *, inward: bool) -> None:
         self._sends: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
-        """Routes of what is sent, by receiving position."""
+        """Regions to send, by the receiver's position."""
         self._receives: list[list[TensorRegion]] = [[] for _ in shares[0].spread.ranks]
-        """Routes of what is received, by sending position."""
+        """Regions to receive, by the sender's position."""
         self._kept: list[tuple[TensorRegion, TensorRegion]] = []
-        """Routes from and to, of what stays on this rank."""
+        """Source and target regions of parts that are copied within this rank."""
         units = chain.from_iterable(share.units for share in shares)
         self._is_needed = any(unit.owner not in unit.holders if inward else not unit.stays for unit in units)
-        """Whether anything travels between any two ranks; if not, nobody calls."""
+        """Whether any rank sends anything to another; if not, no rank calls all-to-all."""
         for item, share in enumerate(shares):
             spread = share.spread
             for unit in share.units:
@@ -312,16 +317,16 @@ class Transfer:
                     self._add(item, share, unit, box, inward)
 
     def _add(self, item: int, share: OwnedParameter, unit: OwnedUnit, box: Box, inward: bool) -> None:
-        """Add the routes of what `box` has of the unit, where this rank is concerned; in the same order on all ranks."""
+        """Add the routes for the part of the unit in `box` that this rank sends or receives, in the same order on all ranks."""
         overlap, me, positions = box.overlap(unit.box), share.spread.position, share.spread.positions_of[box]
         if overlap is None:
             return
         boxes = (box, share.origin(unit) if unit.owner == me else unit.box)
         start, to = (TensorRegion(item, overlap.within(outer), overlap.size) for outer in boxes)
-        ways = [(unit.owner if unit.owner in positions else positions[unit.number % len(positions)], unit.owner)]
+        pairs = [(unit.owner if unit.owner in positions else positions[unit.number % len(positions)], unit.owner)]
         if not inward:
-            start, to, ways = to, start, [(unit.owner, position) for position in positions]
-        for sender, receiver in ways:
+            start, to, pairs = to, start, [(unit.owner, position) for position in positions]
+        for sender, receiver in pairs:
             if sender == receiver == me:
                 self._kept += [] if share.in_place else [(start, to)]
             elif sender == me:
@@ -330,7 +335,8 @@ class Transfer:
                 self._receives[sender].append(to)
 
     def launch(self, sources: Callable[[int], Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Arriving:
-        """Starts the exchange; every rank of the group calls it. `sources`: the tensors that are here, by number."""
+        """Start the all-to-all; all ranks of the group call this together. `sources`: function from the number of a tensor to this rank's
+        tensor."""
         kept = [(to, sources(start.item)[start.where]) for start, to in self._kept]
         if not self._is_needed:
             return lambda: kept
@@ -344,24 +350,24 @@ class Transfer:
         def wait() -> Parts:
             nonlocal packed
             work.wait()
-            del packed  # it had to be there until now
+            del packed  # it must exist until the transfer has ended
             return [*kept, *zip(receives, _split(arriving, receives), strict=True)]
 
         return wait
 
     def move(self, sources: Sequence[Tensor], targets: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Move everything at once, between tensors of one dtype and device."""
+        """Transfer everything now, between tensors of one dtype and device."""
         put(self.launch(sources.__getitem__, sources[0].dtype, sources[0].device, group)(), targets.__getitem__)
 
 
 def put(parts: Parts, targets: Callable[[int], Tensor]) -> None:
-    """Copy what has come to where it belongs in the tensors, which are found by number."""
+    """Copy received tensors into their regions. `targets`: function from the number of a tensor to the tensor."""
     if parts:
         foreach_copy_([targets(route.item)[route.where] for route, _ in parts], [part for _, part in parts])
 
 
 def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
-    """(item, key, size): those of equal keys together, as many as have a size of 1 in all, or one that has more; in order."""
+    """Divide (item, key, size) into batches of items with equal keys and a total size of at most 1, or of one larger item; in order."""
     found: dict[Any, list[list[T]]] = {}
     room: dict[Any, float] = {}
     for item, key, size in items:
