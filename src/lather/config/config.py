@@ -197,8 +197,8 @@ class LogConfig:
     """Also report to this Weights & Biases project (extra `wandb`)."""
     picture: bool = True
     """Draw loss.png at the end."""
-    sample_prompt: str = "class Queue:"
-    """The sample at the end continues this."""
+    sample_prompt: str = ""
+    """The sample at the end continues this; empty: the first words of the held-out text."""
     sample_tokens: int = 160
     """Length of the sample at the end, tokens; 0: none."""
 
@@ -207,7 +207,6 @@ class LogConfig:
         require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
         require(self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps")
         require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
-        require(bool(self.sample_prompt), "log.sample_prompt", self.sample_prompt, "some text")
 
 
 @dataclass(frozen=True)

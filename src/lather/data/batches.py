@@ -116,6 +116,10 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def first_tokens(self) -> list[int]:
+        """The tokens of the source's first sequence."""
+        return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]
+
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
         """The sequences of a data rank, as many as of every other; where they do not go round, some have no labels."""
         each = -(-len(self.indices) // ranks)
