@@ -214,7 +214,6 @@ BAD_INPUT: list[tuple[str, Damage, list[str], list[str]]] = [
     ("another configuration", lambda folder: None, ["--seed", "5"], ["run_dir", "seed is 0 there and 5 here", "--run-dir"]),
     ("corrupt tensors", edit_checkpoint("rank-00000.safetensors"), [], ["step-00000012/rank-00000.safetensors", "checksum", "delete"]),
     ("corrupt state", edit_checkpoint("state.json"), [], ["step-00000012/state.json", "delete"]),
-    ("prompt", lambda folder: None, ["--run-dir", "{folder}/new", "--log.sample-prompt", ""], ["log.sample_prompt", "some text"]),
     (
         "no data",
         lambda folder: None,

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from lather.data.batches import Batch, Batches, HeldOut, Source, read_batch
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.making import make_dataset
-from lather.data.opening import held_out_sets, open_datasets, training_batches
+from lather.data.making import list_sources, make_dataset
+from lather.data.opening import held_out_sets, open_datasets, open_source, training_batches
 from lather.data.order import MixturePhase, Order
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.data.sequences import IGNORE_INDEX, PackedDocuments, Sequences, Windows
 from lather.data.shards import ShardReader, ShardWriter
 from lather.errors import ConfigError, DataError
+from lather.train.sampling import first_words
 
 VOCABULARY = 300
 
@@ -133,7 +135,7 @@ SOURCES = {
     "no package": ({"source": "package:absent"}, r"no package 'absent' is installed here: install it, or"),
     "a module": ({"source": "package:antigravity"}, r"no package 'antigravity' is installed"),
     "no name": ({"source": "package:"}, r"no package '' is installed"),
-    "no file": ({"pattern": "*.rst"}, r"no file matches the pattern '\*\.rst': give another"),
+    "no file": ({"pattern": "*.rst"}, r"no file matches the pattern '\*\.rst': there are \d+ \.txt: give .* such as '\*\.txt', or another"),
     "one file": ({"pattern": "1.txt"}, r"1 document matches data\.pattern = '1\.txt', but at least 2 .*give another"),
     "cache below a file": ({"cache_dir": "/dev/null/cache"}, r"/dev/null/cache/.* cannot be written .*give another"),
 }
@@ -438,3 +440,31 @@ def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
     (tmp_path / "shards" / "packed-train-8" / "chunks.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"packed-train-8: damaged .*: delete it, and it is made again"):
         PackedDocuments.open(reader, "train", 8)
+
+
+def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
+    """And of Python's own library, or a package, the Python files."""
+    for name in ("a.md", "b.txt", "c.py", ".hidden"):
+        (tmp_path / name).write_text(f"{name}\n" * 9)
+    files = list_sources(DataConfig(source=str(tmp_path)).recipe(300))
+    assert [file.name for _, file in files] == ["a.md", "b.txt", "c.py"]
+    for source in ("python-stdlib", "package:lather"):
+        assert {Path(file.name).suffix for _, file in list_sources(DataConfig(source=source).recipe(300))} == {".py"}
+    with pytest.raises(DataError, match=r"there are 1 \.md, 1 \.txt, 1 \.py: give another pattern, such as '\*\.md', or another folder$"):
+        list_sources(DataConfig(source=str(tmp_path), pattern="*.rst").recipe(300))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"the folder has no files: give another one$"):
+        list_sources(DataConfig(source=str(tmp_path / "empty")).recipe(300))
+
+
+def test_the_first_words_of_held_out_text_are_a_prompt(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"Number {number} begins thus, and then it goes on and on.\n" * 9)
+    config = DataConfig(source=str(tmp_path), cache_dir=str(tmp_path / "data"), holdout_every=3)
+    (dataset,) = open_datasets(config, 300, print)
+    assert dataset.tokenizer is not None
+    held_out = HeldOut(open_source(dataset, "validation", config, 16), 4)
+    tokenizer = load_tokenizer(dataset.tokenizer, "")
+    prompt = first_words(held_out, tokenizer, config.end_of_text)
+    assert re.match(r"Number [0-5] begins", prompt)
+    assert "<|" not in prompt

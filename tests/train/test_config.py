@@ -78,7 +78,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "data.validation": [],
     "data.packing": ["bins"],
     "data.source": [""],
-    "data.pattern": [""],
+    "data.pattern": [],
     "data.cache_dir": [""],
     "data.tokenizer": [],
     "data.end_of_text": [""],
@@ -134,7 +134,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "log.tensorboard": [],
     "log.picture": [],
     "log.wandb_project": [],
-    "log.sample_prompt": [""],
+    "log.sample_prompt": [],
     "log.sample_tokens": [-1],
 }
 FIELDS = sorted(OUT_OF_RANGE)

@@ -19,6 +19,7 @@ from lather.config.toml_file import config_to_toml, load_config
 from lather.data.batches import Batches
 from lather.data.order import Order
 from lather.errors import ConfigError, RunError
+from lather.train.resume import start_of
 from lather.train.run_data import RunData
 from lather.train.run_dir import RunDirectory
 
@@ -307,3 +308,12 @@ def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, co
     for use in (opened.begun_with, lambda: opened.record(make_data("books-1"))):
         with pytest.raises(RunError, match=r"provenance\.json: damaged: delete "):
             use()
+
+
+def test_a_run_that_was_begun_when_the_pattern_was_another_goes_on_with_it(tmp_path: Path) -> None:
+    """Which files are taken where no pattern is given has changed; what a run has learned from must not."""
+    began = Config(run_dir=str(tmp_path), data=replace(Config().data, pattern="*.py"))
+    (tmp_path / "config.toml").write_text(config_to_toml(began.resolved()))
+    assert start_of(tmp_path, Config(run_dir=str(tmp_path))).config.data.pattern == "*.py"
+    given = Config(run_dir=str(tmp_path), data=replace(Config().data, pattern="*.txt"))
+    assert start_of(tmp_path, given).config.data.pattern == "*.txt"

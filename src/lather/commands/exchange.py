@@ -97,7 +97,7 @@ def import_command(arguments: list[str]) -> int:
         print(f"no {TOKENIZER_FILE} in {parsed.folder}: `lather generate` needs one in {parsed.run}")
     print(f"run               {parsed.run}")
     run, config_file = (shlex.quote(str(path)) for path in (parsed.run, parsed.run / "config.toml"))
-    command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER --data.pattern '*.txt'"
+    command = f"lather train {config_file} --init-from {run} --run-dir NEW --data.source FOLDER"
     command += f" --optim.lr {config.optim.peak_lr:g}"
     if config.data.tokenizer:
         print(f"to train further  {command}")

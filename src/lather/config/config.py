@@ -214,8 +214,8 @@ class LogConfig:
     """Also log to this Weights & Biases project (extra `wandb`)."""
     picture: bool = True
     """Draw loss.png at the end, and write report.html, a page of the run."""
-    sample_prompt: str = "class Queue:"
-    """Text that the sample at the end continues."""
+    sample_prompt: str = ""
+    """Text that the sample at the end continues; empty: the first words of the held-out text."""
     sample_tokens: int = 160
     """Tokens of the sample at the end; 0: no sample."""
 
@@ -224,7 +224,6 @@ class LogConfig:
         require(self.expert_load_every >= 0, "log.expert_load_every", self.expert_load_every, "at least 0 steps")
         require(self.timeline_every >= 0, "log.timeline_every", self.timeline_every, "at least 0 steps")
         require(self.sample_tokens >= 0, "log.sample_tokens", self.sample_tokens, "at least 0 tokens")
-        require(bool(self.sample_prompt), "log.sample_prompt", self.sample_prompt, "some text")
 
 
 @dataclass(frozen=True)

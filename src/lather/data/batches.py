@@ -118,6 +118,10 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def first_tokens(self) -> list[int]:
+        """The tokens of the source's first sequence."""
+        return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]
+
     def batch(self, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of one data rank. Every rank gets the same number; ranks that lack some get sequences without labels."""
         each = -(-len(self.indices) // ranks)

@@ -29,8 +29,8 @@ class DataConfig:
     source: str = "python-stdlib"
     """"python-stdlib": the running Python's own standard library; "package:NAME": an installed package's files; otherwise a file or a
     folder. The data set is made when the run starts for the first time, and kept in `cache_dir`."""
-    pattern: str = "*.py"
-    """Files of the folder to use (glob on the file name)."""
+    pattern: str = ""
+    """Files of the folder to use (glob on the file name); empty: all files of a folder of your own, *.py of the other sources."""
     tokenizer: str = ""
     """Path of a `tokenizer.json`; empty: a byte-level BPE tokenizer of `model.vocab_size` tokens is trained on the text."""
     end_of_text: str = END_OF_TEXT
@@ -44,7 +44,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.source), "data.source", self.source, "'python-stdlib', 'package:NAME', a file or a folder")
-        require(bool(self.pattern), "data.pattern", self.pattern, "a glob such as '*.txt'")
         require(bool(self.end_of_text), "data.end_of_text", self.end_of_text, "a token of the tokenizer")
         require(bool(self.cache_dir), "data.cache_dir", self.cache_dir, "a folder")
         require(self.holdout_every >= 2, "data.holdout_every", self.holdout_every, "at least 2 documents")
@@ -59,11 +58,16 @@ class DataConfig:
         """Whether attention stays within documents."""
         return self.packed_attention or self.packing == "documents"
 
+    @property
+    def resolved_pattern(self) -> str:
+        """The pattern that is meant where none is given."""
+        return self.pattern or ("*.py" if self.source == "python-stdlib" or self.source.startswith("package:") else "*")
+
     def recipe(self, vocab_size: int) -> DataRecipe:
         """Return the recipe of the data set that is made from `source`."""
         return DataRecipe(
             (self.source,),
-            pattern=self.pattern,
+            pattern=self.resolved_pattern,
             tokenizer=self.tokenizer,
             vocab_size=vocab_size,
             end_of_text=self.end_of_text,

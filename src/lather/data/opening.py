@@ -51,7 +51,7 @@ def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
     if "validation" not in dataset.manifest.splits:
         raise DataError(
             f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "
-            f"data.pattern = {config.pattern!r}, but at least 2 are needed (one is held out): give another folder or pattern"
+            f"data.pattern = {config.resolved_pattern!r}, but at least 2 are needed (one is held out): give another folder or pattern"
         )
     return dataset
 

@@ -12,6 +12,7 @@ import fnmatch
 import importlib.util
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
 """Minimal and maximal bytes of a unit of work, and the number of units to aim for within these limits."""
 RANGE_BYTES = PIECE_BYTES
 """Byte ranges of text and JSONL files begin at multiples of this number."""
+MOST_ENDINGS = 5
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 
 
@@ -83,10 +85,21 @@ def list_files(source: str, reading: Reading) -> list[SourceFile]:
     root, left_out = root_of(source)
     if root.is_file():
         return [_file(root, root.parent, reading, is_named=True)]
-    files = [_file(path, root, reading) for path in _below(root, left_out) if fnmatch.fnmatch(path.name, reading.pattern)]
+    there = list(_below(root, left_out))
+    files = [_file(path, root, reading) for path in there if fnmatch.fnmatch(path.name, reading.pattern)]
     if not files:
-        raise DataError(f"{root}: no file matches the pattern {reading.pattern!r}: give another folder or pattern")
+        raise DataError(f"{root}: no file matches the pattern {reading.pattern!r}: {_what_else(there)}")
     return sorted(files, key=lambda file: Path(file.path).relative_to(root))
+
+
+def _what_else(there: list[Path]) -> str:
+    """A remedy for a pattern that matches none of these files, with the endings that they have."""
+    counts = Counter(path.suffix or path.name for path in there)
+    endings = sorted(counts.items(), key=lambda one: (-one[1], one[0]))[:MOST_ENDINGS]
+    if not endings:
+        return "the folder has no files: give another one"
+    named = ", ".join(f"{count:,} {ending}" for ending, count in endings)
+    return f"there are {named}: give another pattern, such as '*{endings[0][0]}', or another folder"
 
 
 def _below(root: Path, left_out: set[str]) -> Iterator[Path]:

@@ -406,6 +406,6 @@ class _TrainingRun:
 
     def _sample(self, checkpoint: Path) -> str:
         """Generate the sample. On a mesh no rank has the whole model, so rank 0 loads it from the checkpoint."""
-        log, model = self.config.log, build_model(self.config, self.mesh.device)
+        model = build_model(self.config, self.mesh.device)
         load_checkpoint(checkpoint, TrainingState.of_model(model))
-        return sample_text(model, self.config, self.path, log.sample_prompt, log.sample_tokens, seed=self.config.seed)
+        return sample_text(model, self.config, self.path, next(iter(self.held_out.values()), None), seed=self.config.seed)

@@ -88,6 +88,8 @@ def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
         raise RunError(f"{words.subject}: {error}; {words.remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
+    if not config.data.pattern:  # which was *.py once
+        config = replace(config, data=replace(config.data, pattern=before.data.pattern))
     if isinstance(before.optim, OldOptimConfig):
         config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()
