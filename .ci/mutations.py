@@ -226,15 +226,13 @@ def write(file: Path, text: str) -> None:
 
 def first_failure(tests: list[str], tree: Path) -> str:
     """The first test that fails, and why, or nothing."""
-    path = os.pathsep.join((str(tree / "src"), str(tree)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree))), "COLUMNS": "300"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(
-        command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    if done.returncode not in (0, 1):  # of pytest: passed, failed; else nothing was found out
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if not re.search(r"\d (passed|failed)", done.stdout):  # else nothing was found out
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = re.search(r"^FAILED (.+)", done.stdout, re.MULTILINE)
-    return "" if failed is None or "Timeout" in failed[1] else failed[1]
+    return "" if failed is None or re.search("Timeout|ImportError|ModuleNotFound", failed[1]) else failed[1]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The examples run."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from forked import ForkedPython
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,13 +14,16 @@ ROOT = Path(__file__).parent.parent
 def run_example(name: str, num_ranks: int = 0) -> str:
     """`num_ranks`: under torchrun; 0: without."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    process = ForkedPython([*launcher, ROOT / "examples" / name], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    return out
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / name)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_soap_any_model() -> None:
