@@ -108,7 +108,7 @@ def default_words(value: Any) -> str:
     """A default as TOML has it; nothing if it is to be left out, or required. Code in a table cannot hold a |."""
     if value in (None, MISSING) or is_dataclass(value):
         return ""
-    text = json.dumps(list(value) if isinstance(value, tuple) else value)
+    text = json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
     return text if "|" in text else f"`{text}`"
 
 

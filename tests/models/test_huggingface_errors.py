@@ -139,7 +139,7 @@ SINGLE: dict[str, tuple[Damage, list[str]]] = {
     "only pickles": (only_pickles, ["pytorch_model.bin", "refused", "run any code", "save_pretrained"]),
 }
 SHARDED: dict[str, tuple[Damage, list[str]]] = {
-    "absent shard": (lambda folder: next(folder.glob("model-00002*")).unlink(), [INDEX, "model-00002-of-", "not there", "again"]),
+    "absent shard": (lambda folder: next(folder.glob("model-00002*")).unlink(), [INDEX, "model-00002-of-", "missing", "again"]),
     "cut shard": (lambda folder: cut(next(folder.glob("model-00002*")).name, -9)(folder), ["model-00002-of-", "truncated", "again"]),
     "tensor in another shard": (
         lambda folder: place("model.norm.weight", next(folder.glob("model-00002*")).name)(folder),
@@ -307,7 +307,7 @@ def test_a_balancing_bias_is_not_left_out_silently(tmp_path: Path) -> None:
     for router in model.routers():
         router.enable_loss_free_balancing()
     with pytest.raises(
-        ExchangeError, match=r"'layers\.1\.mlp\.gate\.e_score_correction_bias' and 1 more .* no place .*bias_update_rate = 0"
+        ExchangeError, match=r"'layers\.1\.mlp\.gate\.e_score_correction_bias' and 1 more .* cannot be exported.*bias_update_rate = 0"
     ):
         save_hugging_face(model, tiny_config(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
