@@ -181,7 +181,9 @@ def test_one_rank_reports(ended: dict[str, Ended], name: str) -> None:
     """Everything that one process shows, once."""
 
     def kinds(text: str) -> list[str]:
-        lines = [line for line in text.splitlines() if not line.startswith(("tokenizer:", "train:", "validation:"))]  # of whoever made it
+        lines = [
+            line for line in text.splitlines() if not line.startswith(("tokenizer:", "train:", "validation:", "waiting"))
+        ]  # of whoever made it
         return [line.split(":")[0].split(" ")[0] for line in lines]
 
     out = ended[name].out

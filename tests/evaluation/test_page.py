@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def test_the_code_runs() -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    *_, block = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     sizes = "hidden_size=16, num_hidden_layers=2, vocab_size=50, intermediate_size=16, num_experts=4, num_experts_per_tok=2"
     block = block.replace(".config()", f".config({sizes})")
     names: dict[str, object] = {}

@@ -197,7 +197,7 @@ def probe_file(folder: Path, name: str) -> Path:
 
 def _gpus(world: World, device: torch.device) -> tuple[GpuFacts, ...]:
     """The rank's own GPU, or all that a single process sees."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return ()
     found = []
     for index in range(torch.cuda.device_count()) if world.size == 1 else [world.device(device).index]:

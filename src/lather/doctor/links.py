@@ -96,9 +96,7 @@ def _measure(name: str, num_bytes: int, device: torch.device) -> LinkFacts:
     wrong = float(not torch.equal(y.cpu(), right.repeat_interleave(count // len(right))))
     found = torch.tensor([median(seconds() for _ in range(REPEATS)), wrong])
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return LinkFacts(
-        name, "nccl" if device.type == "cuda" else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item()
-    )
+    return LinkFacts(name, "nccl" if is_gpu(device) else "gloo", 4 * count, found[0].item(), share(size) * 4 * count, not found[1].item())
 
 
 def clock_offsets() -> list[float]:

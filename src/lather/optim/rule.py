@@ -64,8 +64,7 @@ class State(dict[str, Tensor]):
     """The optimizer state of a batch of matrices: name -> entry (B, ...), which a rule changes in place."""
 
     active: Tensor | None = None
-    """Indices of the matrices that have a gradient, if some are experts without tokens, whose statistics must not change. None: all
-    have."""
+    """Indices of the matrices with a gradient if some are experts without tokens, whose statistics must not change; otherwise None."""
     weights: Tensor | None = None
     """Weights W (B, ...), for reading, if the rule `couples_decay`; otherwise None."""
 
@@ -130,8 +129,7 @@ class Rule:
     update; replicated: every rank keeps some rows of the state, gathers the others in each step and computes the same update. That is for
     state that does not fit on one rank."""
     tp_group: Any = field(default=None, metadata={"group": False}, repr=False, compare=False)
-    """Process group of tensor-parallel shards that are plain tensors. It holds for the whole optimizer; the parameter groups of the shards
-    have a `partition_dim`."""
+    """Process group of tensor-parallel shards that are plain tensors, for the whole optimizer; their groups have a `partition_dim`."""
 
     name: ClassVar[str] = ""
     """Name under which the rule is registered; empty for a rule outside of the package, whose name is `module:Class`."""
@@ -148,8 +146,7 @@ class Rule:
         self._check_decay_rates()
 
     def _check_decay_rates(self) -> None:
-        """Raise ValueError for decay rates that bf16 moments would lose: with 8 significant bits they cannot decay by less than 1 in
-        256."""
+        """Raise ValueError for decay rates that have no effect on bf16 moments, which have 8 significant bits."""
         moments = self.state_dtype.get("moments") if isinstance(self.state_dtype, Mapping) else self.state_dtype
         for name in self.moment_decays if moments is torch.bfloat16 else ():
             value = getattr(self, name, 0.0)
@@ -167,8 +164,7 @@ class Rule:
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """Return the update U (B, m, n), which the engine multiplies by lr and subtracts. Change moments in place, but not g. t is 1 at the
-        first gradient."""
+        """Return the update U (B, m, n), without lr. Change moments in place, but not g. t is 1 at the first gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:
@@ -179,8 +175,7 @@ class Rule:
         return self
 
     def on_vectors(self) -> Rule:
-        """Return the rule for vectors and other parameters in which this rule finds no matrix. A group with `rule="adamw"` takes its
-        defaults from it."""
+        """Return the rule for parameters without a matrix, such as vectors; a group with `rule="adamw"` takes its defaults from it."""
         return self
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
@@ -188,8 +183,7 @@ class Rule:
         return ()
 
     def step_whole(self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float) -> bool:
-        """Take the whole step for these flat tensors in place, if a kernel can do it, and return whether it did. The engine calls this for
-        elementwise rules only."""
+        """Take the whole step for flat tensors in place if a kernel can, and return whether it did. Called for elementwise rules only."""
         return False
 
     def cost(self, matrix: Matrix) -> float:
@@ -237,8 +231,7 @@ class RefreshingRule(Rule):
     stagger_refresh: bool = False
     """Distribute the refreshes over the steps of an interval, so that every step costs about the same."""
     stagger_first: bool = False
-    """With `stagger_refresh`: distribute the first refreshes over an interval, too. Until its first refresh a matrix has the identity as
-    basis."""
+    """With `stagger_refresh`: distribute the first refreshes over an interval, too; until then a matrix has the identity as basis."""
     async_refresh: bool = False
     """Refresh on a CUDA side stream during the next forward and backward pass. Refreshes then always come after the update, on every
     device: KL-SOAP and other rules that otherwise refresh before the update give different results with this option."""
@@ -251,8 +244,7 @@ class RefreshingRule(Rule):
         return 1
 
     def due(self, t: int) -> Due:
-        """Return which matrices step t refreshes. Raises ValueError if `precondition_frequency` is a function that returns anything but an
-        integer >= 1."""
+        """Return which matrices step t refreshes. Raises ValueError if `precondition_frequency` gives no integer >= 1."""
         since = t - self.first_refresh
         is_spread = self.stagger_refresh and self.stagger_first and self.first_refresh >= self.precondition_warmup_steps
         if since < 0:
