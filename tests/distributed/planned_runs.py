@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
-LENGTH, SEQUENCES = 70, 16
+LENGTH, SEQUENCES = 70, 24
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
 """Every pair of experts (28, 2): a micro-batch, two sequences of LENGTH or of a multiple of it, has each of them equally often, which is
 an even load to the row."""
@@ -73,7 +73,7 @@ def run_config(
 def counted_run(
     rank: int, world_size: int, config: Config, layers: Sequence[Sequence[int]] | None = None, *, tracked: bool = False
 ) -> tuple[int, int]:
-    """Peak bytes of this rank's storages over two steps that refresh, by our count. If `tracked`, of building the model, too, and what
+    """Peak bytes of this rank's storages over three steps that refresh, by our count. If `tracked`, of building the model, too, and what
     torch's tracker counts; else 0. `layers`: of every stage; None: equally many."""
     torch.manual_seed(0)
     tracker = memory_tracker()
@@ -93,7 +93,7 @@ def counted_run(
 
 
 def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]) -> None:
-    """Two steps; `built` is called before them."""
+    """Three steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     engine = build_engine(config, mesh, layers=layers)
     optimizer = build_optimizer(config.optim, engine.parameters)
@@ -102,5 +102,5 @@ def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callab
     batch = engine.share_of(torch.randint(0, SIZES["vocab_size"], (SEQUENCES, config.train.sequence_length + 1)))
     assert isinstance(batch, Batch)
     built()
-    for _ in range(2):
+    for _ in range(3):
         step(batch, 1e-3)

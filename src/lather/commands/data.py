@@ -24,7 +24,7 @@ usage: lather data COMMAND ...
   show FOLDER                       show what a data set holds and what it was made from
   check FOLDER                      read a data set and compare it with its checksums
 
-lather data COMMAND --help shows the options of each
+options of a command: lather data COMMAND --help
 """
 PLAIN_SECONDS = 10.0
 """Seconds between progress lines if the output is not a terminal."""
