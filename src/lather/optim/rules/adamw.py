@@ -39,7 +39,7 @@ class AdamWRule(Rule):
     eps: NonNegative = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`."""
+    """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = False
     """Momentum one step ahead."""

@@ -40,7 +40,7 @@ class KLSOAPRule(BasisRule):
     eps: Positive = 1e-8
     """Added to the root of the second moment, and the least eigenvalue that statistics divide by."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`; coupled decay ("l2") comes after the statistics."""
+    """Weight decay, wd in `weight_decay_method`; coupled decay ("l2") comes after the statistics."""
     _: KW_ONLY
     precondition_frequency: Interval = 1
     """Steps between refreshes of the bases; in Python also a callable of the step (`lather.optim.schedules`)."""

@@ -24,7 +24,7 @@ class MuonRule(Rule):
     momentum: Decay = 0.95
     """mu, the decay rate of B."""
     weight_decay: NonNegative = 0.01
-    """wd of `weight_decay_method`."""
+    """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = True
     """Orthogonalise mu B + (1 - mu) G instead of B."""
