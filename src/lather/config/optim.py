@@ -128,7 +128,10 @@ class RuleOptimConfig(OptimConfig):
         super().__post_init__()
         fits = chosen_rules(asdict(self)) == self.given
         require(
-            fits, "optim", dict(chosen_rules(asdict(self))), f"of the rules {dict(self.given)}: make another with optim_config(name, ...)"
+            fits,
+            "optim",
+            dict(chosen_rules(asdict(self))),
+            f"a choice of the rules {dict(self.given)}: make another with optim_config(name, ...)",
         )
         self.rule  # noqa: B018 - which is checked by being made
         for kind in KINDS:
