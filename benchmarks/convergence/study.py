@@ -214,7 +214,7 @@ def _study(mapping: dict[str, Any]) -> Study:
         _check_keys(own, prefix, required=("optim", "rates"), optional=())
         rates = {setting: _rates(pair, f"{prefix}rates.{setting}") for setting, pair in own["rates"].items()}
         for setting in rates:
-            require(setting in merged, f"{prefix}rates", setting, f"a rate for one of the settings {', '.join(merged)}")
+            require(setting in merged, f"{prefix}rates", setting, f"for the settings {', '.join(merged)}")
         contestants.append(StudyContestant(name, own["optim"], rates))
     tuning = None
     if "tuning" in mapping:

@@ -243,7 +243,7 @@ class Config:
         )
         num_experts, layers = num_routed_experts(self.model), self.model.num_hidden_layers
         divides = num_experts % self.parallel.ep == 0
-        require(divides, "parallel.ep", self.parallel.ep, f"a divisor of {num_experts}, the number of routed experts")
+        require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
         if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
             rule = name_of(self.optim.rules["experts"])
             fits = f"1 under {rule!r}, to which all experts of a layer are one matrix; klsoap takes them one by one"

@@ -131,7 +131,7 @@ class RuleOptimConfig(OptimConfig):
             fits,
             "optim",
             dict(chosen_rules(asdict(self))),
-            f"a choice of the rules {dict(self.given)}: make another with optim_config(name, ...)",
+            f"of the rules {dict(self.given)}: make another with optim_config(name, ...)",
         )
         self.rule  # noqa: B018 - which is checked by being made
         for kind in KINDS:
