@@ -77,7 +77,7 @@ def test_resolved_configuration_holds_every_field_and_the_override(trained: tupl
 def test_help_shows_every_field(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_:
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
     other_families = {name for name in field_names() if name.startswith("model.")} - set(field_names(DeepseekV2Config, "model."))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lather.commands import COMMANDS
 from lather.errors import UserError
 from lather.files import NO_SPACE, reason
 from lather.version import describe_version
@@ -20,7 +21,7 @@ from lather.version import describe_version
 USAGE = """\
 usage: lather COMMAND ...
 
-  train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows every field
+  train CONFIG [--FIELD VALUE ...]   train, or resume, the run that a TOML file describes; --help shows the fields that are changed most
   data make FOLDER SOURCE            make a data set of text, JSONL, Parquet, chats or token files; also show, check
   generate RUN --prompt TEXT         continue texts with a trained model, answer messages, or talk with it (--chat)
   eval RUN [DATA ...]                loss, perplexity and bits per byte on held-out sets; --tasks of lm-evaluation-harness
@@ -32,25 +33,10 @@ usage: lather COMMAND ...
   plan CONFIG --world N              the memory that each rank will need
   profile CONFIG                     the activations that each layer keeps between forward and backward
   bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
+  completion bash | zsh | fish       print a script with which the shell completes commands and options
 
   -h, --help    --version            each command has a --help of its own
 """
-
-COMMANDS = {
-    "train": "train",
-    "data": "data",
-    "generate": "generate",
-    "eval": "eval",
-    "import": "exchange",
-    "export": "exchange",
-    "plot": "plot",
-    "report": "report",
-    "doctor": "doctor",
-    "plan": "plan",
-    "profile": "profile",
-    "bench": "bench",
-}
-"""Module in `lather.commands` of each command; it is imported only when the command is called, so that help and errors appear at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

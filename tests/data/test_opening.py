@@ -450,7 +450,7 @@ def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
     assert [file.name for _, file in files] == ["a.md", "b.txt", "c.py"]
     for source in ("python-stdlib", "package:lather"):
         assert {Path(file.name).suffix for _, file in list_sources(DataConfig(source=source).recipe(300))} == {".py"}
-    with pytest.raises(DataError, match=r"there are 1 \.md, 1 \.txt, 1 \.py: give another pattern, such as '\*\.md', or another folder$"):
+    with pytest.raises(DataError, match=r"there are 1 \.md, 1 \.py, 1 \.txt: give another pattern, such as '\*\.md', or another folder$"):
         list_sources(DataConfig(source=str(tmp_path), pattern="*.rst").recipe(300))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"the folder has no files: give another one$"):

@@ -67,6 +67,6 @@ def test_the_options_of_a_users_rule_are_fields(config: Path, capsys: pytest.Cap
     experts, rest = (optim.rule_of(kind) for kind in ("experts", "rest"))  # type: ignore[attr-defined]
     assert (experts.betas, experts.matrix_layout, rest.betas) == ((0.8, 0.98), "per_expert", (0.5, 0.6))
     with pytest.raises(SystemExit):
-        main(["train", str(config), "--optim.name", LION, "--help"])
+        main(["train", str(config), "--optim.name", LION, "--help", "optim"])
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--optim.betas FLOAT FLOAT Decay rates of the sign's momentum and of the one that is kept. (default: 0.9 0.99)" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -13,6 +12,9 @@ import tyro
 from lather.config.rule_fields import metavar
 from lather.optim.options import documentation_of
 
+SAID = ("name", "help", "help_behavior_hint")
+"""Properties of a field that `tyro.conf.arg` may give."""
+
 
 @dataclass(frozen=True)
 class CommandOption:
@@ -22,7 +24,8 @@ class CommandOption:
     """Dotted, as in TOML."""
     hint: Any
     """Type."""
-    default: Any
+    default: str
+    """Where it is not given, in words; empty: nothing."""
     text: str
     """Description in `--help`."""
 
@@ -40,8 +43,7 @@ class CommandOption:
     @property
     def choices(self) -> list[str]:
         """The values that it can have; none: any of its type."""
-        parts = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
-        return [str(value) for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part)]
+        return [str(value) for value in _literals(self.hint) if value is not None]
 
 
 def options_of_command(cls: type, default: object = None, prefix: str = "") -> Iterator[CommandOption]:
@@ -52,12 +54,23 @@ def options_of_command(cls: type, default: object = None, prefix: str = "") -> I
         hint, marks = _without_marks(hints[one.name])
         value = getattr(default, one.name) if default is not None else None if one.default is MISSING else one.default
         section = type(value) if is_dataclass(value) else hint
-        says = {key: said for mark in marks for key in ("name", "help") if (said := getattr(mark, key, None)) is not None}
+        says = {key: said for key in SAID for mark in marks if (said := getattr(mark, key, None)) is not None}
         if is_dataclass(section):
             inner = prefix if says.get("name") == "" else f"{prefix}{one.name}."
             yield from options_of_command(typing.cast(type, section), value, inner)
         elif not {tyro.conf.Positional, tyro.conf.Suppress} & {*marks} and not any(map(is_dataclass, typing.get_args(hint))):
-            yield CommandOption(prefix + one.name, hint, value, says.get("help") or texts.get(one.name, ""))
+            values = value if isinstance(value, tuple) else () if value is None or value is False else (value,)
+            shown = says.get("help_behavior_hint", "").removeprefix("(default: ").removesuffix(")") or " ".join(map(str, values))
+            yield CommandOption(prefix + one.name, hint, shown, says.get("help") or texts.get(one.name, ""))
+
+
+def _literals(hint: Any) -> Iterator[object]:
+    """The values of `Literal` in a type, also within a union or a tuple."""
+    for part in typing.get_args(hint):
+        if typing.get_origin(hint) is Literal:
+            yield part
+        else:
+            yield from _literals(part)
 
 
 def _without_marks(hint: Any) -> tuple[Any, list[Any]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lather.commands.help import show_help, take_help
 from lather.commands.parsing import parse_arguments
 from lather.config.config import Config
-from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.config.optim import KINDS, RuleOptimConfig
 from lather.config.rule_fields import owners, rule_named
 from lather.config.toml_file import config_from_mapping, load_config, with_model
 from lather.errors import ConfigError
@@ -40,19 +41,24 @@ def read_config(file: Path | None, arguments: list[str]) -> Config:
     assert isinstance(config.optim, RuleOptimConfig)
     for option in given:
         _refuse_option_of_another_rule(option, config.optim)
-    return replace(config, optim=as_help_shows_it(config.optim)) if {"-h", "--help"} & set(arguments) else config
+    return config
 
 
 def parse_with_config(cls: Callable[[Config], A], command: str, arguments: list[str]) -> tuple[A, str]:
     """Parse the arguments of a command that takes a configuration file first. `cls` is a dataclass whose first field is the configuration.
 
-    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the arguments are not valid.
+    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the arguments are not valid, and SystemExit
+    after showing the help that they ask for.
     """
+    arguments, topic = take_help(arguments)
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if file is None and not {"-h", "--help"} & set(arguments):
+    if file is None and topic is None:
         raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
     arguments = arguments[1:] if file else arguments
     default = cls(read_config(Path(file) if file else None, arguments))
+    if topic is not None:
+        show_help(command, " ".join((cls.__doc__ or "").split()), default, topic)
+        raise SystemExit(0)
     return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
 
 

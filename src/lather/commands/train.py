@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lather.commands.help import show_help, take_help
 from lather.commands.overrides import read_config
 from lather.commands.parsing import parse_arguments
 from lather.config.config import Config, check_parallel
@@ -25,10 +26,16 @@ from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, StopSignal, train
 from lather.train.metrics import StepRow
 
-NPROC_HELP = """\
---nproc N   start N ranks on this machine, or with "gpu" one for each CUDA device; [parallel] (--parallel.pp, --parallel.ep) says how they
-            share the work. On several machines start the ranks with torchrun or srun, without --nproc
-"""
+ABOUT = """\
+Train, or resume, the run that a TOML file describes, for example
+
+  lather train configs/quickstart.toml --train.steps 500
+
+With --init-from FOLDER the file may be left out: the model is then the folder's.
+
+  --nproc N  Start N ranks on this machine, or with "gpu" one for each CUDA
+             device, and let them share the work as [parallel] says. torchrun
+             and srun start ranks on several machines, without --nproc."""
 
 
 def train_command(arguments: list[str]) -> int:
@@ -54,16 +61,17 @@ def train_command(arguments: list[str]) -> int:
 def _read(arguments: list[str]) -> tuple[Config, int | None]:
     """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments)
+    arguments, topic = take_help(arguments)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    asks_for_help = bool({"-h", "--help"} & set(arguments))
-    if file is None and not asks_for_help and not any(one.startswith(("--init-from", "--init_from")) for one in arguments):
+    if file is None and topic is None and not any(one.startswith(("--init-from", "--init_from")) for one in arguments):
         raise ConfigError(
             "lather train needs a configuration first, or weights to start from: lather train configs/quickstart.toml, "
             "lather train --init-from FOLDER_OR_RUN"
         )
-    if asks_for_help:
-        print(NPROC_HELP)
     default = read_config(Path(file) if file else None, arguments)
+    if topic is not None:
+        show_help("train", ABOUT, default, topic)
+        raise SystemExit(0)
     return parse_arguments(Config, "lather train CONFIG", arguments, default=default), nproc
 
 

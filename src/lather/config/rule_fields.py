@@ -167,7 +167,7 @@ def _metavar(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     if typing.get_origin(hint) is tuple:
-        return " ".join(part.__name__.upper() for part in typing.get_args(hint) if part is not Ellipsis)
+        return " ".join(_metavar(part) for part in typing.get_args(hint) if part is not Ellipsis)
     return str(hint.__name__.upper())
 
 

@@ -51,7 +51,7 @@ class DataConfig:
         fits = len(self.weights) in (0, len(self.path))
         require(fits, "data.weights", self.weights, f"one number for each of the {len(self.path)} data sets of data.path")
         positive = all(0 <= weight < math.inf for weight in self.weights) and (not self.weights or sum(self.weights) > 0)
-        require(positive, "data.weights", self.weights, "at least 0 and finite, and one above 0")
+        require(positive, "data.weights", self.weights, "finite numbers of at least 0, one of them above 0")
 
     @property
     def apart(self) -> bool:

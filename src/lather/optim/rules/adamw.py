@@ -40,7 +40,7 @@ class AdamWRule(Rule):
     eps: NonNegative = 1e-8
     """Number added to the root of the second moment."""
     weight_decay: NonNegative = 0.01
-    """Weight decay: wd in `weight_decay_method`."""
+    """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = False
     """Use Nesterov momentum."""

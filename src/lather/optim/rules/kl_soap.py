@@ -40,7 +40,7 @@ class KLSOAPRule(BasisRule):
     eps: Positive = 1e-8
     """Number added to the root of the second moment, and the smallest eigenvalue by which statistics divide."""
     weight_decay: NonNegative = 0.01
-    """Weight decay: wd in `weight_decay_method`; coupled decay ("l2") does not enter the factors."""
+    """Weight decay, wd in `weight_decay_method`; coupled decay ("l2") comes after the statistics."""
     _: KW_ONLY
     precondition_frequency: Interval = 1
     """Steps between refreshes of the bases. In Python it may also be a function of the step (`lather.optim.schedules`)."""

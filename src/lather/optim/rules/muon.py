@@ -27,7 +27,7 @@ class MuonRule(Rule):
     momentum: Decay = 0.95
     """Decay rate mu of the momentum B."""
     weight_decay: NonNegative = 0.01
-    """Weight decay: wd in `weight_decay_method`."""
+    """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
     nesterov: bool = True
     """Use Nesterov momentum: orthogonalise mu B + (1 - mu) G instead of B."""

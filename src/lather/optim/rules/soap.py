@@ -45,7 +45,7 @@ class SOAPRule(BasisRule):
     eps: NonNegative = 1e-8
     """Number added to the root of the second moment."""
     weight_decay: NonNegative = 0.01
-    """Weight decay: wd in `weight_decay_method`; coupled decay ("l2") enters the factors, too."""
+    """Weight decay, wd in `weight_decay_method`; coupled decay ("l2") enters the factors, too."""
     _: KW_ONLY
     use_decoupled_weight_decay: bool = True
     """False means the same as `weight_decay_method="l2"`."""

@@ -1,0 +1,134 @@
+"""`lather completion bash | zsh | fish`: a script with which a shell completes commands, options and their values.
+
+The script holds all names, so that a completion starts no Python. Options of all rules and model families are in it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+
+from lather.commands import COMMANDS
+from lather.commands.bench import BENCHMARKS
+from lather.commands.data import FolderArguments, MakeArguments
+from lather.commands.help import ALL, SECTIONS
+from lather.commands.options import CommandOption, options_of_command
+from lather.config.config import Config
+from lather.config.optim import KINDS, optim_config
+from lather.errors import UserError
+from lather.models.families import FAMILIES
+from lather.optim.rules import RULES
+
+USAGE = """\
+usage: lather completion SHELL
+
+Print a script with which the shell completes lather's commands and options. To have it in every shell that you start:
+
+  lather completion bash > ~/.local/share/bash-completion/completions/lather
+  lather completion zsh >> ~/.zshrc
+  lather completion fish > ~/.config/fish/completions/lather.fish
+"""
+NAMES = {"optim.name": tuple(RULES), **{f"optim.{kind}.rule": tuple(RULES) for kind in KINDS}, "model.model_type": tuple(FAMILIES)}
+"""Values of fields whose type does not say them."""
+WITH_CONFIG = ("train", "plan", "profile")
+FOLLOWING = {"data": ("make", "show", "check"), "bench": tuple(BENCHMARKS), "completion": ("bash", "zsh", "fish")}
+"""The words that follow a command."""
+
+BASH = """\
+_lather() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}" words=""
+    [[ $COMP_CWORD -gt 2 && $command == data ]] && command="data ${{COMP_WORDS[2]}}"
+    if [[ $COMP_CWORD -eq 1 ]]; then
+        words={commands}
+    else
+        case "$command $previous" in
+{values}
+        esac
+        if [[ -z $words && $current == -* ]]; then
+            case "$command" in
+{options}
+            esac
+        fi
+    fi
+    COMPREPLY=()
+    [[ -n $words ]] && COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _lather lather
+"""
+ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+def completion_command(arguments: list[str]) -> int:
+    """Print the script."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    (shell, *rest), shells = arguments, FOLLOWING["completion"]
+    if shell not in shells or rest:
+        raise UserError(f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}")
+    options = {command: {option.name: option for option in options_of(command)} for command in (*COMMANDS, "data make", "data show")}
+    options["data check"] = options["data show"]
+    print(_fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options), end="")
+    return 0
+
+
+def options_of(command: str) -> Iterator[CommandOption]:
+    """The options of a command, of all rules and families."""
+    if command.startswith("data"):
+        yield from options_of_command({"data make": MakeArguments}.get(command, FolderArguments)) if " " in command else ()
+        return
+    cls = getattr(import_module(f"lather.commands.{COMMANDS[command]}"), f"{command.capitalize()}Arguments", None)
+    if cls is not None:
+        yield from options_of_command(cls)
+    if command in WITH_CONFIG:
+        yield CommandOption("help", str, "", "Show help, of a section")
+        for rule in RULES:
+            yield from options_of_command(Config, Config(optim=optim_config(rule)))
+        for family in FAMILIES.values():
+            yield from options_of_command(family.config, None, "model.")
+    if command == "train":
+        yield CommandOption("nproc", int, "", "Ranks that are started on this machine")
+
+
+def _values(option: CommandOption) -> tuple[str, ...]:
+    return (*SECTIONS, ALL) if option.name == "help" else NAMES.get(option.name, tuple(option.choices))
+
+
+def _flags(options: dict[str, CommandOption]) -> list[str]:
+    return [flag for option in options.values() for flag in option.flags]
+
+
+def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
+    values: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for command, own in options.items():
+        values[FOLLOWING.get(command, ())].append(f"{command} {command}")
+        for option in own.values():
+            values[_values(option)] += [f"{command} {flag}" for flag in option.flags]
+    cases = {tuple(places): " ".join(words) for words, places in values.items() if words}
+    of_command: dict[tuple[str, ...], str] = {}
+    for command, own in options.items():
+        of_command[(command,)] = " ".join(dict.fromkeys([*_flags(own), "--help"]))
+    return BASH.format(commands=shlex.quote(" ".join(_first_words(options))), values=_cases(cases), options=_cases(of_command))
+
+
+def _cases(words: dict[tuple[str, ...], str]) -> str:
+    return "\n".join(f"{'|'.join(map(shlex.quote, patterns))}) words={shlex.quote(text)} ;;" for patterns, text in words.items())
+
+
+def _first_words(options: dict[str, dict[str, CommandOption]]) -> list[str]:
+    return [*(command for command in options if " " not in command), "--help", "--version"]
+
+
+def _fish(options: dict[str, dict[str, CommandOption]]) -> str:
+    lines = [f"complete -c lather -n __fish_use_subcommand -f -a {shlex.quote(' '.join(_first_words(options)))}"]
+    for command, own in options.items():
+        seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
+        for word in FOLLOWING.get(command, ()):
+            lines.append(f"complete -c lather -n {shlex.quote(f'__fish_seen_subcommand_from {command}')} -a {word}")
+        for option in own.values():
+            value = f"-x -a {shlex.quote(' '.join(words))}" if (words := _values(option)) else "-r" if option.metavar else ""
+            text = shlex.quote(option.text.partition(". ")[0])
+            lines += [f"complete -c lather -n {shlex.quote(seen)} -l {flag[2:]} {value} -d {text}" for flag in option.flags]
+    return "\n".join(lines) + "\n"

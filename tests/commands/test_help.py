@@ -1,0 +1,69 @@
+"""`--help` of commands with a configuration: a short page, sections, everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lather.cli import main
+from lather.commands.help import OFTEN, SECTIONS, take_help
+from lather.config.toml_file import field_names
+from lather.errors import UserError
+
+
+def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_short_page_has_what_is_changed_most_and_all_sections(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = page(capsys, "train", "configs/quickstart.toml", "--optim.name", "soap", "--help")
+    assert set(OFTEN) - {"optim.weight_decay"} <= set(field_names())
+    for name in OFTEN:
+        assert f"  --{name.replace('_', '-')} " in out
+    for section in SECTIONS:
+        assert f"  --help {section} " in out
+    assert "[320]" in out  # the file's steps
+    assert "[soap]" in out
+    assert "--nproc N" in out
+    assert "--model.hidden-size" not in out
+    assert max(map(len, out.splitlines())) <= columns
+    assert len(out.splitlines()) <= 85
+
+
+def test_a_section(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = page(capsys, "train", "--help", "checkpoint")
+    assert "--checkpoint.keep-best" in out
+    assert "--train.steps" not in out
+    out = page(capsys, "plan", "configs/quickstart.toml", "--help", "optim")
+    assert "--optim.momentum" in out
+    assert "0.85" in out  # the file's
+    assert "--world" not in out
+
+
+def test_plan_shows_its_own_options_and_then_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    short, everything = page(capsys, "plan", "-h"), page(capsys, "plan", "--help=all")
+    for option in ("--world INT", "--memory STR", "--advice {auto,always,never}"):
+        assert option in short
+        assert option in everything
+    assert "--train.steps" not in short
+    assert "--train.steps" in everything
+
+
+def test_what_follows_help(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.touch()
+    assert take_help(["a", "--x", "1"]) == (["a", "--x", "1"], None)
+    assert take_help(["--help", str(file), "--x", "1"]) == ([str(file), "--x", "1"], "")
+    assert take_help(["a", "-h", "data", "--x", "1"]) == (["a", "--x", "1"], "data")
+    with pytest.raises(UserError, match=r"^--help lr: there is no such section: use one of model, .*, log, or all$"):
+        take_help(["--help", "lr"])
