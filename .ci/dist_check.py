@@ -18,7 +18,18 @@ from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("lather/py.typed", "lather/planning/plan_page.html", "lather/commit.txt", "lather/optim/rules/soap.py")
+NEEDED = tuple(
+    f"lather/{name}"
+    for name in (
+        "py.typed",
+        "commit.txt",
+        "page.css",
+        "page.js",
+        "planning/plan_page.html",
+        "train/report_page.html",
+        "optim/rules/soap.py",
+    )
+)
 CONFIG = """
 [model]
 vocab_size = 260
@@ -99,7 +110,8 @@ def use_command(folder: Path, lather: Path) -> None:
         (folder / "texts" / f"{number}.txt").write_text(f"The {number}th text is no longer than this sentence.\n" * 20)
     (folder / "run.toml").write_text(textwrap.dedent(CONFIG))
     call(folder, lather, "train", "run.toml", "--data.source", "texts", "--data.pattern", "*.txt", "--run-dir", "run")
-    expect((folder / "run" / "metrics.jsonl").is_file(), "lather train wrote no metrics.jsonl")
+    for name in ("metrics.jsonl", "report.html"):
+        expect((folder / "run" / name).is_file(), f"lather train wrote no {name}")
     print(f"{version.strip()}: lather bench, lather train")
 
 

@@ -32,7 +32,7 @@ usage: lather COMMAND ...
   doctor                             check versions, devices, disk and memory, and with --nproc N clocks and links of ranks
   plan CONFIG --world N              the memory that each rank will need
   profile CONFIG                     the activations that each layer keeps between forward and backward
-  bench optimizer | memory           measure SOAP against heavyball and pytorch_optimizer (extra `bench`), or the MoE layer's memory
+  bench BENCHMARK                    run a benchmark (in a checkout); --help lists them
   completion bash | zsh | fish       print a script with which the shell completes commands and options
 
   -h, --help    --version            each command has a --help of its own

@@ -43,7 +43,7 @@ benchmark."""
 
 
 def bench_command(arguments: list[str]) -> int:
-    """Run the benchmark that the first argument names."""
+    """Run a benchmark, which is in a checkout beside the package."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0

@@ -61,7 +61,7 @@ ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashc
 
 
 def completion_command(arguments: list[str]) -> int:
-    """Print the script."""
+    """Print the script with which a shell completes Lather's commands and options."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0

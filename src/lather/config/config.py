@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses that check every value when they are constructed; `toml_file` reads and writes them.
 
-The string under each field is its documentation, with its unit; `lather train --help` shows the same strings.
+The string under each field is its documentation, with its unit; `lather train --help all` shows the same strings.
 """
 
 from __future__ import annotations

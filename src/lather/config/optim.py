@@ -106,11 +106,11 @@ class KindConfig:
     """Settings of one kind of parameters."""
 
     rule: str = ""
-    """Rule of these parameters, if it is another one; together with this option, --help shows the options of that rule."""
+    """Rule of these parameters, if it is another one; together with this option, --help optim shows the options of that rule."""
     lr: float | None = None
     """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
     lr_factor: float | None = None
-    """Peak learning rate of these parameters as a factor of optim.lr; left out: 1."""
+    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the rules for these parameters."""
 
     options_rule: ClassVar[type[Rule]]
     """The rule whose options the class has as fields."""
