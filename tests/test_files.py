@@ -43,7 +43,9 @@ def test_making_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert main(command) == 2
     line = capsys.readouterr().err
     assert re.fullmatch(
-        rf"lather: error: {folder}.partial: No space left on device: [\d,]+ bytes are free there: free space, .* the same command .*\n", line
+        rf"lather: error: {folder}.partial: No space left on device: "
+        r"[\d,]+ bytes are free there: free space, .* the same command .*\n",
+        line,
     )
     assert sorted(path.name for path in (tmp_path / "ours.partial").rglob("*.*")) == [".lock", "plan.json", "tokenizer.json"]
     assert main(command) == 0
