@@ -20,11 +20,12 @@ from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.engine.engine import build_model
 from lather.errors import ConfigError
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.hf.model_folder import model_from_hugging_face, save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import model_from_hugging_face
 from lather.optim import SOAP
-from lather.train.loop import build_model
 from models.tiny import error, tiny_config, tiny_model
 from tiny_run import timeless_rows, write_config
 

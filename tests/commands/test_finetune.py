@@ -19,8 +19,9 @@ from lather.cli import main
 from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
-from lather.models.hf.model_folder import model_from_hugging_face, save_hugging_face
-from lather.train.loop import build_model
+from lather.engine.engine import build_model
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import model_from_hugging_face
 from lather.train.trained_model import TrainedModel
 from models.tiny import error, tiny_family_config, tiny_family_model
 from tiny_run import start

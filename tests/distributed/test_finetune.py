@@ -17,7 +17,7 @@ from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.files import read_rows
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
-from lather.models.hf.model_folder import save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
 from lather.train.loop import RunOutcome, train
 from tiny_model import TINY

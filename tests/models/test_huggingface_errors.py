@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
-from lather.models.hf import model_folder as huggingface
-from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face, save_hugging_face
+from lather.models.hf import model_export, model_folder
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
 from lather.models.hf.safetensors_folder import complete_folder, open_safetensors, write_safetensors
 from models.tiny import tiny_config, tiny_model
 
@@ -194,7 +195,7 @@ def test_rows_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
 
     sizes = {"vocab_size": 9, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
     config = GptOssConfig(**sizes, num_experts_per_tok=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
-    model = huggingface.build_model(config, torch.Generator())
+    model = model_folder.build_model(config, torch.Generator())
     save_hugging_face(model, config, tmp_path / "in")
     tensors = load_file(tmp_path / "in" / WEIGHTS)
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -236,7 +237,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to(
     make_head: Callable[[Tensor], Tensor], expected: list[str], elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many elements are compared at a time."""
-    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", elements)
+    monkeypatch.setattr(model_folder, "COMPARED_ELEMENTS", elements)
     save_hugging_face(tiny_model(tie_word_embeddings=True), tiny_config(tie_word_embeddings=True), tmp_path / "in")
     file = tmp_path / "in" / WEIGHTS
     tensors = load_file(file)
@@ -324,7 +325,7 @@ def test_an_exception_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         assert arguments[0].exists()
         assert not (tmp_path / "out").exists()
 
-    monkeypatch.setattr(huggingface, "write_safetensors", fail_at_the_third)
+    monkeypatch.setattr(model_export, "write_safetensors", fail_at_the_third)
     with pytest.raises(RuntimeError, match="power cut"):
         save_hugging_face(tiny_model(), tiny_config(), tmp_path / "out", max_shard_bytes=30_000)
     assert len(written) == 2
@@ -334,16 +335,16 @@ def test_an_exception_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 KILLED_HALF_WAY = """
 import os, signal, sys
 from pathlib import Path
-from lather.models.hf import model_folder as huggingface
+from lather.models.hf import model_export
 from models.tiny import tiny_config, tiny_model
-write = huggingface.write_safetensors
+write = model_export.write_safetensors
 def kill_at_the_second(file, *rest):
     if "00002" in file.name:
         file.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, *rest)
-huggingface.write_safetensors = kill_at_the_second
-huggingface.save_hugging_face(tiny_model(), tiny_config(), Path(sys.argv[1]), max_shard_bytes=30_000)
+model_export.write_safetensors = kill_at_the_second
+model_export.save_hugging_face(tiny_model(), tiny_config(), Path(sys.argv[1]), max_shard_bytes=30_000)
 """
 
 

@@ -18,7 +18,7 @@ from lather.errors import ExchangeError
 from lather.models.adapted import MergedTensors, add_adapters, is_adapters
 from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig
-from lather.models.hf.model_folder import save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.peft_folder import save_peft
 from lather.models.hf.safetensors_folder import TensorSource
 from lather.models.lora import LoraConfig

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lather.models.entry_names import split_entry
-from lather.models.hf.model_folder import open_hugging_face, save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import open_hugging_face
 from lather.models.hf.published_tensors import PublishedTensors
 from models.tiny import tiny_family_config, tiny_family_model
 

@@ -21,15 +21,15 @@ from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
-from lather.engine.engine import build_engine
+from lather.engine.engine import build_engine, build_model
 from lather.engine.optimizer import build_optimizer
 from lather.engine.trained_parameters import check_adapters_are_all, check_finetuning, trained_parameters
 from lather.errors import CheckpointError, ConfigError, DataError, ExchangeError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
-from lather.models.hf.model_folder import save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
-from lather.train.loop import RunOutcome, build_model, train
+from lather.train.loop import RunOutcome, train
 from lather.train.metrics import StepRow
 from tiny_model import VOCAB_SIZE
 from tiny_run import timeless_rows

@@ -21,7 +21,7 @@ from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch
-from lather.engine.engine import Engine, document_boundaries
+from lather.engine.engine import Engine, build_model, document_boundaries
 from lather.engine.step import StepResult, TrainStep
 from lather.errors import CheckpointError, DataError, RunError
 from lather.files import read_rows
@@ -30,7 +30,7 @@ from lather.models.qwen3_moe import Qwen3MoeConfig
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
 from lather.train.display import PlainDisplay
-from lather.train.loop import build_model, train
+from lather.train.loop import train
 from lather.train.metrics import load_per_expert
 from models.tiny import whole_part
 

@@ -17,7 +17,7 @@ from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
-from lather.engine.engine import Engine, build_engine
+from lather.engine.engine import Engine, build_engine, build_model
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.errors import ConfigError
@@ -26,7 +26,6 @@ from lather.optim import SOAP
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
 from lather.pipeline.schedule import sequential
-from lather.train.loop import build_model
 from models.tiny import whole_part
 
 MakeModel = Callable[..., Decoder]

@@ -22,7 +22,7 @@ import lather
 from lather.commands.overrides import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import wide_console
-from lather.engine.engine import document_boundaries, schedule_for
+from lather.engine.engine import build_model, document_boundaries, schedule_for
 from lather.engine.step import pick_device
 from lather.errors import UserError
 from lather.memory import profile_report as report
@@ -39,7 +39,6 @@ from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
 from lather.planning.dry_run import DOCUMENTS
 from lather.planning.stage_bytes import memory_partition
 from lather.planning.workers import Assumed
-from lather.train.loop import build_model
 
 MOST_PARAMETERS = 300_000_000
 """Up to this number of parameters, `--layers auto` runs the whole model."""

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -23,7 +24,7 @@ from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.loop import DivergedError, RunOutcome, StopSignal, train
+from lather.train.loop import DivergedError, RunOutcome, train
 from lather.train.metrics import StepRow
 
 ABOUT = """\
@@ -81,7 +82,7 @@ def run_worker(config: Config, world: World) -> int:
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
     display = _display(config, world)
-    with StopSignal() if world.stop is None else contextlib.nullcontext() as own:
+    with _StopSignal() if world.stop is None else contextlib.nullcontext() as own:
         stopped_by = world.stop or (lambda: own.received if own else None)
         try:
             with display:
@@ -93,6 +94,25 @@ def run_worker(config: Config, world: World) -> int:
         if world.rank == 0:
             _report(config, outcome)
         return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
+
+
+class _StopSignal:
+    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second signal ends it as usual."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> _StopSignal:
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        signal.signal(number, self._before[signal.Signals(number)])
 
 
 class _NoDisplay:

@@ -17,9 +17,10 @@ from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
-from lather.engine.trained_parameters import train_only, trained_names
+from lather.engine.trained_parameters import train_only, trained_names, with_adapters
 from lather.models.compiled import compile_parts
-from lather.models.decoder import RoutedModel
+from lather.models.decoder import Decoder, RoutedModel
+from lather.models.families import build_model as build_family
 from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
@@ -233,6 +234,14 @@ class Engine:
 
     def _moe_layers_of(self, stage: int) -> list[int]:
         return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
+
+
+def build_model(config: Config, device: torch.device) -> Decoder:
+    """Build the whole model with random weights from the seed, and prepare its experts as `[moe]` says."""
+    generator = torch.Generator().manual_seed(config.seed)
+    model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(weights_dtype(config))
+    prepare_experts(model, config.moe)
+    return model
 
 
 def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, layers: Sequence[Sequence[int]] | None = None) -> Engine:

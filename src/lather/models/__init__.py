@@ -8,7 +8,8 @@ from lather.models.decoder import Decoder, DecoderOutput
 from lather.models.experts import Experts
 from lather.models.families import FAMILIES, ModelConfig, build_model, config_from_hugging_face, config_to_hugging_face
 from lather.models.generate import Continuations, Sampling, generate
-from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face, save_hugging_face
+from lather.models.hf.model_export import save_hugging_face
+from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
 from lather.models.moe import MoE
 from lather.models.routing import Router
 

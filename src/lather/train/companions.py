@@ -17,7 +17,8 @@ from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
 from lather.files import names_full_disk
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_companions
+from lather.models.hf.model_export import copy_companions
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
 
 COMPANION_FOLDER = "huggingface"
 """Folder in the run directory that holds the copies."""

@@ -24,6 +24,7 @@ from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugg
 from lather.models.hf.published_tensors import PublishedTensors
 from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import together
+from lather.train.companions import same_tokenizer
 
 OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
 """Fields of a model's configuration that do not change what its weights compute."""
@@ -61,6 +62,13 @@ def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> 
                 f"init_from = {init_from!r} is another model: model.{name} is {there!r} there and {here!r} here: "
                 "leave out [model] to train that model, or give weights of this one"
             )
+
+
+def check_same_tokenizer(source: Path, ours: Path) -> None:
+    """Raise DataError if the initial weights were trained with another tokenizer."""
+    theirs = source / TOKENIZER_FILE
+    if theirs.exists() and not same_tokenizer(theirs, ours):
+        raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
 def load_start(path: Path, state: TrainingState) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,20 +26,17 @@ from lather.checkpoint.table import Progress
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
 from lather.device import deterministic
-from lather.engine.engine import build_engine, prepare_experts, weights_dtype
+from lather.engine.engine import build_engine, build_model
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
-from lather.engine.trained_parameters import trained_parameters, with_adapters
-from lather.errors import DataError, UserError
+from lather.engine.trained_parameters import trained_parameters
+from lather.errors import UserError
 from lather.files import read_rows, write_aside
-from lather.models.decoder import Decoder
-from lather.models.families import build_model as build_family
-from lather.parallel.agreement import of_first, together
+from lather.parallel.agreement import of_first, on_first, together
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
-from lather.train.companions import same_tokenizer
-from lather.train.initial_weights import find_start, load_start
+from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import (
     MetricsWriter,
@@ -89,25 +84,6 @@ class RunOutcome:
     checkpoint: Path
 
 
-class StopSignal:
-    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second signal ends it as usual."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[signal.Signals(number)])
-
-
 def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: False, mesh: Mesh | None = None) -> RunOutcome:
     """Run `config` to its end, resuming the run that its directory holds. Between steps, `stop` returns whether to save and end early.
 
@@ -118,47 +94,66 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
         DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
-    is_first, rate_is_given = mesh.rank == 0, config.optim.lr is not None
-    run_dir: RunDirectory | None = None
-    try:
-        with together(mesh.control_group):
-            if is_first:
-                run_dir = RunDirectory.open(config)
-        begin = of_first(None if run_dir is None else run_dir.start, mesh.control_group)
-        assert begin is not None
-        config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
+    with _run_directory(config, mesh) as run_dir:
         try:
-            with together(mesh.control_group):
-                start = _start(config)
-            start = of_first(start, mesh.control_group)
-            with together(mesh.control_group):
-                begun_with = None if run_dir is None else run_dir.begun_with()
-            begun_with = of_first(begun_with, mesh.control_group)
-            with together(mesh.control_group):
-                data = open_run_data(config, display.note, begun_with, phases) if is_first else None
-                if data is not None and start is not None and data.tokenizer is not None:
-                    _check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
-            identities = of_first({} if data is None else data.identities, mesh.control_group)
-            with together(mesh.control_group):
-                data = data or open_run_data(config, display.note, begun_with, phases)
-                check_same_data(data, identities)
-            with together(mesh.control_group):
-                if run_dir is not None:
-                    run_dir.check_data(data)
-            run = _TrainingRun(config, data, mesh, display, start)
-            _note_rates(display, begin, starts_from_weights=start is not None and not rate_is_given)
-            with together(mesh.control_group):
-                if run_dir is not None:
-                    run_dir.record(data)
+            run = _prepared_run(config, mesh, display, run_dir)
         except UserError:
             if run_dir is not None:
                 run_dir.abandon()
             raise
-        with deterministic(config.train.deterministic):
+        with deterministic(run.config.train.deterministic):
             return run.train(stop)
+
+
+@contextlib.contextmanager
+def _run_directory(config: Config, mesh: Mesh) -> Iterator[RunDirectory | None]:
+    """Open the run directory on rank 0, and close it after the block; None on the other ranks."""
+    run_dir: RunDirectory | None = None
+    try:
+        with together(mesh.control_group):
+            if mesh.rank == 0:
+                run_dir = RunDirectory.open(config)
+        yield run_dir
     finally:
         if run_dir is not None:
             run_dir.close()
+
+
+def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None) -> _TrainingRun:
+    """Find initial weights or checkpoint, open the data, build model and optimizer, and record what the run is made from. Only rank 0 has
+    `run_dir`; all ranks use what it finds there."""
+    group, rate_is_given = mesh.control_group, config.optim.lr is not None
+    begin = of_first(None if run_dir is None else run_dir.start, group)
+    assert begin is not None
+    config = begin.config
+    source = on_first(lambda: _initial_weights(config), group)
+    begun_with = on_first(lambda: None if run_dir is None else run_dir.begun_with(), group)
+    data = _open_data(begin, begun_with, mesh, display, source)
+    with together(group):
+        if run_dir is not None:
+            run_dir.check_data(data)
+    run = _TrainingRun(config, data, mesh, display, source)
+    _note_rates(display, begin, starts_from_weights=source is not None and not rate_is_given)
+    with together(group):
+        if run_dir is not None:
+            run_dir.record(data)
+    return run
+
+
+def _open_data(begin: Start, begun_with: str | None, mesh: Mesh, display: Display, source: Path | None) -> RunData:
+    """Open the data sets: first on rank 0, which may have to tokenize text, then on the others, which check that they see the same."""
+    config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
+    data: RunData | None = None
+    with together(mesh.control_group):
+        if mesh.rank == 0:
+            data = open_run_data(config, display.note, begun_with, phases)
+            if source is not None and data.tokenizer is not None:
+                check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+    identities = of_first({} if data is None else data.identities, mesh.control_group)
+    with together(mesh.control_group):
+        data = data or open_run_data(config, display.note, begun_with, phases)
+        check_same_data(data, identities)
+    return data
 
 
 def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) -> None:
@@ -171,26 +166,11 @@ def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) ->
         display.note(f"{begin.changes}; the learning rate of step {number} is {rate:.3g}")
 
 
-def build_model(config: Config, device: torch.device) -> Decoder:
-    """Build the model with random weights from the seed, and prepare its experts as `[moe]` says."""
-    generator = torch.Generator().manual_seed(config.seed)
-    model = with_adapters(build_family(config.model, generator, device), config.lora, generator).to(weights_dtype(config))
-    prepare_experts(model, config.moe)
-    return model
-
-
-def _start(config: Config) -> Path | None:
+def _initial_weights(config: Config) -> Path | None:
     """Return the checkpoint of another run, or the Hugging Face folder, from which a new run starts; None if it does not."""
     if not config.init_from or list_checkpoints(Path(config.run_dir) / "checkpoints"):
         return None
     return find_start(config)
-
-
-def _check_same_tokenizer(source: Path, ours: Path) -> None:
-    """Raise DataError if the initial weights were trained with another tokenizer."""
-    theirs = source / "tokenizer.json"
-    if theirs.exists() and not same_tokenizer(theirs, ours):
-        raise DataError(f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer = {str(theirs)!r}")
 
 
 class _TrainingRun:

@@ -19,11 +19,11 @@ from lather.config.config import Config
 from lather.config.toml_file import load_config
 from lather.data.chat import ChatTemplate
 from lather.data.documents import load_tokenizer
+from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
 from lather.models.decoder import Decoder
 from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
-from lather.train.loop import build_model
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Presents the weights of a Hugging Face folder like those of a checkpoint: under Lather's names, one entry per expert, read on demand."""
+"""The weights of a Hugging Face folder, read on demand like those of a checkpoint: under Lather's names, one entry per expert."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from lather.models.entry_names import entry_name, is_stack, split_entry
 from lather.models.hf.key_map import MappedTensor
 from lather.models.hf.model_folder import PublishedWeights
-from lather.models.hf.safetensors_folder import DescribedTensor, Index
+from lather.models.hf.safetensors_folder import DescribedTensor, Index, StrPath, TensorToWrite, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,10 @@ class PublishedTensors:
             return torch.cat([self._weights.stored.read(part.published) for part in parts])[index]
         (entry,) = self._weights.entries[parameter]
         return self._weights.expert(entry, expert)[index]
+
+
+def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
+    """Write the weights in fp32 to one safetensors file, under Lather's names, with one entry per expert."""
+    source = PublishedTensors(weights)
+    tensors = [TensorToWrite(name, torch.float32, described.shape) for name, described in source.tensors.items()]
+    write_safetensors(Path(file), tensors, lambda name: [source.read(name)])
