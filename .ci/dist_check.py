@@ -24,6 +24,7 @@ NEEDED = tuple(
         "py.typed",
         "commit.txt",
         "page.css",
+        "page.html",
         "page.js",
         "planning/plan_page.html",
         "train/report_page.html",

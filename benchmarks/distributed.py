@@ -160,7 +160,7 @@ def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int
         "flops_of_one_process": flops_alone,
         "bytes_sent": sent,
         "bytes_gathering": gathering_bytes(ours, mesh),
-        "state_bytes": sum(piece.value.nbytes for piece in many.state_pieces() if piece.key != "step"),
+        "state_bytes": sum(piece.value.nbytes for _, piece in many.state_pieces() if piece.name != "step"),
     }
     everybody: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(found, everybody)

@@ -1,6 +1,6 @@
-"""Pages of HTML that are one file: a template with its texts, its data, and the style and script that all pages share, filled in.
+"""Pages of HTML that are one file each: a template within the frame that all pages share (`page.html`, `page.css`, `page.js`), filled in.
 
-A template has places such as `{{title}}`. Its policy (`Content-Security-Policy`) lets a browser load nothing from elsewhere.
+A template has places such as `{{title}}`. The frame's policy (`Content-Security-Policy`) lets a browser load nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -24,5 +24,6 @@ def write_page(aside: Path, template: tuple[str, str], data: Any, **texts: str) 
         "script": own.joinpath("page.js").read_text("utf-8"),
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    page = files(template[0]).joinpath(template[1]).read_text("utf-8")
+    body = files(template[0]).joinpath(template[1]).read_text("utf-8")
+    page = own.joinpath("page.html").read_text("utf-8").replace("{{body}}", body)
     aside.write_text(re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], page), "utf-8", errors="replace")

@@ -59,15 +59,15 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
 
 def rows_that_are_wrong(run: Spread) -> list[str]:
     """Entries whose rows on all ranks are not the whole entry once."""
-    pieces = [piece for piece in run.optimizer.state_pieces() if piece.key != "step" and len(piece.shape) == 2]
-    own = torch.tensor([piece.value.numel() for piece in pieces])
+    pieces = [(param, piece) for param, piece in run.optimizer.state_pieces() if piece.name != "step" and len(piece.shape) == 2]
+    own = torch.tensor([piece.value.numel() for _, piece in pieces])
     total = own.clone()
     dist.all_reduce(total)
     wrong = []
-    for piece, here, everywhere in zip(pieces, own.tolist(), total.tolist(), strict=True):
+    for (param, piece), here, everywhere in zip(pieces, own.tolist(), total.tolist(), strict=True):
         whole = math.prod(piece.shape)
         if everywhere != whole or (piece.shape[0] >= run.mesh.size() and here == whole):
-            wrong.append(f"{piece.key} of {tuple(piece.param.shape)}: {here} of {whole} here, {everywhere} on all ranks")
+            wrong.append(f"{piece.name} of {tuple(param.shape)}: {here} of {whole} here, {everywhere} on all ranks")
     return wrong
 
 

@@ -66,7 +66,7 @@ def counts(rank: int, world_size: int) -> list[int]:
     optimizer = SOAP(parameter_groups(model))
     optimizer.init_state()
     for _ in range(2):
-        sizes.append(sum(piece.value.nbytes for piece in optimizer.state_pieces() if piece.key != "step"))
+        sizes.append(sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step"))
         assert all(optimizer.state[p].keys() == optimizer.state[next(iter(optimizer.state))].keys() for p in optimizer.state)
         for p in model.parameters():
             p.grad = torch.ones_like(p)

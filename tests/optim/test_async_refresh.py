@@ -147,9 +147,9 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
         b.load_state_dict(pickle.loads(pickle.dumps(a)).state_dict())
     else:
         b.init_state()
-        saved = {(i, piece.key): piece.value for i, p in enumerate(params) for piece in a.state_pieces() if piece.param is p}
-        for piece in b.state_pieces():
-            piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is piece.param), piece.key])
+        saved = {(i, piece.name): piece.value for i, p in enumerate(params) for param, piece in a.state_pieces() if param is p}
+        for param, piece in b.state_pieces():
+            piece.value.copy_(saved[next(i for i, p in enumerate(others) if p is param), piece.name])
     assert not a._pending.waiting
     assert not a._pending.launched
     assert same_state(a, params, b, others)

@@ -16,7 +16,6 @@ from torch import Tensor
 from lather.checkpoint.folder import Retention
 from lather.checkpoint.reader import CheckpointTensors, open_checkpoint
 from lather.checkpoint.save import CheckpointWriter, PieceToWrite, each_once, stored_entries
-from lather.checkpoint.state import Piece
 from lather.checkpoint.table import Progress, Table, check_cover, digest_of, piece_name, read_table
 from lather.errors import CheckpointError
 from lather.optim.sharded.placement import Box

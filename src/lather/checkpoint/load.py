@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lather.checkpoint.reader import CheckpointTensors
-from lather.checkpoint.state import Piece, TrainingState, parameter_of, stored_shapes
+from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
 from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
 from lather.errors import CheckpointError
+from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import together
 
 ANOTHER = "use the configuration it was made with"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lather.checkpoint.table import STATE_FILE, StoredEntry, StoredFile, StoredPiece, Table, piece_name, read_table, remedy, sha256
+from lather.checkpoint.table import STATE_FILE, StoredEntry, StoredFile, Table, piece_name, read_table, remedy, sha256
 from lather.errors import CheckpointError, ExchangeError
 from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, open_safetensors
 from lather.optim.sharded.placement import Box
@@ -47,22 +47,21 @@ class CheckpointTensors:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
-        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored piece at a time."""
+        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored box at a time."""
         entry, box = self.tensors[name], Box(tuple(offset), tuple(target.shape))
-        for piece in entry.pieces:
-            common = piece.box.overlap(box)
+        for stored_box in entry.file_of:
+            common = stored_box.overlap(box)
             if common is not None:
-                target[common.within(box)].copy_(self._read_piece(name, entry, piece, common))
+                target[common.within(box)].copy_(self._read_box(name, entry, stored_box, common))
 
-    def _read_piece(self, name: str, entry: StoredEntry, piece: StoredPiece, box: Box) -> Tensor:
-        """Read a box of a tensor from one piece. Only the requested rows of the piece's first dim are read, and its other dims
-        completely."""
-        index = box.within(piece.box)
+    def _read_box(self, name: str, entry: StoredEntry, stored_box: Box, box: Box) -> Tensor:
+        """Read a box of a tensor from a stored one. Only the requested rows of the stored box are read, and its other dims completely."""
+        index = box.within(stored_box)
         try:
-            stored, key = self._find(name, entry, piece)
+            stored, key = self._find(name, entry, stored_box)
             value = stored.read(key, index[:1])
         except ExchangeError as error:
-            raise self._damaged(piece.file, error) from None
+            raise self._damaged(entry.file_of[stored_box], error) from None
         return value[(slice(None), *index[1:])] if index else value
 
     def check_file(self, file: StoredFile) -> None:
@@ -72,19 +71,20 @@ class CheckpointTensors:
             if path.stat().st_size != file.num_bytes or sha256(path) != file.sha256:
                 raise ValueError(f"its size or checksum is not the one in {STATE_FILE}")
             for name, entry in self.tensors.items():
-                for piece in entry.pieces:
-                    if piece.file == file.name:
-                        self._find(name, entry, piece)
+                for box, holder in entry.file_of.items():
+                    if holder == file.name:
+                        self._find(name, entry, box)
         except (OSError, ValueError, ExchangeError) as error:
             raise self._damaged(file.name, error) from None
 
-    def _find(self, name: str, entry: StoredEntry, piece: StoredPiece) -> tuple[SafetensorsFolder, str]:
-        """Return the file of a piece, and the piece's name in it."""
-        if piece.file not in self._files:
-            self._files[piece.file] = open_safetensors(self.folder / piece.file)
-        stored, key = self._files[piece.file], piece_name(name, piece.box, entry.shape)
+    def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFolder, str]:
+        """Return the file of a stored box, and the box's name in it."""
+        file = entry.file_of[box]
+        if file not in self._files:
+            self._files[file] = open_safetensors(self.folder / file)
+        stored, key = self._files[file], piece_name(name, box, entry.shape)
         found = stored.tensors.get(key)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, piece.box.size):
+        if found is None or (found.dtype, found.shape) != (entry.dtype, box.size):
             raise ExchangeError(f"it does not hold {key!r} as {STATE_FILE} says")
         return stored, key
 

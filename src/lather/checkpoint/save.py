@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
-from lather.checkpoint.state import Key, Piece, Stage, TrainingState
+from lather.checkpoint.state import Key, Stage, TrainingState
 from lather.checkpoint.table import (
     DTYPE_NAMES,
     STATE_FILE,
     Progress,
     StoredEntry,
     StoredFile,
-    StoredPiece,
     Table,
     check_cover,
     piece_name,
@@ -38,7 +37,7 @@ from lather.checkpoint.table import (
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
-from lather.optim.sharded.placement import Box
+from lather.optim.sharded.placement import Box, Piece
 from lather.parallel.agreement import dealt, gathered, of_first, together
 
 FIRST_FILE = "rank-00000.safetensors"
@@ -181,8 +180,7 @@ def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEn
         (first, _), *_ = pieces
         assert all((one.shape, one.dtype) == (first.shape, first.dtype) for one, _ in pieces), name
         check_cover(name, first.shape, [one.box for one, _ in pieces])
-        where = tuple(StoredPiece(file_of(rank), one.box) for one, rank in pieces)
-        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, where)
+        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, {one.box: file_of(rank) for one, rank in pieces})
     return entries
 
 
@@ -202,7 +200,7 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
     file = target / FIRST_FILE
     write_weights(file)
     tensors = {
-        name: StoredEntry(stored.dtype, stored.shape, (StoredPiece(file.name, Box.whole(stored.shape)),))
+        name: StoredEntry(stored.dtype, stored.shape, {Box.whole(stored.shape): file.name})
         for name, stored in open_safetensors(file).tensors.items()
     }
     files = {file.name: StoredFile(file.name, file.stat().st_size, sha256(file))}

@@ -20,7 +20,7 @@ from lather.checkpoint.table import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
-from lather.optim.sharded.placement import Box
+from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import together
 from lather.parallel.local_parameters import ShardInfo
 
@@ -39,32 +39,6 @@ Key = tuple[str, tuple[int, ...]]
 
 Stage = Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
 """Replaces the tensors that this rank is to write by those that are written."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor of the whole model."""
-
-    name: str
-    """Name of the tensor."""
-    value: Tensor
-    """A view of the run's own tensor: copying into it loads the piece."""
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-
-    @property
-    def key(self) -> Key:
-        return self.name, self.offset
-
-    @property
-    def box(self) -> Box:
-        return Box(self.offset, tuple(self.value.shape))
-
-    @property
-    def counts(self) -> bool:
-        """Whether the piece has elements, or its tensor has none."""
-        return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
 
 
 @dataclass(frozen=True)
@@ -132,15 +106,14 @@ class TrainingState:
     def weights(self) -> Iterator[Piece]:
         """Yield parameters, tied ones once, and persistent buffers."""
         for owned in self._owned:
-            value = owned.parameter.detach()
-            yield from _pieces(owned.info, owned.rows(owned.parameter), "", value, (0,) * value.dim(), tuple(value.shape))
+            yield from _pieces(owned.info, owned.rows(owned.parameter), _whole("", owned.parameter.detach()))
         yield from self._buffers
 
     def optimizer_state(self) -> Iterator[Piece]:
         """Yield the entries of the optimizer state as `<parameter>/<key>`; all are tensors."""
-        for param, key, value, offset, shape in _optimizer_pieces(self.optimizer):
+        for param, piece in _optimizer_pieces(self.optimizer):
             owned = self._by_param[param]
-            yield from _pieces(owned.info, owned.rows(param), f"/{key}", value, offset, shape)
+            yield from _pieces(owned.info, owned.rows(param), piece)
 
     def random_state(self) -> list[Piece]:
         """Return copies of the states of torch's generators, by rank; none without an optimizer."""
@@ -225,36 +198,35 @@ def parameter_of(entry: str) -> str:
     return split_entry(entry)[0]
 
 
+def _whole(name: str, value: Tensor) -> Piece:
+    return Piece(name, value, (0,) * value.dim(), tuple(value.shape))
+
+
 def _buffers(module: nn.Module) -> list[Piece]:
     kept = module.state_dict().keys()
-    return [Piece(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in module.named_buffers() if name in kept]
+    return [_whole(name, x) for name, x in module.named_buffers() if name in kept]
 
 
-def _optimizer_pieces(
-    optimizer: torch.optim.Optimizer | None,
-) -> Iterator[tuple[Tensor, str, Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (parameter, key, value, offset, shape) from the optimizer's `state_pieces`, or else all of its state."""
+def _optimizer_pieces(optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, Piece]]:
+    """Yield the pieces of the optimizer's state with their parameters: from `state_pieces`, or else all of its state."""
     if optimizer is None:
         return
     if hasattr(optimizer, "state_pieces"):
-        for piece in optimizer.state_pieces():
-            yield piece.param, piece.key, piece.value, tuple(piece.offset), tuple(piece.shape)
-        return
-    for param, entries in optimizer.state.items():
-        for key, value in entries.items():
-            yield param, key, value, (0,) * value.dim(), tuple(value.shape)
+        yield from optimizer.state_pieces()
+    else:
+        for param, entries in optimizer.state.items():
+            yield from ((param, _whole(key, value)) for key, value in entries.items())
 
 
-def _pieces(
-    info: ShardInfo, rows: tuple[int, int], suffix: str, value: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[Piece]:
-    """Yield the pieces of a value that belongs to a parameter with these `rows` (first, number): one per expert, a range of rows, or one
-    piece if the value is not divided."""
+def _pieces(info: ShardInfo, rows: tuple[int, int], piece: Piece) -> Iterator[Piece]:
+    """Yield the pieces, named as in a checkpoint, of a piece that belongs to a parameter with these `rows` (first, number): one per expert,
+    a range of rows, or one piece if its tensor is not divided. A piece with a name is optimizer state."""
     first, length = rows
+    suffix, offset, shape = f"/{piece.name}" if piece.name else "", piece.offset, piece.shape
     if shape and shape[0] == length and info.is_expert:
-        for number, one in enumerate(value.unbind()):
+        for number, one in enumerate(piece.value.unbind()):
             yield Piece(f"{entry_name(info.name, first + offset[0] + number)}{suffix}", one, offset[1:], shape[1:])
     elif shape and shape[0] == length and length != info.shape[0]:
-        yield Piece(f"{info.name}{suffix}", value, (first + offset[0], *offset[1:]), (info.shape[0], *shape[1:]))
+        yield Piece(f"{info.name}{suffix}", piece.value, (first + offset[0], *offset[1:]), (info.shape[0], *shape[1:]))
     else:
-        yield Piece(f"{info.name}{suffix}", value, offset, shape)
+        yield Piece(f"{info.name}{suffix}", piece.value, offset, shape)

@@ -52,21 +52,14 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """A box of a tensor, and the file that contains it."""
-
-    file: str
-    box: Box
-
-
-@dataclass(frozen=True)
 class StoredEntry:
     """A tensor of the whole model."""
 
     dtype: str
     """Named as in safetensors: F32, BF16, ..."""
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    file_of: Mapping[Box, str]
+    """File that contains each box; the boxes cover the tensor without overlap."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class Table:
                 name: {
                     "dtype": entry.dtype,
                     "shape": entry.shape,
-                    "pieces": [[piece.file, piece.box.offset, piece.box.size] for piece in entry.pieces],
+                    "pieces": [[file, box.offset, box.size] for box, file in entry.file_of.items()],
                 }
                 for name, entry in self.tensors.items()
             },
@@ -183,12 +176,12 @@ def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -
     dtype, shape = raw["dtype"], _sizes(raw["shape"])
     if dtype not in DTYPES:
         raise ValueError(f"{name!r} has an unknown dtype, {dtype!r}")
-    pieces = tuple(StoredPiece(file, Box(_sizes(offsets), _sizes(sizes))) for file, offsets, sizes in raw["pieces"])
-    for piece in pieces:
-        if piece.file not in files:
-            raise ValueError(f"{name!r} is in {piece.file!r}, which is not listed")
-    check_cover(name, shape, [piece.box for piece in pieces])
-    return StoredEntry(dtype, shape, pieces)
+    pieces = [(Box(_sizes(offsets), _sizes(sizes)), file) for file, offsets, sizes in raw["pieces"]]
+    for _, file in pieces:
+        if file not in files:
+            raise ValueError(f"{name!r} is in {file!r}, which is not listed")
+    check_cover(name, shape, [box for box, _ in pieces])
+    return StoredEntry(dtype, shape, dict(pieces))
 
 
 def _sizes(raw: Any) -> tuple[int, ...]:

@@ -96,19 +96,3 @@ def check_state(state: Mapping[str, Any], layout: Layout, what: str) -> None:
             f"{what} has {key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}: "
             "it belongs to another parameter or to other options; give the same parameters in the same order, with the same options"
         )
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """The part of an entry of a parameter's state that this rank keeps."""
-
-    param: Tensor
-    """Parameter as it was given to the optimizer."""
-    key: str
-    """Name of the entry: `step`, `exp_avg`, `factor_0`, ..."""
-    value: Tensor
-    """View of the state: copying into it loads the entry."""
-    offset: tuple[int, ...]
-    """Offset of `value` in the whole entry."""
-    shape: tuple[int, ...]
-    """Shape of the whole entry."""

@@ -23,11 +23,12 @@ from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.members import Member, member_of
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import StatePiece, check_state, kept_entries
+from lather.optim.engine.state import check_state, kept_entries
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import dtype_option, options_of, saveable
 from lather.optim.rule import Rule
 from lather.optim.sharded.gathered import initial_rows
+from lather.optim.sharded.placement import Piece
 from lather.optim.sharded.sharding import Sharding
 
 
@@ -116,8 +117,9 @@ class StatefulOptimizer(GroupedOptimizer):
         share = self._sharding.share_of(p)
         return share is not None and share.is_gathered
 
-    def state_pieces(self) -> Iterator[StatePiece]:
-        """Yield the state on this rank as boxes of whole entries, for other checkpoint formats. Nothing is copied or sent between ranks."""
+    def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """Yield the state on this rank as pieces of whole entries, each with its parameter, for other checkpoint formats. Nothing is copied
+        or sent between ranks."""
         self._finish_refreshes()
         members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
         for p, state in self.state.items():
@@ -125,18 +127,18 @@ class StatefulOptimizer(GroupedOptimizer):
             layout, entries = one.layout, kept_entries(one.layout)
             for key, value in state.items():
                 if key == "step" or share is None:
-                    yield StatePiece(p, key, value, (0,) * value.dim(), tuple(value.shape))
+                    yield p, Piece(key, value, (0,) * value.dim(), tuple(value.shape))
                     continue
                 shape = entries[key].shape_in(layout)
                 if share.is_gathered:
-                    yield StatePiece(p, key, value, share.spread.rows(shape).box.offset, shape)
+                    yield p, Piece(key, value, share.spread.rows(shape).box.offset, shape)
                 elif member is not None and share.elementwise:
-                    yield StatePiece(p, key, value, share.region.offset, shape)
+                    yield p, Piece(key, value, share.region.offset, shape)
                 elif member is not None and layout.kind == "per_expert":
                     for slot, number in enumerate(member.numbers):
-                        yield StatePiece(p, key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
+                        yield p, Piece(key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
                 elif member is not None:
-                    yield StatePiece(p, key, value, (0,) * value.dim(), shape)
+                    yield p, Piece(key, value, (0,) * value.dim(), shape)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

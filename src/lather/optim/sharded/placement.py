@@ -64,6 +64,34 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
+class Piece:
+    """A box of a tensor, and the values in it."""
+
+    name: str
+    """Name of the tensor: the key of an entry of optimizer state (`step`, `exp_avg`, `factor_0`, ...), or a name in a checkpoint."""
+    value: Tensor
+    """A view of this rank's own tensor: copying into it loads the piece."""
+    offset: tuple[int, ...]
+    """Offset of `value` in the whole tensor."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.value.shape))
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """Name and offset, which together identify a piece."""
+        return self.name, self.offset
+
+    @property
+    def counts(self) -> bool:
+        """Whether the piece has elements, or its tensor has none."""
+        return self.value.numel() > 0 or tuple(self.value.shape) == self.shape
+
+
+@dataclass(frozen=True, eq=False)
 class Spread:
     """The distribution of a tensor over the ranks of a mesh."""
 
