@@ -18,7 +18,7 @@ from lather.checkpoint.reader import CheckpointTensors, open_checkpoint
 from lather.checkpoint.save import CheckpointWriter, PieceToWrite, each_once, stored_entries
 from lather.checkpoint.table import Progress, Table, check_cover, digest_of, piece_name, read_table
 from lather.errors import CheckpointError
-from lather.optim.sharded.placement import Box
+from lather.optim.sharded.placement import Box, Piece
 
 SHAPE = (7, 5, 3)
 WHOLE = torch.arange(105, dtype=torch.float64).view(SHAPE)

@@ -125,8 +125,8 @@ def test_texts_of_users_are_no_html_and_nothing_is_loaded(run: Path) -> None:
     assert tags.sources == []
     assert "img" not in tags.opened
     assert "b" not in tags.opened
-    assert tags.opened.count("script") == 2
-    sample, configuration, data = tags.texts
+    assert tags.opened.count("script") == 3
+    data, sample, configuration = tags.texts
     assert sample == HOSTILE
     assert configuration.startswith(f"# {HOSTILE}\n")
     assert json.loads(data) == data_of(page)
