@@ -29,6 +29,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _shapes_are_checked() -> None:
+    typechecker.forget_calls()
+
+
 FIRST = ("distributed", "train")
 """Folders whose tests take longest."""
 

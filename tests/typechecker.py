@@ -1,7 +1,9 @@
 """Which calls of Lather are checked in tests, and by what: those with shapes in their annotations, by beartype; mypy knows the rest."""
 
+import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +14,35 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """An int is welcome where a float is."""
 
 _real = jaxtyping.jaxtyped
+CHECKED_CALLS = 10
+"""Calls of a function that are checked in each test: a check takes longer than most functions do."""
+_calls: Counter[int] = Counter()
+
+
+def forget_calls() -> None:
+    """Check the next calls of every function again."""
+    _calls.clear()
 
 
 def jaxtyped_if_it_has_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
-    """In place of `jaxtyping.jaxtyped`, whose wrapper takes longer than most functions do."""
-    return lambda function: _real(function, typechecker=typechecker) if _has_shapes(function) else function
+    """Stand in for `jaxtyping.jaxtyped`, which checks every function at every call."""
+
+    def decorate(function: Any) -> Any:
+        if not _has_shapes(function):
+            return function
+        always = _real(function, typechecker=typechecker)
+        if not inspect.isfunction(function):
+            return always
+        number = id(always)
+
+        @functools.wraps(function)
+        def at_first(*arguments: Any, **options: Any) -> Any:
+            _calls[number] += 1
+            return (always if _calls[number] <= CHECKED_CALLS else function)(*arguments, **options)
+
+        return at_first
+
+    return decorate
 
 
 def _has_shapes(function: Any) -> bool:
