@@ -19,6 +19,8 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
 
+os.fsync = lambda file: None if os.fstat(file) else None  # it takes a tenth of the time of runs; no test cuts the power
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors then; Triton reads it when it is imported, by whomever
 

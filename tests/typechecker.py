@@ -14,7 +14,7 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 """An int is welcome where a float is."""
 
 _real = jaxtyping.jaxtyped
-CHECKED_CALLS = 10
+CHECKED_CALLS = 3
 """Calls of a function that are checked in each test: a check takes longer than most functions do."""
 _calls: Counter[int] = Counter()
 
