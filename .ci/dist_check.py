@@ -87,7 +87,7 @@ def check_contents(wheel: Path) -> set[str]:
 
 
 def environment(folder: Path, archive: Path) -> Path:
-    """The Python of a new environment with nothing of its own but the archive."""
+    """Make an environment that has nothing of its own but the archive; returns its Python."""
     call(ROOT, sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     install = ["install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation"]
@@ -99,7 +99,7 @@ def environment(folder: Path, archive: Path) -> Path:
 
 
 def use_command(folder: Path, lather: Path) -> None:
-    """Version, a command that needs a checkout, and a short training."""
+    """Use the installed command: its version, a command that needs a checkout, and a short training."""
     version = call(folder, lather, "--version")
     commit = call(ROOT, "git", "rev-parse", "HEAD").strip()
     expect(commit[:12] in version, f"lather --version says {version!r}, and the commit is {commit}")
@@ -116,7 +116,7 @@ def use_command(folder: Path, lather: Path) -> None:
 
 
 def call(folder: Path, *command: object, status: int = 0, environ: dict[str, str] | None = None) -> str:
-    """Output and errors of a command in `folder`, which has to end with `status`."""
+    """Run a command in `folder`, which has to end with `status`; returns its output and errors."""
     environ = dict(os.environ if environ is None else environ)
     if environ.get("PYTHONPATH") != sysconfig.get_path("purelib"):
         environ.pop("PYTHONPATH", None)
