@@ -1,4 +1,4 @@
-"""From `[data]` to batches: a corpus is prepared once, sequences are what they should be, and damage is reported by file name."""
+"""From `[data]` to batches: a corpus is prepared once, sequences are right, and damage is reported by file name."""
 
 import itertools
 import random
@@ -52,7 +52,7 @@ def opened(data: DataConfig, vocab_size: int = VOCABULARY) -> DataSet:
 
 
 def hand_made(folder: Path, *documents: list[int], shard_tokens: int = 10**6, learned: list[list[bool]] | None = None) -> ShardReader:
-    """The documents as shards."""
+    """Write the documents as shards."""
     folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, "train", np.dtype(np.uint16), shard_tokens, masked=learned is not None)
     for number, document in enumerate(documents):
@@ -106,7 +106,7 @@ def test_anything_else_is_another_data_set(data: DataConfig, corpus: Path, chang
         data = replace(data, **{"holdout": {"holdout_every": 3}, "shards": {"shard_tokens": 99}}[change])
     other = opened(data, vocab_size)
     assert other.folder != first.folder
-    if change != "vocabulary":  # of which these few texts do not fill 300
+    if change != "vocabulary":  # these few texts do not fill a vocabulary of 300
         assert other.manifest.identity != first.manifest.identity
 
 
@@ -200,7 +200,7 @@ def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: tuple[Path,
     assert sorted(samples) == [(source, index) for source, size in enumerate(batches.order.sizes) for index in range(size)]
     labels = sum(batches.batch(step).num_labels for step in range(1, total // 4 + 1))
     tokens = sum(dataset.manifest.splits["train"].tokens for dataset in datasets)
-    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2  # of each data set the first token is no label
+    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2  # the first token of each data set is no label
 
 
 def test_weights_share_out_the_sequences(two: tuple[Path, Path]) -> None:
@@ -248,7 +248,7 @@ def test_windows_cover_the_stream_across_shards(tmp_path: Path, length: int, sha
 
 
 def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
-    """Whatever they end with, and in whichever shard."""
+    """Marks do not depend on the token that ends a document, nor on shards."""
     reader = hand_made(tmp_path / "shards", [5, 5, 0], [6, 9], [7, 7, 7, 7, 0], shard_tokens=3)
     batch = rows_of(Windows(reader, 5, apart=True), apart=True)
     assert batch.begins_BS is not None
@@ -319,22 +319,22 @@ def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
-    """Every start goes on from the newest checkpoint, with another number of ranks; what a kill has undone does not count."""
+    """Every start goes on from the newest checkpoint with another number of ranks. What a kill has undone does not count."""
     draw, documents = random.Random(seed), 240
     reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)
     source = Source("many", PackedDocuments.open(reader, "train", 16), documents)
     steps = -(-len(source) // 12)
-    seen: dict[int, list[torch.Tensor]] = {}  # by step
+    seen: dict[int, list[torch.Tensor]] = {}  # the samples of each step
     step, kills = 0, 0
     while step < steps:
-        batches = Batches([source], Order([len(source)], seed), 12, apart=True)  # as a fresh process has them
+        batches = Batches([source], Order([len(source)], seed), 12, apart=True)  # made anew, as a fresh process makes them
         ranks = draw.choice([1, 2, 3, 4, 6, 12])
         reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
         for number in range(step + 1, reached + 1):
             seen[number] = [batches.batch(number, rank, ranks).labels_BS for rank in range(ranks)]
         if kills < 20:
             kills += 1
-            step = draw.randint(step, reached - 1)  # where the newest checkpoint is
+            step = draw.randint(step, reached - 1)  # the step of the newest checkpoint
         else:
             step = reached
     assert kills == 20
@@ -443,7 +443,7 @@ def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
-    """And of Python's own library, or a package, the Python files."""
+    """For Python's own library, or a package, it is the Python files that are taken."""
     for name in ("a.md", "b.txt", "c.py", ".hidden"):
         (tmp_path / name).write_text(f"{name}\n" * 9)
     files = list_sources(DataConfig(source=str(tmp_path)).recipe(300))
