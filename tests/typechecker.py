@@ -1,4 +1,5 @@
-"""Which calls of Lather are checked in tests, and by what: those with shapes in their annotations, by beartype; mypy knows the rest."""
+"""Decides which calls of Lather are checked in tests, and by what: beartype checks functions with shapes in their annotations, mypy the
+rest."""
 
 import inspect
 import re
@@ -9,13 +10,13 @@ import jaxtyping
 from beartype import BeartypeConf, beartype
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""An int is welcome where a float is."""
+"""Lets an int stand for a float."""
 
 _real = jaxtyping.jaxtyped
 
 
 def jaxtyped_if_it_has_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
-    """In place of `jaxtyping.jaxtyped`, whose wrapper takes longer than most functions do."""
+    """Stand in for `jaxtyping.jaxtyped`, whose wrapper takes longer than most functions do."""
     return lambda function: _real(function, typechecker=typechecker) if _has_shapes(function) else function
 
 

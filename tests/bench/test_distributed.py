@@ -13,7 +13,7 @@ from lather.parallel.launch.start import launch
 
 
 def test_counts_of_two_ranks(tmp_path: Path) -> None:
-    """Of two equal matrices on two ranks, each rank sends half of the other's gradient and half of its own update."""
+    """There are two equal matrices on two ranks: each rank sends half of the other's gradient and half of its own update."""
     assert launch(count, (((16, 16), (16, 16)), str(tmp_path)), 2) == 0
     for rank in json.loads((tmp_path / "ranks.json").read_text()):
         flags = 8 * (1 + 2 + 2)  # flags for raising, presence and norms are all-reduced in fp64

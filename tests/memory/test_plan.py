@@ -145,7 +145,7 @@ def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> No
 
 
 def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
-    """Those are two more than fill a pipeline of two ranks, and two for one rank."""
+    """They are two more than fill a pipeline of two ranks, and two for one rank."""
     config = shortened(config_of("adamw", parallel={"pp": 2}, batch_size=64), 4)
     assert config.num_micro_batches(2) == 6
     assert shortened(config_of("adamw", batch_size=2), 1).num_micro_batches(1) == 2

@@ -245,7 +245,7 @@ def test_a_torch_that_makes_no_such_table_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(tables: dict[tuple[int, int], Schedule]) -> None:
-    """So earlier weight gradients would save nothing without recomputation: a waiting chunk has less than twice the bytes of a live one."""
+    """Earlier weight gradients would thus save nothing without recomputation: a waiting chunk has less than twice a live one's bytes."""
     for schedule in tables.values():
         if not schedule.trains:
             continue
