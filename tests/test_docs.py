@@ -5,6 +5,7 @@ import importlib
 import math
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,16 @@ def test_the_guides_bytes_per_weight_are_state_bytes() -> None:
             shape = {"StackedSOAP": (128, 768, 2048), "EmbeddingSOAP": (32_000, 2048)}.get(name, (768, 2048))
             sizes = [state_bytes(shape, getattr(optim, name), state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
             assert [float(cell) for cell in row[2].split(",")] == pytest.approx([size / math.prod(shape) for size in sizes], abs=0.051)
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    """The table gives only some packages of `dev`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ((_, *rows),) = tables_of(section(DOCS / "install.md", "Extras"))
+    assert sorted(name for name, *_ in rows) == sorted(f"`{extra}`" for extra in extras)
+    for name, packages, _ in rows:
+        needed = {re.match(r"[\w-]+", one)[0] for one in extras[name.strip("`")]}  # type: ignore[index]
+        assert name == "`dev`" or {*packages.split(", ")} == needed, name
 
 
 # --- the guide ----------------------------------------------------------------------------------------------------------------------------
