@@ -1,8 +1,9 @@
 """Installs the wheel, then the sdist, away from the checkout, and uses what was installed.
 
-    python .ci/dist_check.py dist        by the Python of .venv, whose other packages are borrowed: installing torch anew would take minutes
+    python .ci/dist_check.py dist        run it with the Python of .venv
 
-The environments have no editable lather: a path file of .venv's packages is not read when its folder is merely on the path.
+The new environments borrow the other packages of .venv, because installing torch again would take minutes. They do not borrow an editable
+lather: Python reads no path file of a folder that is merely on PYTHONPATH.
 """
 
 from __future__ import annotations

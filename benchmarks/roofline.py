@@ -41,7 +41,7 @@ class ShapeRates:
     """The rates of the machine at one matrix shape."""
 
     matmul: float
-    """Flops per second."""
+    """Flops per second of matrix products."""
     qr_seconds: dict[int, float]
     """Seconds of a QR by size of the matrix; empty for rules without a QR."""
     bytes: float

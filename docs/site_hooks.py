@@ -65,7 +65,7 @@ def with_links_of_the_site(text: str, place: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what the pages link to outside of docs/, and what these pages link to."""
+    """Add the files outside of docs/ that pages link to, and the files that those link to."""
     pages = [file for file in files if file.src_uri.endswith(".md")]
     waiting = [path for page in pages for path in targets(page.content_string, f"docs/{page.src_uri}")]
     while waiting:

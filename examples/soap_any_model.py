@@ -23,7 +23,7 @@ BETAS = (0.9, 0.95)
 
 
 class Reader(nn.Module):
-    """Symbols (B, LENGTH) -> one number each (B,)."""
+    """Reads one number off each row of symbols: (B, LENGTH) -> (B,)."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "adam_warmup_steps": 4}
 
 
 class MLP(nn.Module):
-    """x (B, WIDTH) -> (B, WIDTH)."""
+    """A layer up and a layer down: x (B, WIDTH) -> (B, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()

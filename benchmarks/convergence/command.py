@@ -30,7 +30,7 @@ class ConvergenceBenchmark:
     """Finds out which rule learns how fast: the runs of a study, what its optimizers cost, and what follows."""
 
     action: tyro.conf.Positional[Literal["run", "cost", "report"]]
-    """run: make the runs that are missing (may be stopped or killed, and goes on). cost: measure milliseconds and bytes of the study's
+    """run: make the runs that are missing (it goes on after a stop or a kill). cost: measure milliseconds and bytes of the study's
     optimizers, on a machine that does nothing else. report: print tables and draw the picture of what is there."""
     study: tyro.conf.Positional[Path]
     """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules (module:Class)."""

@@ -245,6 +245,6 @@ def _rates(pair: Any, name: str) -> Rates:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above`, section by section."""
+    """Return `below` with the values of `above`, section by section."""
     both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(above[key], Mapping)}
     return {**below, **above, **both}

@@ -103,12 +103,12 @@ def described(options: dict[str, Any]) -> str:
 def gradients(
     shapes: Sequence[Shape], steps: int, *, seed: int = 1, idle: bool = False, missing: tuple[int, ...] = (1,), scale: float = 1.0
 ) -> Gradients:
-    """Ill-scaled Gaussians, a scale per step and one per column.
+    """Draw ill-scaled Gaussians, with a scale for each step and one for each column.
 
     Args:
         idle: in every step but the second, one slice along the leading dim of each parameter with more than two dims is zero.
         missing: indices of the parameters that have no gradient in the fourth and tenth step.
-        scale: of all.
+        scale: a factor on all gradients.
     """
     rng = np.random.default_rng(seed)
     plan: Gradients = []
