@@ -1,8 +1,9 @@
 """Installs the wheel, then the sdist, away from the checkout, and uses what was installed.
 
-    python .ci/dist_check.py dist        by the Python of .venv, whose other packages are borrowed: installing torch anew would take minutes
+    python .ci/dist_check.py dist        run it with the Python of .venv
 
-The environments have no editable lather: a path file of .venv's packages is not read when its folder is merely on the path.
+The new environments borrow the other packages of .venv, because installing torch again would take minutes. They do not borrow an editable
+lather: Python reads no path file of a folder that is merely on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def check_contents(wheel: Path) -> set[str]:
 
 
 def environment(folder: Path, archive: Path) -> Path:
-    """The Python of a new environment with nothing of its own but the archive."""
+    """Make an environment that has nothing of its own but the archive; returns its Python."""
     call(ROOT, sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     install = ["install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation"]
@@ -100,7 +101,7 @@ def environment(folder: Path, archive: Path) -> Path:
 
 
 def use_command(folder: Path, lather: Path) -> None:
-    """Version, a command that needs a checkout, and a short training."""
+    """Use the installed command: its version, a command that needs a checkout, and a short training."""
     version = call(folder, lather, "--version")
     commit = call(ROOT, "git", "rev-parse", "HEAD").strip()
     expect(commit[:12] in version, f"lather --version says {version!r}, and the commit is {commit}")
@@ -117,7 +118,7 @@ def use_command(folder: Path, lather: Path) -> None:
 
 
 def call(folder: Path, *command: object, status: int = 0, environ: dict[str, str] | None = None) -> str:
-    """Output and errors of a command in `folder`, which has to end with `status`."""
+    """Run a command in `folder`, which has to end with `status`; returns its output and errors."""
     environ = dict(os.environ if environ is None else environ)
     if environ.get("PYTHONPATH") != sysconfig.get_path("purelib"):
         environ.pop("PYTHONPATH", None)

@@ -1,6 +1,8 @@
 """Looks for what the house rules out and no linter knows: imports against the order of rooms, folders and modules that are no room, class
 names used twice, and docstrings whose first word stands for a noun that is missing. Says how many lines of code the package has.
 
+Class names are checked in the package and in `benchmarks/`, docstrings there and in `tests/`, `.ci/`, `docs/` and `examples/`.
+
     python .ci/house.py        prints each finding; exit status 1 if there is one
 """
 
@@ -36,9 +38,11 @@ ROOMS = (
     "optim",
     "kernels",
 )
-"""Folders and modules of the package from the top down: each imports from those below it."""
+"""Rooms of the package, folders and modules, from the top down: each imports from those below it."""
 FOR_ALL = ("__init__", "console", "device", "errors", "files", "page", "processes", "shapes", "torch_private", "version")
-"""Modules that serve all rooms, and import none."""
+"""Modules that serve all rooms and import none."""
+READ = ("benchmarks", "tests", ".ci", "docs", "examples")
+"""Folders outside of the package whose docstrings are read."""
 NO_NOUNS = ("Of", "What", "Whose", "That", "Those", "These", "Its", "Their", "Such", "So")
 NOT_CODE = {
     tokenize.COMMENT,
@@ -59,29 +63,32 @@ def main() -> int:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """What is wrong with the package and the benchmarks of a checkout."""
-    package = root / "src" / "lather"
-    paths = [path for folder in (package, root / "benchmarks") for path in sorted(folder.rglob("*.py"))]
-    trees = {path.relative_to(root): ast.parse(path.read_text("utf-8")) for path in paths}
-    own = {path: tree for path, tree in trees.items() if path.is_relative_to("src/lather")}
-    yield from unknown_rooms(own)
-    yield from arrows_back(own)
-    yield from doubled_classes(trees)
-    yield from docstrings_without_subject(trees)
+    """Yield a line for everything that is wrong in a checkout."""
+    package = trees_in(root, "src/lather")
+    yield from unknown_rooms(package)
+    yield from arrows_back(package)
+    yield from doubled_classes(package | trees_in(root, "benchmarks"))
+    yield from docstrings_without_subject(package | trees_in(root, *READ))
+
+
+def trees_in(root: Path, *folders: str) -> dict[Path, ast.Module]:
+    """Parse the Python files of folders of a checkout; returns their syntax trees by path."""
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    return {path.relative_to(root): ast.parse(path.read_text("utf-8")) for path in paths}
 
 
 def room_of(path: Path) -> str:
-    """The folder or module of `src/lather` that a file is, or is in."""
+    """The room of a file of the package: the folder of `src/lather` that it is in, or the module that it is."""
     return path.parts[2].removesuffix(".py")
 
 
 def unknown_rooms(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for room in sorted({room_of(path) for path in trees} - {*ROOMS, *FOR_ALL}):
-        yield f"src/lather/{room}: no room of the house: give it a place in ROOMS or FOR_ALL of .ci/house.py, and in CONTRIBUTING.md"
+        yield f"src/lather/{room}: no room of the house: add it to ROOMS or FOR_ALL of .ci/house.py, to CONTRIBUTING.md and docs/design.md"
 
 
 def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Imports of a room from one above it, and of what serves all rooms from any."""
+    """Find imports of a room from one above it, and imports of any room in a module that serves all."""
     for path, tree in trees.items():
         room = room_of(path)
         for node in ast.walk(tree):
@@ -95,14 +102,14 @@ def arrows_back(trees: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Names of the modules that a statement imports."""
+    """Name the modules that a statement imports."""
     if isinstance(node, ast.ImportFrom):
         return [f"lather.{one.name}" for one in node.names] if node.module == "lather" else [node.module or ""]
     return [one.name for one in node.names] if isinstance(node, ast.Import) else []
 
 
 def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Classes of one name, but for a leading underscore."""
+    """Find classes that share a name, but for a leading underscore."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -114,14 +121,14 @@ def doubled_classes(trees: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Strings that stand alone: the docstrings, those of fields and constants included."""
+    """Find the strings that stand alone: docstrings, also those of fields and constants."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
 
 def docstrings_without_subject(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Docstrings whose first word stands for a noun that is missing. ("Whether", "How many" and "Which" ask a question, and are fine.)"""
+    """Find docstrings whose first word stands for a noun that is missing. ("Whether", "How many" and "Which" ask questions.)"""
     for path, tree in trees.items():
         for node in docstrings(tree):
             words = str(node.value).split(maxsplit=1)
@@ -130,7 +137,7 @@ def docstrings_without_subject(trees: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def code_lines(text: str) -> int:
-    """Lines of a module that are neither empty nor comment nor docstring."""
+    """Count the lines of a module that are neither empty nor comment nor docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NOT_CODE:

@@ -1,9 +1,9 @@
-"""Whether the tests notice deliberate errors: each is put into a copy of the checkout, and the tests that have to fail are run there.
+"""Finds out whether the tests notice deliberate errors: puts each into a copy of the checkout and runs the tests there that have to fail.
 
-    python .ci/mutations.py [NAME ...]        those whose name begins so; exit status 1 if one was missed
+    python .ci/mutations.py [NAME ...]        tries the errors whose names begin with a NAME (or all); exit status 1 if one was missed
 
-An error is one line, of the kind that a hand makes: a sign, an off-by-one, a lost cast, a wrong key. It is caught if a test fails; a file
-that cannot be collected, a crash and a timeout do not count, for any test would notice. Takes ten minutes on two cores.
+An error changes one line, as a slip of the hand would: a sign, an off-by-one, a lost cast, a wrong key. It is caught if a test fails. A
+file that cannot be collected, a crash or a timeout does not count, because any test would notice it. Takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SECONDS = 1200
 
 
 class Mutation(NamedTuple):
-    """An error, and the tests that catch it."""
+    """A deliberate error, and the tests that have to catch it."""
 
     name: str
     file: str
-    """Below src/lather."""
+    """The file's path below src/lather."""
     old: str
-    """Occurs once in the file."""
+    """The text that is replaced; it occurs once in the file."""
     new: str
     tests: str
-    """Below tests."""
+    """Paths of the tests below tests, separated by spaces."""
 
 
 MUTATIONS = (
@@ -180,7 +180,7 @@ MUTATIONS = (
 
 
 def main(names: list[str]) -> int:
-    """Try them; returns how many were missed, at most 1."""
+    """Try the chosen mutations; returns 1 if one was missed, else 0."""
     chosen = [one for one in MUTATIONS if not names or any(one.name.startswith(name) for name in names)]
     missed = 0
     with TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def main(names: list[str]) -> int:
 
 
 def copy_checkout(tree: Path) -> None:
-    """Copy the files that git knows or would take, as they are now."""
+    """Copy the files that git tracks, or would track, as they are now."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).is_file():
@@ -205,7 +205,7 @@ def copy_checkout(tree: Path) -> None:
 
 
 def attempt(mutation: Mutation, tree: Path) -> str:
-    """What `first_failure` finds with the mutation. The tree is as it was afterwards."""
+    """Put the mutation into the tree, return what `first_failure` finds, and restore the file."""
     file = tree / "src" / "lather" / mutation.file
     text = file.read_text("utf-8")
     if text.count(mutation.old) != 1:
@@ -218,18 +218,19 @@ def attempt(mutation: Mutation, tree: Path) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """Change a module, and forget what was compiled of it: within a second, and with an equal length, it would be taken for the new one."""
+    """Write a module and delete what was compiled of it: Python would use that again if the new text is as long and was written within the
+    same second."""
     file.write_text(text, "utf-8")
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()
 
 
 def first_failure(tests: list[str], tree: Path) -> str:
-    """The first test that fails, and why, or nothing."""
+    """Run the tests; returns the first that fails and its message, or an empty string."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree))), "COLUMNS": "300"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    if not re.search(r"\d (passed|failed)", done.stdout):  # else nothing was found out
+    if not re.search(r"\d (passed|failed)", done.stdout):  # else no test ran, and nothing was found out
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = re.search(r"^FAILED (.+)", done.stdout, re.MULTILINE)
     return "" if failed is None or re.search("Timeout|ImportError|ModuleNotFound", failed[1]) else failed[1]

@@ -1,17 +1,18 @@
-"""Every Triton kernel compiled ahead of time for GPUs that need not be there: registers, spills, shared memory, widths of loads and stores.
+"""Compiles every Triton kernel ahead of time, without a GPU, and lists registers, spills, shared memory, and widths of loads and stores.
 
     python -m benchmarks.ahead_of_time [--models NAME ...] [--dtypes bf16 fp32] [--architectures 80 90 100] [--out ROWS.jsonl]
 
-prints the table, and fails if a kernel does not compile, exceeds a limit, or is launched by no case. The rows of all kernels at all sizes
-are kept; after a change to a kernel write them anew with `--out benchmarks/results/kernels-ahead.jsonl` and look at the difference.
+prints the table, and fails if a kernel does not compile, exceeds a limit, or is launched by no case. The repository keeps the rows of all
+kernels at all sizes; after a change to a kernel write them anew with `--out benchmarks/results/kernels-ahead.jsonl` and look at the
+difference.
 
 The wrappers of `lather.kernels` are called with the arguments of `benchmarks.kernel_cases`: **a new kernel needs a line there and nothing
-here**. What they launch is caught, specialised as Triton does it at a launch (a type, divisible by 16 or not, a constant), compiled by
-Triton's own pipeline for a driver that knows nothing but its architecture, and counted from the assembler's log and the PTX. Launches that
+here**. Each launch is intercepted and specialised as Triton does it (by type, divisibility by 16, constants). Triton's own pipeline
+compiles it for a driver that knows nothing but its architecture; the counts are read from the assembler's log and the PTX. Launches that
 come to the same code are one row. The counts depend on the sources and Triton's version alone.
 
-A row's `loads` and `stores` count the instructions on global memory by bits per thread; `divisions` the 64-bit integer ones, which a GPU
-does in some hundred instructions.
+A row's `loads` and `stores` count the instructions on global memory by bits per thread; `divisions` counts 64-bit integer divisions, each
+of which takes a GPU some hundred instructions.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from benchmarks.kernel_cases import CASES, DTYPES, MODELS
 from benchmarks.report import Row, RowFile
 
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
-"""Most shared memory that a block can ask for, by architecture (CUDA C++ programming guide, technical specifications)."""
+"""The most shared memory that a block can ask for, in KiB by architecture (CUDA C++ programming guide, technical specifications)."""
 
 SPILLED_BYTES: dict[str, int] = {}
-"""Bytes that a kernel may spill, where it is known and measured to be the lesser evil. None does."""
+"""Bytes that a kernel may spill, by kernel, where spilling was measured to be faster than not spilling. No kernel spills now."""
 
 
 @dataclass
 class Launch:
-    """One distinct compilation: a kernel with arguments, and the cases that lead to it."""
+    """A kernel with its arguments, to be compiled once, and the cases that lead to it."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -56,7 +57,7 @@ class Launch:
 
 
 class Driver:
-    """A GPU that can only say what it is, for `triton.runtime.driver.set_active`."""
+    """Stands for a GPU in `triton.runtime.driver.set_active`, and knows nothing but its architecture."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -74,7 +75,7 @@ class Driver:
 
 
 def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
-    """The kernels that the wrappers launch, once for each launch, for no architecture yet."""
+    """Return what the wrappers launch: one entry for each launch, without an architecture."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -97,7 +98,7 @@ def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
 
 
 def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[Launch]:
-    """The compilations that the launches need: Triton's key of its cache tells them apart."""
+    """Return the compilations that the launches need, told apart by the key of Triton's cache."""
     from triton.runtime import driver
 
     found: dict[tuple[Any, ...], Launch] = {}
@@ -114,7 +115,7 @@ def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[L
 
 
 def compiled(launches: Sequence[Launch], processes: int) -> list[Row]:
-    """A row for each launch, from so many processes, in a fixed order."""
+    """Compile the launches in so many processes; yields a row for each, in a fixed order."""
     context, receivers = multiprocessing.get_context("fork"), []
     for first in range(processes):
         receiver, sender = context.Pipe(duplex=False)
@@ -132,7 +133,7 @@ def _compile_all(launches: Sequence[Launch], sender: Connection) -> None:
 
 
 def row_of(launch: Launch) -> Row:
-    """Compile it. A failure is a row, too."""
+    """Compile one launch and return its row, which says so if compilation fails."""
     import triton
     from triton.runtime import driver
 
@@ -159,7 +160,7 @@ def _versions() -> Row:
 
 
 def _argument(place: int, name: str, source: Any) -> str:
-    """A name and a type, with a mark where the value is known to be divisible by 16."""
+    """Describe an argument by name and type, with a mark if its value is known to be divisible by 16."""
     return f"{name} {source.signature[name]}" + (" /16" if ["tt.divisibility", 16] in source.attrs.get((place,), []) else "")
 
 
@@ -168,12 +169,12 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(kernel: Any) -> str:
-    """Folder and function: `swiglu._forward_kernel`."""
+    """Name a kernel by its folder and function, such as `swiglu._forward_kernel`."""
     return f"{kernel.__module__.removeprefix('lather.').removeprefix('kernels.').removesuffix('.triton')}.{kernel.__name__}"
 
 
 def counted(log: str, ptx: str) -> Row:
-    """The assembler's numbers of a kernel, and its PTX's accesses to global memory."""
+    """Read the assembler's numbers of a kernel, and count the accesses to global memory in its PTX."""
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if used is None or spilled is None:
@@ -195,7 +196,7 @@ def _widths(ptx: str, kind: str) -> Iterator[int]:
 
 
 def complaints(row: Row) -> list[str]:
-    """Why a row may not be."""
+    """Say which limits the row's kernel exceeds."""
     if "error" in row:
         return [f"does not compile: {row['error']}"]
     found, allowed = [], SPILLED_BYTES.get(row["kernel"], 0)
@@ -208,7 +209,7 @@ def complaints(row: Row) -> list[str]:
 
 
 def unreached(launched: Iterable[Any]) -> set[str]:
-    """Names of the `triton.jit` functions of Lather that no launched kernel is or calls."""
+    """Name the `triton.jit` functions of Lather that no launched kernel is or calls."""
     from triton.runtime.jit import JITFunction
 
     package = Path(lather.__file__).parent
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where the rows go")
     options = parser.parse_args(arguments)
-    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when it is imported: not yet
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton has not been imported yet, and reads this when it is
     launches = caught(options.models, options.dtypes)
     rows = compiled(distinct(launches, options.architectures), options.processes)
     print("\n".join(table(rows)))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.before_after OLD/src NEW/src [--sets many_small big] [--frequencies 1 10] [--rounds 5] [--out FILE]
 
-Rounds alternate between the two, each in a process of its own that is warmed up, does whole intervals of steps and gives their median;
-a row per case has the ratio of the medians over rounds. Nothing else should run meanwhile.
+Rounds alternate between the two. Each round is a process of its own that warms up, does whole intervals of steps and gives their median;
+the row of a case has the median over rounds of the ratio of new to old. Nothing else should run meanwhile.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-"""The checkout whose `benchmarks` both are measured with."""
+"""The checkout whose `benchmarks` measure both."""
 SETS = ("many_small", "experts", "experts_3d", "wide", "big")
 
 ROUND = """
@@ -39,7 +39,7 @@ print(1e3 * sorted(times)[len(times) // 2])
 
 
 def step_ms(source: str, name: str, frequency: int, seconds: float) -> float:
-    """Milliseconds per step of one round."""
+    """Measure one round; returns milliseconds per step."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(REPOSITORY)])}
     command = [sys.executable, "-c", ROUND, name, str(frequency), str(seconds)]
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)

@@ -1,7 +1,8 @@
-"""`lather bench calls`: how many of the package's own Python functions one optimizer step calls: the length of the way from `.grad` to the
-changed weight, and its share of a step of small matrices. Counted by `sys.setprofile`, so the numbers do not depend on the machine.
+"""`lather bench calls`: counts the calls of the package's own Python functions in one optimizer step: the length of the way from `.grad` to
+the changed weight, which counts in a step of small matrices. `sys.setprofile` counts them, so the numbers do not depend on the machine.
 
-A case is a step after `WARM_UP` others, so that state and plan are there. From public names alone: it also counts releases before this one.
+A case is a step after `WARM_UP` others, so that state and plan are there. It uses public names alone, so it can also count earlier
+releases.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from lather.optim import SOAP
 
 FREQUENCY = 10
 WARM_UP = 13
-"""Steps before the one that is counted, which does not refresh."""
+"""Steps before the counted one, which does not refresh."""
 
 
 @dataclass(frozen=True)
 class CallsBenchmark:
-    """Python calls of one optimizer step, and in how many files they are."""
+    """Counts Python calls of one optimizer step, and the files that they are in."""
 
     out: Path = Path("benchmarks/results")
     """Folder for calls.jsonl; a run replaces it."""
@@ -37,7 +38,7 @@ class CallsBenchmark:
 
 @dataclass(frozen=True)
 class CallCase:
-    """An optimizer's step."""
+    """An optimizer whose step is counted."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,7 +76,7 @@ def run(options: CallsBenchmark) -> int:
 
 
 def count(case: CallCase) -> Row:
-    """Calls, functions and files of the case's step."""
+    """Count calls, functions and files of one step of the case."""
     params = [nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params)]
     optimizer = SOAP(params, precondition_frequency=FREQUENCY)
     for _ in range(WARM_UP + (FREQUENCY - WARM_UP % FREQUENCY - 1) * case.refreshes):
@@ -87,7 +88,7 @@ def count(case: CallCase) -> Row:
 
 
 def counted(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """How often each of the package's functions is called, by (file, name); each start of a comprehension or generator counts."""
+    """Count how often each of the package's functions is called, by (file, name). Each start of a comprehension or generator counts."""
     calls: Counter[tuple[str, str]] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:

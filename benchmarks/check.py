@@ -1,13 +1,14 @@
-"""The checks that a case passes before it is timed, on a small copy of it (same options, same layout, matrices shrunk to at most 24).
+"""Checks a case before it is timed, on a small copy of it (same options, same layout, matrices shrunk to at most 24).
 
-Ours: after the steps of two intervals and more, every parameter has moved as in a naive program of the rule, fp64 and matrix by matrix
-(`benchmarks.naive`), to `TOLERANCE` relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six steps
-instead of one, until the factors have full rank (the eigenvectors of a singular factor are not unique, and any two programs choose
+Our optimizer: after the steps of at least two intervals every parameter has moved as in a naive program of the rule, which runs in fp64
+matrix by matrix (`benchmarks.naive`), to `TOLERANCE` relative to the movement. For this comparison alone SOAP's warm-up with Adam lasts six
+steps instead of one, until the factors have full rank (the eigenvectors of a singular factor are not unique, and any two programs choose
 differently), Muon iterates in fp32, and products are fp32 on a GPU, too.
 
-Peers: not the same numbers, as their rules differ in small points (`benchmarks.contestants`), but the updates of the last `COMPARED`
-steps have to point the same way as ours, cosine above `MIN_COSINE` over all parameters. All: in every window of f steps after the first
-SOAP changes its bases in exactly one step, and gradients stay as they are. Not compared: speed of learning, and precision at full size.
+Peers do not have to give the same numbers, as their rules differ in small points (`benchmarks.contestants`), but the updates of their last
+`COMPARED` steps have to point the same way as ours: cosine above `MIN_COSINE` over all parameters. For all contestants: after the first
+step SOAP changes its bases in exactly one step of every f, and gradients stay as they are. Not compared: speed of learning, and precision
+at full size.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from lather.shapes import Float
 
 TOLERANCE = 1e-3
 MIN_COSINE = {"soap": 0.95, "muon": 0.99, "adamw": 0.9999}
-"""Measured: 0.984 and more between the three SOAPs, 0.80 to 0.86 between SOAP and plain Adam; 0.9998 between Muon in fp32 and in bf16."""
+"""The least cosine between our updates and a peer's. Measured: 0.984 and more between the three SOAPs, 0.80 to 0.86 between SOAP and plain
+Adam; 0.9998 between Muon in fp32 and in bf16."""
 FP32 = {"fp32_matmul_prec": "highest"}
 FOR_THE_CHECK: dict[str, dict[str, Any]] = {
     "soap": {"adam_warmup_steps": WARMUP, **FP32},
     "muon": {"newton_schulz_dtype": "float32", **FP32},
     "adamw": {},
 }
-"""Options of ours while they are compared with the naive program."""
+"""Options that our optimizer gets while it is compared with the naive program."""
 COMPARED = 4
 LARGEST = 24
 BASIS = re.compile(r"\.basis_\d+$|\.Q$|_Q_\d+$")
-"""How the three libraries name a basis in their state."""
+"""Matches the names that the three libraries give to a basis in their state."""
 
 
 class CheckError(RuntimeError):
-    """A case whose contestants do not do what the benchmark says that they do."""
+    """Raised when a contestant does not do what the benchmark says that it does."""
 
 
 def check_case(case: OptimizerCase, peers: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Compare, and return what was compared, for the rows of the case. Raises CheckError."""
+    """Compare the contestants of a case; returns what was compared, for the case's rows. Raises CheckError."""
     small = replace(case, matrices=shrunk(case.matrices))
     error = error_of_ours(small, device)
     if not error < TOLERANCE:
@@ -61,7 +63,7 @@ def check_case(case: OptimizerCase, peers: Sequence[str], device: torch.device) 
 
 
 def shrunk(matrices: MatrixSet) -> MatrixSet:
-    """At most eight matrices of at most LARGEST on the longer side, of the same proportion and layout."""
+    """At most eight matrices of the same proportions and layout, shrunk to at most LARGEST on the longer side."""
     m, n = matrices.shape
     scale = min(1.0, LARGEST / max(m, n))
     experts = min(matrices.experts, 4)
@@ -73,7 +75,7 @@ def _well_separated(i: Tensor) -> Tensor:
 
 
 def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
-    """Largest error of a matrix's movement, relative to that movement."""
+    """The largest error of a matrix's movement in our optimizer, relative to that movement."""
     pool = gradient_pool(small.matrices, device, num_steps=2 * small.frequency + WARMUP + 6, decay=_well_separated)
     ours = small.contestant(OURS, pool, **FOR_THE_CHECK[small.rule])
     start = _stacked(ours.params)
@@ -89,7 +91,7 @@ def error_of_ours(small: OptimizerCase, device: torch.device) -> float:
 
 
 def _last_updates(contestant: Contestant, case: OptimizerCase) -> Tensor:
-    """The last COMPARED updates of all parameters; checks SOAP's refreshes and the gradients on the way."""
+    """Return the last COMPARED updates of all parameters; on the way check SOAP's refreshes, and that gradients stay as they are."""
     given = [[g.clone() for g in step] for step in contestant.gradients]
     refreshes, updates, before = [], [], _bases(contestant, case)
     for step in range(1, len(given) + 1):
@@ -127,7 +129,7 @@ def _bases(contestant: Contestant, case: OptimizerCase) -> list[Tensor]:
 
 
 def _stacked(params: Sequence[Tensor]) -> Float[Tensor, "num_matrices m n"]:
-    """All matrices of 2-D or 3-D parameters."""
+    """Stack all matrices of 2-D or 3-D parameters."""
     return torch.cat(list(_as_3d(params))).detach().clone()
 
 

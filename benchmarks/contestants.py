@@ -1,7 +1,7 @@
 """Who is measured and on what: sets of matrices, their gradients, and each library's optimizer set to the same rule.
 
-The options of a rule, `OPTIONS`, are those of all who implement it. SOAP: refresh every f-th step, no merging of dims, a factor for every
-dim, no compilation. What stays different, because the libraries have no option for it:
+All who implement a rule get the same options, `OPTIONS`. SOAP: refresh every f-th step, no merging of dims, a factor for every
+dim, no compilation. These differences remain, because the libraries have no option for them:
 
     lather             step 1 is Adam in parameter coordinates, and then the first bases; factors' decay rate corrected for bias;
                        the momentum in parameter coordinates where f = 1
@@ -41,13 +41,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The options of each rule that is measured, which all who implement it share."""
 NO_LIMIT = 1 << 20
-"""A dim that no set reaches: every dim gets a factor."""
+"""A limit on dims that no set reaches, so that every dim gets a factor."""
 POOL = 4
-"""Different gradients per parameter; steps take them in turn."""
+"""How many different gradients a parameter has; steps take them in turn."""
 
 
 def lather_options(rule: str, frequency: int) -> dict[str, Any]:
-    """Further options of ours; they are part of each row's configuration. Products are fp32 on a GPU, too, as those of others are."""
+    """Further options of our optimizer, which are part of each row's configuration. Products are fp32 on a GPU, too, as other libraries'
+    are."""
     return {
         "soap": {"refresh_method": "auto", "momentum_in": "parameter" if frequency == 1 else "basis", "fp32_matmul_prec": "highest"},
         "muon": {"newton_schulz_dtype": "fastest", "fp32_matmul_prec": "highest"},
@@ -57,12 +58,13 @@ def lather_options(rule: str, frequency: int) -> dict[str, Any]:
 
 OURS = "lather"
 PEERS = {"soap": ("heavyball", "pytorch_optimizer"), "muon": ("torch",), "adamw": ("torch",)}
-"""Who else implements a rule."""
+"""The other libraries that implement a rule."""
 
 
 @dataclass(frozen=True)
 class MatrixSet:
-    """`num_matrices` of one shape; with `experts` > 1 ours are 3-D parameters of that many matrices, peers' still 2-D ones."""
+    """`num_matrices` matrices of one shape. With `experts` > 1 our parameters are 3-D, with so many matrices in each; peers' are still
+    2-D."""
 
     name: str
     num_matrices: int
@@ -76,24 +78,25 @@ class MatrixSet:
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """A rule on a set of matrices: one measurement."""
+    """One measurement: a rule on a set of matrices."""
 
     rule: str
     matrices: MatrixSet
     frequency: int = 1
-    """Steps between refreshes, of SOAP."""
+    """Steps between refreshes; for SOAP alone."""
 
     def __str__(self) -> str:
         return f"{self.rule} {self.matrices.name}" + (f" f={self.frequency}" if self.rule == "soap" else "")
 
     @property
     def steps_per_round(self) -> int:
-        """Whole intervals, of at least 2 steps, and 10 of AdamW, which takes little time."""
+        """Steps in whole intervals, at least 2; of AdamW, whose steps take little time, at least 10."""
         least = 10 if self.rule == "adamw" else 2
         return self.frequency * -(-least // self.frequency)
 
     def state_bound_bytes(self) -> int:
-        """Most state that ours may have: m + n floats per matrix, and for SOAP 2mn + 2m^2 + 2n^2 more, for Muon mn, for AdamW 2mn."""
+        """The most state that our optimizer may have: m + n floats per matrix, and 2mn + 2m^2 + 2n^2 more for SOAP, mn for Muon, 2mn for
+        AdamW."""
         m, n = self.matrices.shape
         floats = {"soap": 2 * m * n + 2 * m * m + 2 * n * n, "muon": m * n, "adamw": 2 * m * n}
         return 4 * self.matrices.num_matrices * (floats[self.rule] + m + n)
@@ -125,11 +128,11 @@ class Contestant:
     params: list[Tensor]
     optimizer: Optimizer
     gradients: list[list[Tensor]]
-    """[step in the pool][parameter]"""
+    """Gradients by step in the pool, then by parameter."""
     num_steps: int = field(default=0)
 
     def set_gradients(self) -> None:
-        """The next step's gradients, by reference; not part of the timed step."""
+        """Point each parameter to its next gradient; the timed step leaves this out."""
         for p, g in zip(self.params, self.gradients[self.num_steps % len(self.gradients)], strict=True):
             p.grad = g
 
@@ -141,7 +144,7 @@ class Contestant:
 def gradient_pool(
     matrices: MatrixSet, device: torch.device, *, num_steps: int = POOL, decay: Callable[[Tensor], Tensor] = torch.reciprocal
 ) -> list[Float[Tensor, "num_matrices m n"]]:
-    """`num_steps` gradients of every matrix; `decay` gives s_i for i = 1, 2, ... The same numbers on every device."""
+    """Draw `num_steps` gradients of every matrix; `decay` gives s_i for i = 1, 2, ... They are the same numbers on every device."""
     generator = torch.Generator().manual_seed(0)
     m, n = matrices.shape
     left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for size in (m, n))
@@ -153,7 +156,7 @@ def gradient_pool(
 def make_contestant(
     name: str, matrices: MatrixSet, frequency: int, pool: Sequence[Tensor], *, rule: str = "soap", **more: Any
 ) -> Contestant:
-    """A contestant at step 0; all start from the same parameters. `more` are further options of ours."""
+    """Make a contestant that has taken no step; all start from the same parameters. `more` are further options of our optimizer."""
     generator = torch.Generator().manual_seed(1)
     weights = (0.02 * torch.randn(matrices.num_matrices, *matrices.shape, generator=generator)).to(pool[0])
     experts = matrices.experts if name == OURS else 1
@@ -175,7 +178,7 @@ def _ours(rule: str, params: list[Tensor], frequency: int, more: dict[str, Any])
         return SOAP(params, precondition_frequency=frequency, **options)
     if rule == "muon":
         return Muon(params, **options)
-    del options["matrix_layout"]  # element-wise
+    del options["matrix_layout"]  # AdamW is element-wise, and has no layouts
     return AdamW(params, **options)
 
 
@@ -183,7 +186,7 @@ def _heavyball_soap(params: list[Tensor], frequency: int) -> Optimizer:
     import heavyball
     import heavyball.utils
 
-    heavyball.utils.compile_mode = None  # process-wide, its only switch
+    heavyball.utils.compile_mode = None  # heavyball has no other switch than this process-wide one
     optimizer: Any = heavyball.SOAP(
         params,
         **OPTIONS["soap"],
@@ -194,7 +197,7 @@ def _heavyball_soap(params: list[Tensor], frequency: int) -> Optimizer:
         compile_step=False,
     )
     optimizer.consume_grad = False  # otherwise a step sets p.grad to None
-    # It adds up 1/f in floating point, which for f = 10 refreshes at steps 11, 20, 30, ...; this adds up whole numbers.
+    # heavyball adds up 1/f in floating point, which for f = 10 refreshes at steps 11, 20, 30, ...; this adds up whole numbers.
     optimizer.precond_schedule = lambda step: float(step % frequency == 0)
     checked: Optimizer = optimizer
     return checked
@@ -223,7 +226,7 @@ THEIRS: dict[tuple[str, str], Callable[[list[Tensor], int], Optimizer]] = {
     ("muon", "torch"): _torch_muon,
     ("adamw", "torch"): _torch_adamw,
 }
-"""How another library's optimizer is made, by rule and library."""
+"""Functions that make another library's optimizer, by rule and library."""
 
 
 def check_installed(peers: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""`lather bench data`: how fast data sets are made, what memory that and reading them take, and the loader's share of a training step.
+"""`lather bench data`: measures how fast data sets are made, how much memory making and reading them takes, and how long the loader takes.
 
-throughput    JSONL to shards, against `tokenizers` alone encoding the same texts from memory on all cores; interleaved rounds
-memory        many small documents and few: the most memory that the processes hold together while the data set is made, and a process that
-              reads batches of it; the time to open it
-loader        a batch of the quickstart's size, against a step of it
+throughput    making shards from JSONL, against `tokenizers` alone encoding the same texts from memory on all cores; rounds alternate
+memory        for many small documents and for few: the most memory that the processes hold together while they make the data set, the
+              memory of a process that reads batches of it, and the time to open it
+loader        the time of a batch of the quickstart's size, against the time of a quickstart step
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class DataBenchmark:
-    """How fast data sets are made and read, and in how much memory."""
+    """Measures how fast data sets are made and read, and in how much memory."""
 
     out: Path = Path("benchmarks/results")
     """Folder for data-cpu.jsonl; a run replaces it."""
     megabytes: int = 64
-    """Text of the throughput case, MB."""
+    """Text of the throughput case, in MB."""
     rounds: int = 5
     """Rounds of the throughput case, after one that warms up."""
     documents: int = 10_000_000
     """Documents of the memory case, against 10,000."""
     step_ms: float = 480.0
-    """A training step of the quickstart, which the loader's time is compared with, ms."""
+    """The time of a quickstart step, in ms, with which the loader's time is compared."""
 
 
 def run(options: DataBenchmark) -> int:
@@ -84,7 +84,7 @@ class _NoProgress:
 
 
 def throughput(folder: Path, options: DataBenchmark) -> Result:
-    """The standard library's files over and over, one document per line."""
+    """Make a data set from the standard library's files, over and over, one document per line."""
     texts = _texts(options.megabytes * 10**6)
     source, tokenizer_file = folder / "texts.jsonl", folder / "tokenizer.json"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
@@ -133,7 +133,7 @@ def _texts(size: int) -> list[str]:
 
 
 def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
-    """Documents of a few words each."""
+    """Make and read data sets of documents of a few words each."""
     tokenizer_file = folder / "tokenizer.json"
     found: dict[int, tuple[float, float, float]] = {}
     for count in (10_000, options.documents):
@@ -172,7 +172,7 @@ for step in range(1, 2001):
 
 
 def _peak_mib(command: list[str]) -> float:
-    """The most memory that the command's processes held together, MiB."""
+    """Run the command; returns the most memory that its processes held together, in MiB."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak, ended = [0.0], threading.Event()
 
@@ -211,7 +211,7 @@ def _resident_mib(pid: int) -> float:
 
 
 def loader(folder: Path, options: DataBenchmark) -> Result:
-    """Batches of the quickstart: 16 sequences of 128 tokens."""
+    """Time the quickstart's batches: 16 sequences of 128 tokens."""
     config = DataConfig(path=(str(folder / f"set-{options.documents}"),))
     batches = training_batches(open_datasets(config, VOCABULARY, lambda text: None), config, 128, 16, 0)
     times = []

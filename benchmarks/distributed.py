@@ -1,11 +1,11 @@
-"""`lather bench distributed`: what a rank of a sharded optimizer sends, keeps and computes, counted, so exact on any machine.
+"""`lather bench distributed`: counts what a rank of a sharded optimizer sends, keeps and computes; counts are exact on any machine.
 
-    counts    SOAP on 4 gloo ranks, parameters sharded on dim 0 as FSDP2 has them: bytes that leave a rank in a step, bytes of its state,
-              flops of a step with a refresh, against one process; and what gathering gradient, L and R on every rank would send
-    plan      the owners of every matrix of published models on 8, 64 and 512 ranks: what the busiest rank has to do, over the mean
+    counts    SOAP on 4 gloo ranks, parameters sharded on dim 0 as FSDP2 does: bytes that leave a rank in a step, bytes of its state, and
+              flops of a step with a refresh, against one process; and the bytes that gathering gradient, L and R on every rank would send
+    plan      the owners of every matrix of published models on 8, 64 and 512 ranks: the work of the busiest rank, over the mean
 
-A case is checked first: after the counted steps every parameter has the bits of one process. Flops are torch's FlopCounterMode's, which
-counts products; QR and eigendecompositions are added by formula (4/3 n^3 and 9 n^3), alike everywhere.
+A case is checked first: after the counted steps every parameter has the bits of one process. Flops of products are counted by
+torch's FlopCounterMode; QR and eigendecompositions are added by formula (4/3 n^3 and 9 n^3), for every contestant alike.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from lather.torch_private import linalg_eigh as eigh_of_torch
 
 NUM_RANKS = 4
 SHAPES: tuple[tuple[int, ...], ...] = ((128, 128),) * 8 + ((256, 128),) * 8 + ((8, 64, 128),) * 4
-"""Matrices, and stacks of experts that 4 ranks have whole; every rank's share is the same."""
+"""Matrices, and stacks of experts that each of 4 ranks has whole; every rank has as much work as every other."""
 UNEVEN: tuple[tuple[int, ...], ...] = ((128, 128),) * 5 + ((96, 160),) * 3 + ((6, 64, 128),) * 3
 STEPS = 4
 MESHES = (8, 64, 512)
 ENOUGH = 20
-"""Matrices per rank from which on the plan should be even."""
+"""Number of matrices per rank from which on the plan should be even."""
 
 
 @dataclass(frozen=True)
 class DistributedBenchmark:
-    """Bytes, state and arithmetic of a sharded optimizer, and how even the plan of owners is. On CPU, with gloo."""
+    """Counts bytes, state and arithmetic of a sharded optimizer, and how evenly the plan of owners spreads the work. On CPU, with gloo."""
 
     parts: tuple[Literal["counts", "plan"], ...] = ("counts", "plan")
     """Parts to run."""
     out: Path = Path("benchmarks/results")
-    """Folder for distributed-optimizer.jsonl; a run replaces that of the last."""
+    """Folder for distributed-optimizer.jsonl; a run replaces it."""
 
     def __post_init__(self) -> None:
         require(bool(self.parts), "--parts", self.parts, "some of counts, plan")
 
 
 def run(options: DistributedBenchmark) -> int:
-    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    """Run the benchmark; returns the exit status, 1 if a case failed its check."""
     console = wide_console(120)
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "distributed-optimizer.jsonl")
@@ -140,7 +140,7 @@ def _soap(params: Sequence[nn.Parameter]) -> SOAP:
 
 
 def count(shapes: tuple[tuple[int, ...], ...], folder: str, world: World) -> int:
-    """A worker of `launch`; rank 0 writes what all ranks found."""
+    """Count on one rank, as a worker of `launch`; rank 0 writes what all ranks found."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world.size,))
     alone = [nn.Parameter(x) for x in _values(shapes, 0)]
@@ -183,7 +183,7 @@ def _counted_flops(optimizer: MatrixOptimizer) -> int:
 
 
 class CountedBytes:
-    """Inside the block: bytes that collectives send from this rank to others."""
+    """Counts, inside the block, the bytes that collectives send from this rank to others."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -213,15 +213,15 @@ class CountedBytes:
         return leaving.element_size() * (sum(sizes_out) - sizes_out[dist.get_rank()])
 
     def _of_all_reduce(self, x: Tensor, *args: Any) -> int:
-        return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())  # a ring
+        return int(2 * x.nbytes * (dist.get_world_size() - 1) / dist.get_world_size())  # a ring sends every part twice
 
     def _of_all_gather(self, gathered: list[Tensor], own: Tensor) -> int:
-        return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it got
+        return own.nbytes * (dist.get_world_size() - 1)  # a ring passes on what it received
 
 
 def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
-    """The bytes that this rank sends if every rank gathers gradient, L and R of every matrix, in equal parts; experts that are whole
-    stay."""
+    """The bytes that this rank would send if every rank gathered gradient, L and R of every matrix, in equal parts; experts that are whole
+    stay where they are."""
     with CountedBytes() as counted:
         for p in params:
             assert isinstance(p, DTensor)
@@ -238,7 +238,7 @@ def gathering_bytes(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> int:
 
 
 def plan_row(preset: str, num_ranks: int) -> Row:
-    """Every matrix of a published model under FSDP2 on one mesh of all ranks: dim 0 sharded, experts stacked."""
+    """Make the row of a published model under FSDP2 on one mesh of all ranks: every matrix is sharded on dim 0, and experts are stacked."""
     config = load_config(Path(__file__).parents[1] / "configs" / f"{preset}.toml").model
     groups = parameter_groups(build_model(config, None, torch.device("meta")))
     options = SOAP([{**group, "params": list(group["params"])} for group in groups]).param_groups

@@ -1,8 +1,8 @@
-"""`lather bench gaps`: what it gains to do the optimizer's refreshes where ranks of a pipeline wait for each other anyway.
+"""`lather bench gaps`: measures what is gained by doing the optimizer's refreshes while ranks of a pipeline wait for each other anyway.
 
 Two ranks on this machine train the same model with `async_refresh`: *filled* does the refreshes in pieces inside the next step's gaps, *at
 once* does all of them at the end of the step, as a CPU otherwise does. After equally many steps the weights must have the same bits, or
-nothing is reported. Step times are taken by turns; of each contestant one step more is recorded, which says how much of its idle time is
+nothing is reported. The contestants are timed by turns; then one more step of each is recorded, which says how much of its idle time is
 filled.
 """
 
@@ -51,7 +51,7 @@ MODEL = Qwen3MoeConfig(
     num_experts_per_tok=2,
 )
 SEQUENCES, LENGTH, MICRO_BATCH = 16, 512, 4
-"""Four micro-batches, the fewest that two ranks take: the longest gaps."""
+"""Sizes that give four micro-batches, the fewest that two ranks take, and so the longest gaps."""
 CONTESTANTS = ("filled", "at once")
 WARM_UP = 3
 MIN_ROUNDS = 5
@@ -59,16 +59,16 @@ MIN_ROUNDS = 5
 
 @dataclass(frozen=True)
 class GapsBenchmark:
-    """Refreshes in the gaps of a pipeline, on two ranks over gloo, against refreshes at the end of a step."""
+    """Compares refreshes in the gaps of a pipeline with refreshes at the end of a step, on two ranks over gloo."""
 
     frequency: int = 1
     """Steps between refreshes."""
     rounds: int = 9
     """Timed rounds of a run, each of one step per contestant."""
     runs: int = 3
-    """How often the ranks are started anew."""
+    """How often the ranks are started."""
     out: Path = Path("benchmarks/results")
-    """Folder for gaps-cpu.jsonl; it replaces that of the last time."""
+    """Folder for gaps-cpu.jsonl; a run replaces it."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
@@ -76,7 +76,7 @@ class GapsBenchmark:
 
 
 def run(options: GapsBenchmark) -> int:
-    """The whole benchmark; returns the exit status, 1 if the contestants' weights differ."""
+    """Run the benchmark; returns the exit status, 1 if the contestants' weights differ."""
     console = wide_console(120)
     file = RowFile(options.out / "gaps-cpu.jsonl")
     for _ in range(options.runs):
@@ -127,7 +127,7 @@ def _events(ranks: list[dict[str, Any]], name: str) -> Iterator[Event]:
 
 @dataclass
 class TrainingContestant:
-    """A model in training on this rank."""
+    """A model that is trained on this rank."""
 
     engine: Engine
     step: TrainStep
@@ -150,7 +150,7 @@ class TrainingContestant:
         return cls(engine, step, recorder)
 
     def timed_step(self, number: int) -> float:
-        """Milliseconds of one step."""
+        """Take one step; returns its milliseconds."""
         generator = torch.Generator().manual_seed(number)
         batch: Batch = self.engine.share_of(torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator))
         dist.barrier()
@@ -160,7 +160,7 @@ class TrainingContestant:
 
 
 def measure(frequency: int, rounds: int, path: str, world: World) -> int:
-    """A worker of `launch`; rank 0 writes what every rank found to `path`."""
+    """Measure on one rank, as a worker of `launch`; rank 0 writes what every rank found to `path`."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=2), torch.device("cpu"))
     contestants = {name: TrainingContestant.make(name, frequency, mesh) for name in CONTESTANTS}

@@ -1,11 +1,11 @@
-"""Calls of every Triton kernel's wrapper at the sizes of real models, for `benchmarks.ahead_of_time`.
+"""Lists calls of every Triton kernel's wrapper at the sizes of real models, for `benchmarks.ahead_of_time`.
 
 A new kernel needs a line here, or a test says so. Each function below belongs to a folder of `lather.kernels` and yields one line for each
 way to call its wrappers:
 
     yield gate_forward, s.rows(2 * s.f), s.gate
 
-that is the wrapper and its arguments; options go last, in a dict. Tensors are on `meta`: they have a shape and a dtype, and no memory. A
+These are the wrapper and its arguments; options go last, in a dict. Tensors are on `meta`: they have a shape and a dtype, and no memory. A
 function for another folder takes the same argument and joins `CASES`.
 
 Letters: T tokens, K experts per token, E experts, G rows of experts, D hidden size, F expert intermediate size, V vocabulary.
@@ -45,7 +45,7 @@ class ModelSizes:
         return num_rows(self.t * self.k, self.e, alignment=8)
 
     def rows(self, num_columns: int) -> torch.Tensor:
-        """(G, columns), as experts take and give them."""
+        """Make a tensor (G, num_columns), the shape that experts take and return."""
         return _on_meta(self.g, num_columns, dtype=self.dtype)
 
     def tokens(self, num_columns: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
 def _rms_norm(s: ModelSizes) -> Calls:
     from lather.kernels.rms_norm.triton import backward, forward
 
-    for width, copies in ((s.d, 1), (128, 16)):  # of the hidden state, and of a head's query
+    for width, copies in ((s.d, 1), (128, 16)):  # the widths of the hidden state, and of a head's query
         x, weight, inverse_rms = _on_meta(s.t * copies, width, dtype=s.dtype), _floats(width), _floats(s.t * copies, 1)
         yield forward, x, weight, 1e-6
         yield backward, _floats(s.t * copies, width), x, weight, inverse_rms

@@ -1,6 +1,6 @@
-"""Every operation of `lather.kernels`: first against the torch reference, then its rate as a share of what the device reaches.
+"""Measures every operation of `lather.kernels`: first its error against the torch reference, then its rate as a share of the device's.
 
-    check   at small sizes the operation on the device gives what the reference gives on the CPU, from the same numbers
+    check   at small sizes the operation on the device gives the reference's result on the CPU, from the same numbers
     rate    at DeepSeek-V2-Lite's sizes and 8,192 tokens: bytes that have to be read and written, per second, as a share of a device copy's;
             for `linear_cross_entropy` flops per second (four products of T x V x D), as a share of a matrix product's
 
@@ -29,7 +29,7 @@ from lather.kernels.rotary import rotate_pairs
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
-"""Largest difference of a result from the reference's, relative in the Frobenius norm."""
+"""The largest difference of a result from the reference's, relative in the Frobenius norm."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class KernelSizes:
     f: int
     v: int
     elements: int
-    """Elements of the optimizer's batch of matrices."""
+    """Elements of the batch of matrices that the optimizer's operation works on."""
 
 
 REAL = KernelSizes(t=8192, k=6, e=64, d=2048, f=1408, v=102400, elements=2**27)
@@ -56,15 +56,15 @@ class KernelCase:
 
     name: str
     run: Callable[[], Any]
-    """Gives a tensor, or several; may overwrite arguments, which it then gives, too."""
+    """Runs the operation; returns a tensor, or several. It may overwrite arguments, which it then returns, too."""
     amount: int
-    """Bytes, or flops."""
+    """The bytes or flops of a run."""
     unit: str = "bytes"
     dtype: torch.dtype = torch.bfloat16
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """A row for each operation. Raises CheckError after those that are right."""
+    """Measure each operation; yields a row for each that is right, and then raises CheckError if others are not."""
     device, cpu = settings.device, torch.device("cpu")
     rates = measure_rates(device, small=settings.small)
     errors = {name: _error(name, draw(CHECKED, device), draw(CHECKED, cpu)) for name, draw in CASES.items()}
@@ -94,7 +94,7 @@ def _row(case: KernelCase, sizes: KernelSizes, settings: Settings, rates: Device
 
 
 def _error(name: str, case: KernelCase, reference: KernelCase) -> tuple[float, float]:
-    """The largest difference, and what is allowed."""
+    """Return the largest difference from the reference, and the largest that is allowed."""
     differences = [0.0]
     for ours, theirs in zip(_tensors(case.run()), _tensors(reference.run()), strict=True):
         expected = theirs.double()
@@ -108,7 +108,8 @@ def _tensors(results: Any) -> list[Tensor]:
 
 
 class _Draw:
-    """Arguments: for a check drawn on the CPU, so that both devices have the same; large ones where they are used."""
+    """Draws an operation's arguments: on the CPU for a check, so that both devices have the same; large ones on the device that uses
+    them."""
 
     def __init__(self, sizes: KernelSizes, device: torch.device) -> None:
         self._drawn_on = torch.device("cpu") if sizes == CHECKED else device
@@ -215,7 +216,7 @@ def _adam(s: KernelSizes, device: torch.device) -> KernelCase:
 
 
 def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
-    """On logits of half of the tokens, which it overwrites with their gradient."""
+    """Make the case of the loss on the logits of half of the tokens, which it overwrites with their gradient."""
     draw, t = _Draw(s, device), s.t // 2
     logits_TV, labels_T, scale = draw.normal(t, s.v), draw.labels(t, s.v), torch.ones((), device=device)
     if use_triton(logits_TV):
@@ -260,4 +261,4 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _linear_cross_entropy,
     )
 }
-"""How each operation's arguments are made, for one size and device."""
+"""The function that makes each operation's arguments, for given sizes and device."""

@@ -1,9 +1,9 @@
-"""Adapters on routed experts: products beside the frozen ones against weights W + s B A that are made anew, and against full training.
+"""Compares adapters on routed experts in two forms, products beside the frozen ones and weights W + s B A made anew, with full training.
 
     python -m benchmarks.lora [--out FILE]        (seconds; one thread)
 
 Prints, for forward and backward of a layer of experts, the median time and the bytes that autograd keeps besides parameters and inputs;
-with --out also writes a JSON row for each. Before anything is timed, the gradients of A and B in both forms are compared.
+with --out also writes a JSON row for each. Before anything is timed, both forms must give the same gradients of A and B.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 9
 
 
 class MadeAnew(nn.Module):
-    """The same layer, given W + s B A as its weights: autograd keeps them, and goes through their whole gradient."""
+    """The same layer with W + s B A as its weights: autograd keeps those, and computes their whole gradient."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def make_layer(*, adapted: bool) -> Experts:
 
 
 def measure(layer: nn.Module, num_tokens: int) -> tuple[float, int, dict[str, Tensor]]:
-    """Seconds of a forward and backward, bytes kept between them, and the gradients."""
+    """Measure a forward and backward pass; returns its seconds, the bytes kept between the two, and the gradients."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_tokens, HIDDEN, generator=generator).requires_grad_()
     experts = torch.rand(num_tokens, EXPERTS, generator=generator).topk(TOP_K).indices
@@ -84,7 +84,7 @@ def measure(layer: nn.Module, num_tokens: int) -> tuple[float, int, dict[str, Te
 
 
 def check(layers: dict[str, nn.Module]) -> None:
-    """Raise AssertionError unless both forms are one function."""
+    """Raise AssertionError unless both forms compute the same function."""
     beside, anew = (measure(layers[name], 64)[2] for name in ("beside", "made anew"))
     for name, expected in anew.items():
         torch.testing.assert_close(beside[name], expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())

@@ -1,9 +1,10 @@
-"""Time and memory of optimizer steps, measured alike for every library.
+"""Measures time and memory of optimizer steps alike for every library.
 
-Time: the mean over whole intervals, medians over interleaved rounds. Temporary memory: on CUDA from the allocator's statistics; the CPU's
-allocator keeps none, so there the profiler reports each allocation and each release, those inside an operation included, and the
-maximum of the running sum counts (scratch space that MKL allocates by itself is not seen). State: every storage within reach of the
-optimizer that is not a parameter's or a gradient's, once.
+Time is the mean over whole intervals, and the median over interleaved rounds. Temporary memory on CUDA comes from the allocator's
+statistics.
+The CPU's allocator keeps none: there the profiler reports each allocation and each release, those inside an operation included, and the
+maximum of the running sum counts (scratch space that MKL allocates by itself is not seen). State is every storage that can be reached
+from the optimizer and is not a parameter's or a gradient's, counted once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def run_steps(contestant: Contestant, num_steps: int) -> None:
 
 
 def time_steps(contestant: Contestant, num_steps: int, device: torch.device) -> float:
-    """Mean milliseconds of `num_steps` steps, without handing over the gradients."""
+    """Time `num_steps` steps, without the hand-over of gradients; returns the mean milliseconds of a step."""
     if is_gpu(device):
         return _time_steps_cuda(contestant, num_steps)
     seconds = 0.0
@@ -57,9 +58,9 @@ def _time_steps_cuda(contestant: Contestant, num_steps: int) -> float:
 
 
 def time_rounds(contestants: Sequence[Contestant], num_steps: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds per step, the mean of `num_steps`, for each round and contestant. Each round has every contestant, the order turning.
+    """Time all contestants in each round, in an order that turns; returns milliseconds per step, the mean of `num_steps`, by round.
 
-    The contestants have done their first step and one interval more.
+    The contestants must have done their first step and one more interval.
     """
     times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for index in range(rounds):
@@ -75,7 +76,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that were allocated at one time during `run`, beyond those at its start."""
+    """Run `run`; returns the most bytes allocated at one time during it, beyond those at its start."""
     if is_gpu(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -85,7 +86,7 @@ def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int
         return torch.cuda.max_memory_allocated() - before
     with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    recorded: Any = profiler.profiler  # its events as recorded: turning them into Python objects takes seconds
+    recorded: Any = profiler.profiler  # reads events as they were recorded: turning them into Python objects takes seconds
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(0, *np.cumsum(changes).tolist()) if changes else 0
@@ -93,7 +94,7 @@ def peak_temporary_bytes(run: Callable[[], object], device: torch.device) -> int
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's C++ part writes two lines per use, which no option turns off."""
+    """Hide the two lines that the profiler's C++ part writes at each use, which no option turns off."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -106,7 +107,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def state_bytes(contestant: Contestant) -> int:
-    """Bytes that the optimizer keeps between steps: all storages within reach of it, each counted once."""
+    """The bytes that the optimizer keeps between steps: all storages that can be reached from it, each counted once."""
     gradients = (g for step in contestant.gradients for g in step)
     not_state = {t.untyped_storage().data_ptr() for t in (*contestant.params, *gradients)}
     sizes = {}
@@ -118,7 +119,7 @@ def state_bytes(contestant: Contestant) -> int:
 
 
 def reachable_tensors(root: object) -> Iterator[tuple[str, Tensor]]:
-    """Path and tensor for each tensor in nested containers and attributes, keys included; each object once."""
+    """Yield path and tensor for each tensor in nested containers (keys included) and attributes, each object once."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", root)]
     while stack:

@@ -1,13 +1,14 @@
-"""`lather bench memory`: what the MoE layer keeps for backward, what the loss needs, and what the savings cost in time.
+"""`lather bench memory`: measures the bytes that the MoE layer keeps for backward and that the loss needs, and what saving them costs in
+time.
 
-    kept    bytes that backward keeps per token in router and experts, counted (`lather.memory.profile`), so exact on any machine: the three
+    kept    bytes per token that router and experts keep for backward, counted (`lather.memory.profile`), so exact on any machine: the three
             memory modes, and "early_free": segment-wise early freeing alone, as the pipelines of other trainers have it, which drops
             dispatched copies and the combined output but keeps each product's input and the experts' outputs (K D + 3 K F + K D)
     loss    the most bytes alive at a time in forward and backward of `linear_cross_entropy`, besides inputs and gradients, against the
             logits tensor; counted on the meta device
     time    milliseconds of forward and backward of the layer, medians over interleaved rounds, ratios to plain autograd
 
-LayerSizes are DeepSeek-V2-Lite's: D 2048, E 64, K 6, F 1408, and for `time` smaller ones, too; T is small for `kept`, whose bytes are
+Sizes are DeepSeek-V2-Lite's (D 2048, E 64, K 6, F 1408), and for `time` smaller ones, too; T is small for `kept`, whose bytes are
 proportional to it. Every case is checked first: all modes give the output and gradients of plain autograd.
 
 Letters: T tokens, D hidden size, E experts, K experts per token, F expert intermediate size, V vocabulary.
@@ -48,7 +49,7 @@ HIDDEN, LOSS_TOKENS, VOCABULARY = 2048, 4096, 102400
 KEPT_TOKENS, CHECK_TOKENS = 32, 32
 MIN_ROUNDS = 5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference of an output or gradient from plain autograd's, relative in the Frobenius norm."""
+"""The largest difference of an output or gradient from plain autograd's, relative in the Frobenius norm."""
 CONTESTANTS = ("reference", "early_free", "saved", "recompute")
 """The memory modes of the layer, and early freeing alone."""
 
@@ -65,19 +66,19 @@ class LayerSizes:
 
 PUBLISHED = LayerSizes(HIDDEN, 64, 6, 1408)
 TIMED = {"DeepSeek-V2-Lite, 256 tokens": (PUBLISHED, 256), "D 512, E 16, K 4, F 384, 2048 tokens": (LayerSizes(512, 16, 4, 384), 2048)}
-"""Few rows per expert, so that weights and their gradients are most of the work; and many rows."""
+"""The timed cases: few rows per expert, so that weights and their gradients are most of the work; and many rows."""
 
 
 @dataclass(frozen=True)
 class MemoryBenchmark:
-    """Bytes and time of the MoE layer and of the loss, against plain autograd."""
+    """Measures bytes and time of the MoE layer and of the loss, against plain autograd."""
 
     parts: tuple[Literal["kept", "loss", "time"], ...] = ("kept", "loss", "time")
     """Parts to measure."""
     rounds: int = 7
     """Timed rounds, each of one forward and backward per contestant."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run; products are timed in fp32 on CPU, in bf16 on CUDA."""
+    """Device to run on; products are timed in fp32 on CPU, in bf16 on CUDA."""
     out: Path = Path("benchmarks/results")
     """Folder for memory-DEVICE.jsonl and memory-DEVICE.png; a run replaces those of the same device."""
 
@@ -105,7 +106,7 @@ class Layer(nn.Module):
 
 
 def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
-    """A layer per contestant, all with the same random parameters."""
+    """Make a layer for each contestant, all with the same random parameters."""
     layers = {contestant: Layer(contestant, sizes) for contestant in CONTESTANTS}
     generator = torch.Generator(device).manual_seed(0)
     shared = {
@@ -118,7 +119,7 @@ def make_layers(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> 
 
 
 class EarlyFree(Experts):
-    """Early freeing alone: dead tensors are dropped and gate/up is kept once, but products keep their inputs and outputs."""
+    """A layer with early freeing alone: dead tensors are dropped and gate/up is kept once, but products keep their inputs and outputs."""
 
     def forward(self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None) -> Tensor:
         plan = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
@@ -131,7 +132,7 @@ class EarlyFree(Experts):
 
 
 def run(options: MemoryBenchmark) -> int:
-    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    """Run the benchmark; returns the exit status, 1 if a case failed its check."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
     device, console = torch.device(options.device), wide_console(120)
@@ -161,7 +162,7 @@ def _rows(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
 
 
 def measure_kept(device: torch.device) -> Iterator[Row]:
-    """A row per contestant, in bf16. Raises CheckError."""
+    """Count the bytes of every contestant in bf16; yields a row for each. Raises CheckError."""
     layers = make_layers(PUBLISHED, torch.bfloat16, device)
     checked = check_layers(layers)
     x_TD = _input(KEPT_TOKENS, layers["saved"])
@@ -180,7 +181,7 @@ def measure_kept(device: torch.device) -> Iterator[Row]:
 
 
 def _bound(contestant: str) -> int | None:
-    """Elements per token by formula, besides routing metadata."""
+    """Elements per token that the contestant should keep by formula, besides routing metadata."""
     k_d, k_f = PUBLISHED.experts_per_token * HIDDEN, PUBLISHED.experts_per_token * PUBLISHED.intermediate
     return {"saved": HIDDEN + 2 * k_f, "recompute": HIDDEN, "early_free": 2 * k_d + 3 * k_f}.get(contestant)
 
@@ -189,7 +190,7 @@ def _bound(contestant: str) -> int | None:
 
 
 def measure_loss() -> Iterator[Row]:
-    """A row per dtype: ours, and the plain formula."""
+    """Count the bytes of our loss and of the plain formula in each dtype; yields a row for each."""
     checked = check_loss()
     for dtype in (torch.bfloat16, torch.float32):
         logits_bytes = LOSS_TOKENS * VOCABULARY * dtype.itemsize
@@ -217,7 +218,7 @@ def plain_loss(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def loss_extra_bytes(loss: Callable[..., Tensor], dtype: torch.dtype) -> int:
-    """The most bytes alive at a time in forward and backward, less the two gradients, on the meta device."""
+    """Count, on the meta device, the most bytes alive at a time in forward and backward, less the two gradients."""
     with torch.device("meta"):
         x_TD = torch.empty(LOSS_TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
         weight_VD = torch.empty(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
@@ -229,7 +230,7 @@ def loss_extra_bytes(loss: Callable[..., Tensor], dtype: torch.dtype) -> int:
 
 
 def check_loss() -> dict[str, float]:
-    """Ours against the plain formula, small. Raises CheckError."""
+    """Compare our loss with the plain formula at small sizes. Raises CheckError."""
     generator = torch.Generator().manual_seed(0)
     x_TD, weight_VD = (torch.randn(rows, 64, generator=generator).requires_grad_() for rows in (100, 1000))
     labels_T = torch.randint(1000, (100,), generator=generator)
@@ -244,7 +245,7 @@ def check_loss() -> dict[str, float]:
 
 
 def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row]:
-    """A row per case and contestant. Raises CheckError."""
+    """Time every contestant in every case; yields a row for each. Raises CheckError."""
     dtype = torch.bfloat16 if is_gpu(device) else torch.float32
     for case, (sizes, tokens) in TIMED.items():
         layers = make_layers(sizes, dtype, device)
@@ -271,14 +272,14 @@ def measure_time(options: MemoryBenchmark, device: torch.device) -> Iterator[Row
 
 
 def _time_rounds(layers: dict[str, Layer], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of forward and backward, one number per round; each round has every contestant, the order turning round by round."""
+    """Time forward and backward of every contestant in each round, in an order that turns; returns milliseconds by contestant and round."""
     x_TD = _input(tokens, layers["saved"])
     times: dict[str, list[float]] = {contestant: [] for contestant in layers}
     order = list(layers)
     for index in range(rounds + 1):
         for contestant in order:
             milliseconds = _time_step(layers[contestant], x_TD)
-            if index:  # the first round warms up
+            if index:  # the first round only warms up
                 times[contestant].append(milliseconds)
         order.append(order.pop(0))
     return times
@@ -303,7 +304,7 @@ def _synchronize(x: Tensor) -> None:
 
 
 def check_layers(layers: dict[str, Layer]) -> dict[str, float]:
-    """Output and gradients of every contestant against plain autograd's. Raises CheckError."""
+    """Compare every contestant's output and gradients with plain autograd's. Raises CheckError."""
     x_TD, cotangent_TD = (_input(CHECK_TOKENS, layers["reference"], seed=seed) for seed in (0, 1))
     expected: list[Tensor] = []
     errors = {}

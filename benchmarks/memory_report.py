@@ -1,4 +1,4 @@
-"""Table, summary and picture of `lather bench memory`."""
+"""Makes table, summary and picture of `lather bench memory`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = {"reference": "plain autograd", "early_free": "early freeing alone", "s
 
 
 def part(rows: Iterable[Row], benchmark: str) -> dict[str, Row]:
-    """The rows of one part by contestant (and dtype, for the loss), in order."""
+    """The rows of one part, in order, by contestant (for the loss by contestant and dtype)."""
     chosen = [row for row in rows if row["benchmark"] == benchmark]
     return {
         f"{row['config']['contestant']} {row['config']['dtype']}" if benchmark == "loss" else row["config"]["contestant"]: row
@@ -26,7 +26,7 @@ def part(rows: Iterable[Row], benchmark: str) -> dict[str, Row]:
 
 
 def time_cases(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Timed rows as {case: {contestant: row}}, in order."""
+    """The timed rows in order, as {case: {contestant: row}}."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "time":
@@ -54,7 +54,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line per target: what was asked for and what was measured."""
+    """Make a line for each target: the goal and what was measured."""
     kept, loss = part(rows, "kept"), part(rows, "loss")
     lines = []
     if kept:
@@ -75,7 +75,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Bars of the parts that there are, side by side."""
+    """Draw bars of the parts that were measured, side by side."""
     panels: list[tuple[Callable[[Axes, dict[str, Row]], None], dict[str, Row]]] = []
     panels += [(_draw_kept, kept)] if (kept := part(rows, "kept")) else []
     panels += [(_draw_loss, loss)] if (loss := part(rows, "loss")) else []

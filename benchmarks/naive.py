@@ -1,4 +1,5 @@
-"""The rules that `lather bench optimizer` measures, as their papers have them: one matrix, plain expressions, the dtype given."""
+"""Computes the rules that `lather bench optimizer` measures as their papers have them: one matrix at a time, plain expressions, the dtype
+given."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from benchmarks.contestants import OPTIONS
 from lather.shapes import Float
 
 WARMUP = 6
-"""Steps of Adam before SOAP's first bases: until the factors of a small matrix have full rank."""
+"""Steps of Adam before SOAP's first bases: enough for the factors of a small matrix to have full rank."""
 
 
 def naive_soap(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], frequency: int) -> Float[Tensor, "m n"]:
-    """SOAP (arXiv:2409.11321, algorithms 3 and 4) for one matrix in the dtype given: w after all `grads`. Adam for WARMUP steps."""
+    """Run SOAP (arXiv:2409.11321, algorithms 3 and 4) on one matrix, with Adam for WARMUP steps; returns w after all `grads`."""
     rule = OPTIONS["soap"]
     (b1, b2), lr, eps, beta = rule["betas"], rule["lr"], rule["eps"], rule["shampoo_beta"]
     left, right = grads[0] @ grads[0].mT, grads[0].mT @ grads[0]
@@ -43,7 +44,8 @@ def naive_soap(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], f
 
 
 def naive_muon(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], frequency: int) -> Float[Tensor, "m n"]:
-    """Muon (Jordan et al., 2024), updates 0.2 sqrt(max(m, n)) times the orthogonalised momentum: w after all `grads`."""
+    """Run Muon (Jordan et al., 2024), whose update is 0.2 sqrt(max(m, n)) times the orthogonalised momentum; returns w after all
+    `grads`."""
     rule = OPTIONS["muon"]
     mu, lr = rule["momentum"], rule["lr"]
     b = torch.zeros_like(w)
@@ -59,7 +61,7 @@ def naive_muon(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], f
 
 
 def naive_adamw(w: Float[Tensor, "m n"], grads: Sequence[Float[Tensor, "m n"]], frequency: int) -> Float[Tensor, "m n"]:
-    """AdamW (arXiv:1711.05101, algorithm 2): w after all `grads`."""
+    """Run AdamW (arXiv:1711.05101, algorithm 2); returns w after all `grads`."""
     rule = OPTIONS["adamw"]
     (b1, b2), lr = rule["betas"], rule["lr"]
     m, v = torch.zeros_like(w), torch.zeros_like(w)

@@ -1,11 +1,11 @@
-"""`lather bench optimizer`: our SOAP, Muon and AdamW against others' of the same rule, on the same gradients.
+"""`lather bench optimizer`: compares our SOAP, Muon and AdamW with other libraries' optimizers of the same rule, on the same gradients.
 
-Per rule, set of matrices and frequency: the check that the case is right (`benchmarks.check`); then all contestants, alive in one
-process, do their first step (which differs in SOAP, not timed) and one interval of warm-up in which temporary memory is measured; then
-rounds, each of whole intervals per contestant, are timed. `--runs 3` does all of it three times, one after the other. On CUDA the refresh
-of a whole transformer's factors follows (`benchmarks.refresh`).
+For each rule, set of matrices and frequency the case is checked first (`benchmarks.check`). Then all contestants, alive in one process, do
+their first step (not timed, as it differs in SOAP) and one interval of warm-up in which temporary memory is measured. Then rounds are
+timed, in each of which every contestant does whole intervals. `--runs 3` does all of it three times, one after the other. On CUDA the
+refresh of a whole transformer's factors follows (`benchmarks.refresh`).
 
-Trade-off: interleaved rounds keep every contestant's state in memory at once, so that they all meet the same noise of a shared machine.
+Trade-off: interleaved rounds keep every contestant's state in memory at once, but all contestants meet the same noise of a shared machine.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ ALL_PEERS = tuple(dict.fromkeys(peer for peers in PEERS.values() for peer in pee
 
 @dataclass(frozen=True)
 class OptimizerBenchmark:
-    """Time and memory of SOAP, Muon and AdamW against heavyball, pytorch_optimizer and torch, set to the same rules."""
+    """Compares time and memory of SOAP, Muon and AdamW with heavyball, pytorch_optimizer and torch, set to the same rules."""
 
     rules: tuple[str, ...] = tuple(OPTIONS)
-    """soap (peers: heavyball, pytorch_optimizer), muon and adamw (peer: torch)."""
+    """Rules to measure: soap (peers: heavyball, pytorch_optimizer), muon and adamw (peer: torch)."""
     sets: tuple[str, ...] = DEFAULT_SETS
     """Sets of matrices: many_small (128 of 64x128), experts (8 x 16 of 128x256, 2-D), experts_3d (the same, ours in 3-D parameters),
     wide (24 of 256x512), big (4 of 768x2048)."""
@@ -58,15 +58,15 @@ class OptimizerBenchmark:
     rounds: int = 7
     """Timed rounds, each of whole intervals per contestant."""
     runs: int = 1
-    """Times that all of it is done; three or more give a range."""
+    """How often everything is done; three or more runs give a range."""
     out: Path = Path("benchmarks/results")
-    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; they replace those of the same device."""
+    """Folder for optimizer-DEVICE.jsonl and optimizer-DEVICE.png; a run replaces those of the same device."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where to run."""
+    """Device to run on."""
     peers: tuple[str, ...] = ALL_PEERS
-    """heavyball, pytorch_optimizer, torch, or none."""
+    """Libraries to compare with: heavyball, pytorch_optimizer, torch, or none."""
     refresh: bool = True
-    """On CUDA also measure the refresh of a whole transformer's factors."""
+    """Whether to measure the refresh of a whole transformer's factors, too, on CUDA."""
 
     def __post_init__(self) -> None:
         for option, names, known in (("--rules", self.rules, OPTIONS), ("--sets", self.sets, SETS)):
@@ -89,7 +89,7 @@ class OptimizerBenchmark:
 
 
 def run(options: OptimizerBenchmark) -> int:
-    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    """Run the benchmark; returns the exit status, 1 if a case failed its check."""
     check_installed(options.chosen_peers)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no CUDA device: use --device cpu")
@@ -120,7 +120,7 @@ def run(options: OptimizerBenchmark) -> int:
 
 
 def _cases(options: OptimizerBenchmark, device: torch.device, console: Console) -> Iterator[list[Row] | None]:
-    """Rows of one case after the other; None for a case whose check failed."""
+    """Measure one case after the other; yields its rows, or None for a case whose check failed."""
     for rule in options.rules:
         for name in options.sets:
             rates = measure_rates(rule, SETS[name], device)
@@ -150,7 +150,7 @@ def _checked_and_measured(
 
 
 def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch.device, rates: ShapeRates) -> list[Row]:
-    """A row per contestant, ours first. Raises CheckError."""
+    """Measure a case; returns a row for each contestant, ours first. Raises CheckError."""
     peers = options.peers_of(case.rule)
     checked = check_case(case, peers, device)
     pool = gradient_pool(case.matrices, device)
@@ -186,7 +186,7 @@ def measure_case(case: OptimizerCase, options: OptimizerBenchmark, device: torch
 
 
 def _warm_up(contestant: Contestant, frequency: int, device: torch.device) -> int:
-    """The first step and one interval; the most temporary bytes of that interval."""
+    """Do the first step and one interval; returns the most temporary bytes of that interval."""
     run_steps(contestant, 1)
     return peak_temporary_bytes(lambda: run_steps(contestant, frequency), device)
 
@@ -210,7 +210,7 @@ def _config(case: OptimizerCase, contestant: str, options: OptimizerBenchmark, d
 
 
 def measure_refresh_case(hidden: int, mlp: int, rounds: int, device: torch.device) -> list[Row]:
-    """A row for ours and one for the baseline. Raises CheckError."""
+    """Measure the refresh; yields a row for ours and one for the baseline. Raises CheckError."""
     factors = refresh.transformer_factors(hidden, mlp, device)
     checked = refresh.check_refreshes(factors)
     measured = refresh.measure_refreshes(factors, rounds)

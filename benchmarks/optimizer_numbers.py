@@ -1,11 +1,11 @@
-"""The measured numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how large the first updates are.
+"""Measures the numbers of docs/optimizers-reference.md: what bf16 state costs in accuracy, and how large the first updates are.
 
     python -m benchmarks.optimizer_numbers        (20 seconds on one CPU core)
 
-Updates are those of matrices whose gradients do not depend on them, so that every setting sees the same gradients. "white": independent
-Gaussian entries, the hardest case for eigenvectors, whose eigenvalues lie close together; "falling": A diag(1/i) X diag(1/i) B^T with
-fixed orthogonal A, B and new Gaussian X at each step. An update's change is |U - U_fp32| / |U_fp32|, Frobenius. fp64 shows the
-rounding of fp32 itself by the same measure.
+The gradients of a matrix do not depend on it, so that every setting sees the same gradients. "white" gradients have independent Gaussian
+entries: the hardest case for eigenvectors, as eigenvalues lie close together. "falling" ones are A diag(1/i) X diag(1/i) B^T with fixed
+orthogonal A, B and a new Gaussian X at each step. An update's change is |U - U_fp32| / |U_fp32| in the Frobenius norm. The change of fp64
+shows the rounding of fp32 itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES: dict[str, Any] = {"fp64": torch.float64, "moments": {"moments": BF16}, "
 
 
 def gradients(kind: str, shape: tuple[int, int], steps: int) -> list[Tensor]:
-    """`steps` gradients; the same numbers whenever it is called."""
+    """Draw `steps` gradients, the same numbers whenever it is called."""
     if kind == "white":
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(shape, generator=generator) for _ in range(steps)]
@@ -33,7 +33,7 @@ def gradients(kind: str, shape: tuple[int, int], steps: int) -> list[Tensor]:
 
 
 def updates(rule: Callable[..., MatrixOptimizer], grads: list[Tensor], **options: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """U of every step, and the state after it."""
+    """Return the update U of every step, and the state after the last."""
     w = torch.nn.Parameter(torch.zeros_like(grads[0]))
     optimizer = rule([w], lr=1.0, weight_decay=0.0, **options)
     for g in grads:

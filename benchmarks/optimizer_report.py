@@ -1,6 +1,6 @@
-"""A table, a picture and a summary against the targets, from the rows of `lather bench optimizer`.
+"""Makes a table, a picture and a summary against the targets, from the rows of `lather bench optimizer`.
 
-A benchmark of several runs has as many rows per case and contestant; what is shown is their median, and from the least to the most of them.
+A benchmark of several runs has as many rows per case and contestant; it shows their median and their range.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.contestants import OURS, MatrixSet, OptimizerCase
 from benchmarks.report import Row
 
 Cases = dict[str, dict[str, list[Row]]]
-"""Rows of steps by case and contestant, one per run, in order."""
+"""The rows of steps by case and contestant, one for each run, in order."""
 TARGET_MEAN, TARGET_LEAST, TARGET_ROOFLINE = 1.5, 1.1, 1.5
 
 
 @dataclass(frozen=True)
 class RunRange:
-    """The median of several runs' numbers, the least and the most of them."""
+    """The median, the least and the most of several runs' numbers."""
 
     median: float
     least: float
@@ -47,7 +47,8 @@ def case_name(row: Row) -> str:
 
 
 def ratio(row: Row, ours: Row) -> float:
-    """How many times our time a contestant takes: the median of the rounds' ratios, as neighbours in time share the machine's noise."""
+    """How many times our time a contestant takes: the median of the rounds' ratios, because neighbours in time share the machine's
+    noise."""
     return float(np.median(np.divide(row["round_ms"], ours["round_ms"])))
 
 
@@ -73,28 +74,29 @@ def times_of_roofline(rows: Sequence[Row]) -> RunRange:
 
 
 def peers_of(cases: Cases) -> list[tuple[str, str]]:
-    """Rules with the others that implement them."""
+    """The pairs of a rule and another library that implements it."""
     return list(dict.fromkeys((case.split()[0], name) for case, rows in cases.items() for name in rows if name != OURS))
 
 
 def geometric_mean(cases: Cases, rule: str, peer: str) -> RunRange:
-    """How many times our time a peer takes over all cases of a rule."""
+    """How many times our time a peer takes, as the geometric mean over all cases of a rule, run by run."""
     return RunRange.of([float(np.exp(np.mean(np.log(run)))) for run in _runs(cases, rule, peer)])
 
 
 def least(cases: Cases, rule: str, peer: str) -> RunRange:
-    """The same for the case in which it does best against ours, run by run."""
+    """How many times our time a peer takes in the case in which it does best against ours, run by run."""
     return RunRange.of([float(min(run)) for run in _runs(cases, rule, peer)])
 
 
 def _runs(cases: Cases, rule: str, peer: str) -> list[tuple[float, ...]]:
-    """Each run's ratios, case by case."""
+    """The ratios of each run, case by case."""
     found = [ratios(rows, peer) for case, rows in cases.items() if case.split()[0] == rule and peer in rows]
     return list(zip(*found, strict=True))
 
 
 def table_rows(cases: Cases) -> list[list[str]]:
-    """A line per case and contestant: names, milliseconds, these as multiples of ours and of the roofline, MiB of state and temporary."""
+    """Make a line for each case and contestant: names, milliseconds, these as multiples of ours and of the roofline, MiB of state and of
+    temporaries."""
     return [
         [
             case,
@@ -132,7 +134,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line per target: what was asked for and what was measured."""
+    """Make a line for each target: the goal and what was measured."""
     cases = by_case(rows)
     lines = [
         f"{rule} against {peer}: takes {geometric_mean(cases, rule, peer).text(2)} times as long (geometric mean; target {TARGET_MEAN}), "
@@ -171,7 +173,7 @@ COLORS = {OURS: "C0", "heavyball": "0.45", "pytorch_optimizer": "0.7", "torch": 
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Grouped bars per case, milliseconds on a log axis, and a line at each case's roofline."""
+    """Draw grouped bars of milliseconds for each case on a log axis, and a line at each case's roofline."""
     cases = by_case(rows)
     figure = Figure(figsize=(max(7.0, 0.95 * len(cases) + 1), 4.6), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""`lather bench pipeline`: what a pipeline rank keeps and takes, against torch's own DualPipeV runtime on the same model and table.
+"""`lather bench pipeline`: compares bytes and time of a pipeline rank with torch's own DualPipeV runtime on the same model and table.
 
     bytes     the most saved bytes of each rank (`pipeline_bytes`), counted, so exact on any machine: 2 pipeline x 2 expert ranks; 8, 16 and
               32 micro-batches, in which they should not grow
@@ -6,9 +6,9 @@
     bubble    idle time: DualPipeV's table replayed for 2 to 16 ranks with the durations of actions measured in our executor on 2, against
               DeepSeek's formula; and the time to make the table for 64 ranks
 
-The model has 8 layers of DeepSeek-V2-Lite's proportions, its widths divided by 16, the first layer dense as in the published one; 16 routed
-experts instead of 64, whose number changes nothing that is kept; 6 per token and 2 shared, as published. fp32. Contestants: see
-`pipeline_ranks`. Every case is checked first: on each rank loss and gradients of all contestants agree.
+The model has 8 layers of DeepSeek-V2-Lite's proportions in fp32, its widths divided by 16, the first layer dense as in the published model.
+It has 16 routed experts instead of 64 (their number changes nothing that is kept), 6 per token and 2 shared, as published. `pipeline_ranks`
+has the contestants. Every case is checked first: on each rank loss and gradients of all contestants agree.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODEL = DeepseekV2Config(
     n_shared_experts=2,
     num_experts_per_tok=6,
 )
-"""Heads are a quarter as many of a quarter of the width."""
+"""A quarter as many heads as the published model, each of a quarter of the width."""
 CASE = PipelineCase(MODEL, batch=1, length=256, num_micro_batches=8)
 
 TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
@@ -59,30 +59,30 @@ TIMED = TimeJob(2, 1, CASE, ("torch", "held", "attention", "ours"))
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The measurements on so many ranks."""
+    """The measurements, and the ranks and micro-batches that they need."""
 
     bytes: tuple[BytesJob, ...] = (
         BytesJob(2, 2, CASE, ("torch", "held", "experts", "attention", "ours")),
         BytesJob(2, 2, replace(CASE, num_micro_batches=16), ("torch", "attention", "ours"), tracked=False),
         BytesJob(2, 2, replace(CASE, num_micro_batches=32), ("torch", "attention", "ours"), tracked=False),
     )
-    """Torch first: what the others are checked against."""
+    """The jobs that count bytes; torch comes first, because the others are checked against it."""
     time: TimeJob = TIMED
     bubble_ranks: tuple[int, ...] = (2, 4, 8, 16)
     table: tuple[int, int] = (64, 512)
-    """Ranks and micro-batches."""
+    """Ranks and micro-batches of the table whose making is timed."""
 
 
 @dataclass(frozen=True)
 class PipelineBenchmark:
-    """Bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with gloo."""
+    """Measures bytes, time and bubble of the pipeline, against torch's own runtime. On CPU, with gloo."""
 
     parts: tuple[Literal["bytes", "time", "bubble"], ...] = ("bytes", "time", "bubble")
     """Parts to measure; bubble needs the durations that time measures."""
     rounds: int = 9
     """Timed rounds, each of one step per contestant."""
     out: Path = Path("benchmarks/results")
-    """Folder for pipeline-cpu.jsonl and pipeline-cpu.png; a run replaces those of the last."""
+    """Folder for pipeline-cpu.jsonl and pipeline-cpu.png; a run replaces them."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= MIN_ROUNDS, "--rounds", self.rounds, f"at least {MIN_ROUNDS}")
@@ -90,7 +90,7 @@ class PipelineBenchmark:
 
 
 def run(options: PipelineBenchmark, plan: PipelinePlan | None = None) -> int:
-    """The whole benchmark; returns the exit status, 1 if a case failed its check."""
+    """Run the benchmark; returns the exit status, 1 if a case failed its check."""
     plan, console = plan or PipelinePlan(), wide_console(120)
     common = environment(torch.device("cpu"), ())
     file = RowFile(options.out / "pipeline-cpu.jsonl")
@@ -122,7 +122,7 @@ def _rows(options: PipelineBenchmark, plan: PipelinePlan) -> Iterator[Row]:
 
 
 def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | TimeJob, list[Row]]]:
-    """Each job and what every rank found; one start of ranks for all, which want the same mesh."""
+    """Run the jobs on one start of ranks, as all want the same mesh; yields each job and what every rank found."""
     with tempfile.TemporaryDirectory() as folder:
         if launch(measure, (tuple(jobs), folder), jobs[0].pp * jobs[0].ep):
             raise CheckError("a rank failed, see above")
@@ -131,7 +131,7 @@ def _in_ranks(jobs: Sequence[BytesJob | TimeJob]) -> Iterator[tuple[BytesJob | T
 
 
 def _checked(name: str, ranks: list[Row]) -> dict[str, float]:
-    """Largest differences over the ranks. Raises CheckError."""
+    """Return the largest differences over the ranks. Raises CheckError if one is too large."""
     errors = {key: largest(rank[name]["check"][key] for rank in ranks) for key in ("error_of_loss", "error_of_gradients")}
     if not (error := largest(errors.values())) <= TOLERANCE:
         raise CheckError(f"{name}: differs from torch's runtime by {error:.1e}, more than {TOLERANCE:.0e}")
@@ -145,7 +145,7 @@ def _config(job: BytesJob | TimeJob, contestant: str) -> Row:
 
 
 def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
-    """A row per contestant. Raises CheckError, also if the counts do not agree."""
+    """Make a row for each contestant. Raises CheckError, also if the counts do not agree."""
     for name in job.contestants:
         counts = [rank[name]["counts"] for rank in ranks]
         worst = max(count["worst_difference"] for count in counts)
@@ -162,7 +162,7 @@ def bytes_rows(job: BytesJob, ranks: list[Row]) -> Iterator[Row]:
 
 
 def time_rows(job: TimeJob, ranks: list[Row]) -> Iterator[Row]:
-    """A row per contestant; a step takes as long as its slowest rank."""
+    """Make a row for each contestant; a step takes as long as its slowest rank."""
     times = {name: [max(steps) for steps in zip(*(rank[name]["ms"] for rank in ranks), strict=True)] for name in job.contestants}
     for name in job.contestants:
         yield {

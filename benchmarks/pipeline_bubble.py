@@ -1,8 +1,9 @@
-"""Idle time of DualPipeV's table for more ranks than there are, from durations that were measured on few.
+"""Computes the idle time of DualPipeV's table for more ranks than there are, from durations that were measured on few.
 
-The durations are medians over the inner stages' chunks (the others have the embedding, a dense layer and the head, which formulas do not
-know of) of some steps of our executor, and hold for every stage of the table that is replayed. Compared with them is DeepSeek's formula,
-(P - 1)(F&B + B - 3W), and the longest of the three chains that `lather.pipeline.replay` derives from torch's table.
+The durations are medians over the chunks of the inner stages in some steps of our executor (the outer stages have the embedding, a dense
+layer and the head, which formulas do not know of), and stand for every stage of the table that is replayed. They are compared with
+DeepSeek's
+formula, (P - 1)(F&B + B - 3W), and with the longest of the three chains that `lather.pipeline.replay` derives from torch's table.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MICRO_BATCHES_PER_RANK = 4
 
 
 def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[Row]:
-    """A row per number of ranks; times in milliseconds."""
+    """Make a row for each number of ranks; times are in milliseconds."""
     steps = [
         [Event(e[0], Action.from_text(e[1]), e[2], e[3]) for rank in ranks for e in rank["events"][step]]
         for step in range(len(ranks[0]["events"]))
@@ -51,7 +52,8 @@ def bubble_rows(ranks: list[Row], numbers_of_ranks: Sequence[int]) -> Iterator[R
 
 
 def inner_durations(steps: Sequence[Sequence[Event]]) -> Durations:
-    """Durations of each kind, in milliseconds, over the steps and the inner stages; where these have none of the kind, over all stages."""
+    """Return durations of each kind in milliseconds, medians over the steps and the inner stages; over all stages where inner ones lack the
+    kind."""
     num_stages = 2 * (1 + max(event.rank for event in steps[0]))
     inner, everywhere = [], []
     for events in steps:
@@ -67,7 +69,7 @@ def inner_durations(steps: Sequence[Sequence[Event]]) -> Durations:
 
 
 def longest_chain(num_ranks: int, durations: Durations) -> float:
-    """Idle time at the tip of the V; see `lather.pipeline.replay`."""
+    """The idle time at the tip of the V by the longest chain; see `lather.pipeline.replay`."""
     f, i, w = (durations.of(Action(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
     b = durations.of(Action(0, Kind.BACKWARD, 0))
     both = durations.of(Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0))))
@@ -76,7 +78,7 @@ def longest_chain(num_ranks: int, durations: Durations) -> float:
 
 
 def table_row(num_ranks: int, num_micro_batches: int) -> Row:
-    """Seconds to make and check a table."""
+    """Time making and checking a table; returns the row, in seconds."""
     start = time.perf_counter()
     dualpipev(num_ranks, num_micro_batches)
     return {
@@ -88,9 +90,9 @@ def table_row(num_ranks: int, num_micro_batches: int) -> Row:
 
 
 def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durations:
-    """The median duration of every kind, and of every kind on every stage, from the events of one step.
+    """Return the median duration of every kind, and of every kind on every stage, from the events of one step.
 
-    Events of the same chunk on the same rank are its pieces, between which it waited. Transfers, which may have waited, are left out.
+    Events of one chunk on one rank are pieces of an action, which waited between them. Transfers are left out: they may have waited.
     """
     whole: defaultdict[tuple[int, Action, int], float] = defaultdict(float)
     for number, event in enumerate(events):
@@ -107,7 +109,7 @@ def measured_durations(events: Iterable[Event], transfer: float = 0.0) -> Durati
 
 
 def dualpipev_bubble(num_ranks: int, durations: Durations) -> float:
-    """(P - 1)(F&B + B - 3W): DeepSeek's idle time per rank, from the durations per kind; `lather.pipeline.replay` says when it holds."""
+    """DeepSeek's idle time per rank, (P - 1)(F&B + B - 3W), from the durations per kind; `lather.pipeline.replay` says when it holds."""
     forward, weight = (Action(0, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_WEIGHT))
     backward = Action(0, Kind.BACKWARD, 0)
     overlap = Action(-1, Kind.OVERLAP, None, (forward, backward))

@@ -1,16 +1,16 @@
-"""Bytes that a pipeline rank keeps between forward and backward, counted three ways.
+"""Counts the bytes that a pipeline rank keeps between forward and backward, in three ways.
 
-*Saved bytes* at a moment between two actions of the schedule: the storages that the step has made and that are alive, besides parameters,
-gradients of parameters and the batch. Nothing runs at such a moment, so there are no temporaries: what is alive is what autograd saved,
-what waits for its W action, what travels or waits for its reader, and whatever else somebody holds. The peak is the largest of a rank's
-step.
+*Saved bytes* are counted at the moments between two actions of the schedule: the storages that the step has made and that are alive,
+besides parameters, gradients of parameters and the batch. Nothing runs at such a moment, so there are no temporaries: what is alive was
+saved by autograd, waits for its W action, travels or waits for its reader, or is held by somebody else. The peak is the most of these in a
+rank's step.
 
-    counted    as `PeakBytes` does: every operation's outputs, by storage
+    counted    every operation's outputs, by storage, as `PeakBytes` counts them
     tracker    torch's `MemTracker`, categories Activation and Temp
-    tape       what is known to be kept and why: tensors that autograd holds (`saved_tensors_hooks`) and those within reach of the
-               executor's state (tapes, weight gradients that wait, boundary tensors), each storage once. Of our executor alone.
+    tape       storages that are kept for a known reason: those that autograd holds (`saved_tensors_hooks`) or that can be reached from the
+               executor's state (tapes, weight gradients that wait, boundary tensors), each once. For our executor alone.
 
-*With temporaries* is the tracker's peak at any time, within an action too.
+*With temporaries* is the tracker's peak at any time, also within an action.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from lather.torch_private import memory_tracker
 
 @dataclass
 class Counts:
-    """Bytes of one rank's step."""
+    """The byte counts of one rank's step."""
 
     saved: int = 0
-    """At the peak."""
+    """Saved bytes at the peak."""
     tracker: int | None = None
     tape: int | None = None
     with_temporaries: int | None = None
-    """Also None where the tracker did not run."""
+    """The tracker's peak at any time; None where the tracker did not run."""
     after: int = 0
-    """Still alive when the step is over."""
+    """Bytes that are still alive when the step is over."""
     worst_difference: float = 0.0
-    """Difference of tracker and tape from the count at any moment, relative to the peak."""
+    """The largest difference of tracker or tape from the count at any moment, relative to the peak."""
     origins: dict[str, int] = field(default_factory=dict)
-    """At the peak, by what holds it; ours alone."""
+    """Saved bytes at the peak by what holds them; for our executor alone."""
 
 
 class _Alive(PeakBytes):
-    """Asked at some moments only: without a sum after every operation."""
+    """A count that is only asked at some moments, and takes no sum after every operation."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -61,7 +61,7 @@ class _Alive(PeakBytes):
 
 
 class _Packed:
-    """A tensor that autograd holds; it lives as long as that."""
+    """A tensor that autograd holds; this object lives as long as autograd holds it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -74,9 +74,9 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 def counted_step(contestant: Contestant, tokens_BS: Tensor, labels_BS: Tensor, *, tracked: bool = True) -> tuple[float, Counts]:
-    """One step of a contestant that has not run yet, whose parameters have gradients; its loss and what it kept.
+    """Take the first step of a contestant whose parameters have gradients; returns its loss and what it kept.
 
-    `tracked`: with torch's tracker, which takes twice the time of all the rest.
+    If `tracked`, torch's tracker counts, too, which takes twice the time of all the rest.
     """
     counts = Counts()
     outside = {*map(_key, _outside(contestant, tokens_BS, labels_BS))}
@@ -132,7 +132,7 @@ def _tracked(tracker: Any, when: str = "current") -> int:
 
 
 def tape_bytes(contestant: OurRuntime, packed: Iterable[_Packed], outside: set[int]) -> dict[str, int]:
-    """By origin: bytes of the distinct storages that autograd or the executor holds."""
+    """Return the bytes of the distinct storages that autograd or the executor holds, by origin."""
     walk = contestant.executor.walk
     assert walk is not None
     held: list[tuple[str, Tensor]] = []
@@ -153,7 +153,7 @@ def tape_bytes(contestant: OurRuntime, packed: Iterable[_Packed], outside: set[i
 
 
 def tensors_within(root: object) -> Iterator[Tensor]:
-    """All tensors in nested containers, attributes, partial applications and closures, but not in modules."""
+    """Yield all tensors in nested containers, attributes, partial applications and closures, but not in modules."""
     seen: set[int] = set()
     stack: list[object] = [root]
     while stack:

@@ -1,4 +1,4 @@
-"""The work of the ranks of `lather bench pipeline`: run every contestant, compare it with the first, count bytes or take times."""
+"""Does the work of a rank of `lather bench pipeline`: runs every contestant, compares it with the first, counts bytes or takes times."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import TimelineRecorder
 
 TOLERANCE = 1e-4
-"""Largest difference of the loss or of a gradient from torch's runtime, relative (gradients: in the Frobenius norm)."""
+"""The largest difference of loss or gradient from torch's runtime, relative (for gradients in the Frobenius norm)."""
 RECORDED_STEPS = 5
 
 
 @dataclass(frozen=True)
 class BytesJob:
-    """Count what the contestants keep; the first is what the others are checked against."""
+    """A job that counts the bytes that contestants keep; the others are checked against the first."""
 
     pp: int
     ep: int
     case: PipelineCase
     contestants: tuple[str, ...]
     tracked: bool = True
-    """Also by torch's tracker."""
+    """Whether torch's tracker counts, too."""
 
     def run(self, mesh: Mesh) -> dict[str, Any]:
-        """By contestant: the counts of this rank's first step, and how far its results are from the first contestant's."""
+        """Return for each contestant the counts of this rank's first step, and how far its results are from the first contestant's."""
         found: dict[str, Any] = {}
         batch = self.case.batch_of(mesh.data_rank)
         expected = Results(0.0, {})
@@ -55,7 +55,7 @@ class BytesJob:
 
 @dataclass(frozen=True)
 class TimeJob:
-    """Time steps of the contestants, one of each in a round, the order turning round by round."""
+    """A job that times steps of the contestants, one of each in a round, in an order that turns round by round."""
 
     pp: int
     ep: int
@@ -64,12 +64,12 @@ class TimeJob:
     rounds: int = 5
 
     def run(self, mesh: Mesh) -> dict[str, Any]:
-        """By contestant: milliseconds on this rank of every round; and the events of our executor in some more steps."""
+        """Return for each contestant this rank's milliseconds of every round, and the events of our executor in some more steps."""
         batch = self.case.batch_of(mesh.data_rank)
         contestants = {name: make_contestant(name, self.case, mesh) for name in self.contestants}
         found: dict[str, Any] = {}
         expected = Results(0.0, {})
-        for name, contestant in contestants.items():  # warms up, too
+        for name, contestant in contestants.items():  # this step also warms up
             results = Results.of(contestant, contestant.step(*batch))
             expected = expected if expected.gradients else results
             found[name] = {"check": results.compare(expected), "ms": []}
@@ -77,7 +77,7 @@ class TimeJob:
         for index in range(self.rounds + 1):
             for name in order:
                 milliseconds = _time_step(contestants[name], batch)
-                if index:  # in the first, torch's stages have just made their buffers
+                if index:  # in the first round torch's stages have just made their buffers
                     found[name]["ms"].append(milliseconds)
             order.append(order.pop(0))
         found["events"] = _events(contestants["ours"], batch, mesh)
@@ -93,7 +93,7 @@ def _time_step(contestant: Contestant, batch: tuple[Tensor, Tensor]) -> float:
 
 
 def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[list[tuple[int, str, float, float]]]:
-    """Events of some steps, as (rank, action, start, end)."""
+    """Record some steps; returns their events as (rank, action, start, end)."""
     assert isinstance(ours, OurRuntime)
     recorder = TimelineRecorder(mesh.device, mesh.pp_rank, mesh.size)
     ours.executor.record = recorder
@@ -107,7 +107,7 @@ def _events(ours: Contestant, batch: tuple[Tensor, Tensor], mesh: Mesh) -> list[
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a step on this rank."""
+    """The results of a step on this rank."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -117,7 +117,7 @@ class Results:
         return cls(loss, {name: p.grad.clone() for name, p in contestant.part.named_parameters() if p.grad is not None})
 
     def compare(self, expected: Results) -> dict[str, float]:
-        """Relative differences; of the gradients the largest."""
+        """Return the relative differences from `expected`; of the gradients' the largest."""
         assert self.gradients.keys() == expected.gradients.keys()
         tiny = 1e-30
         errors = [torch.dist(g, expected.gradients[name]) / (expected.gradients[name].norm() + tiny) for name, g in self.gradients.items()]
@@ -126,12 +126,13 @@ class Results:
 
 
 def largest(values: Iterable[float]) -> float:
-    """NaN if one is."""
+    """The largest value; NaN if one is NaN."""
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
 def measure(jobs: tuple[BytesJob | TimeJob, ...], folder: str, world: World) -> int:
-    """A worker of `launch`; rank 0 writes job n's findings, by rank, to n.json. Always 0: the caller says whether they are right."""
+    """Run the jobs on one rank, as a worker of `launch`; rank 0 writes job n's findings, by rank, to n.json. Returns 0 always: the caller
+    says whether the findings are right."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=jobs[0].pp, ep=jobs[0].ep), torch.device("cpu"))
     for number, job in enumerate(jobs):

@@ -1,12 +1,12 @@
-"""The contestants of `lather bench pipeline`: the same model and table by our executor, and by torch's own runtime.
+"""Makes the contestants of `lather bench pipeline`: the same model and table in our executor, and in torch's own runtime.
 
     ours        `lather.pipeline.Executor`: layers in the lean block ("saved"), early frees
-    attention   the same, and the attention segment's activations are computed again in backward
+    attention   as ours, and the attention segment's activations are computed again in backward
     experts     as ours, and gate/up of experts and dense layers are computed again (memory="recompute")
-    held        (a) our executor without lean block or early frees: feed-forward and linear layers in plain autograd ("reference"), and what
-                could go at once stays until its chunk's backward
-    torch       (b) `ScheduleDualPipeV` with stock `PipelineStage`s, static shapes given, outputs not collected; a stage is the model's
-                own blocks in plain autograd as in (a), and its exchange the differentiable one
+    held        our executor without lean block or early frees: feed-forward and linear layers in plain autograd ("reference"), and tensors
+                that could be freed at once stay until their chunk's backward
+    torch       `ScheduleDualPipeV` with stock `PipelineStage`s, static shapes given, outputs not collected; a stage is the model's own
+                blocks in plain autograd as in `held`, and its exchange the differentiable one
 
 All have the same parameters and micro-batches, attention, norms (ours, which keep less than plain ones) and loss (`linear_cross_entropy`:
 with plain cross entropy the baselines would keep logits, too). FSDP takes no part: a rank has all parameters of its stages whole.
@@ -43,7 +43,7 @@ from lather.pipeline.tape import Frees
 
 @dataclass(frozen=True)
 class EngineLevers:
-    """Settings of our engine that save memory."""
+    """The settings of our engine that save memory."""
 
     memory: str = "saved"
     early_frees: bool = True
@@ -67,13 +67,13 @@ class PipelineCase:
 
     model: DeepseekV2Config
     batch: int
-    """Sequences of a micro-batch."""
+    """Sequences in a micro-batch."""
     length: int
     num_micro_batches: int
     dtype: torch.dtype = torch.float32
 
     def batch_of(self, data_rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of a data rank's step."""
+        """Draw the tokens and labels of a data rank's step."""
         generator = torch.Generator().manual_seed(1000 + data_rank)
         rows = self.num_micro_batches * self.batch
         tokens_BS = torch.randint(self.model.vocab_size, (rows, self.length + 1), generator=generator)
@@ -85,7 +85,7 @@ class PipelineCase:
 
 
 def make_contestant(name: str, case: PipelineCase, mesh: Mesh) -> OurRuntime | TorchRuntime:
-    """With gradients of zero, so that whatever a step makes is neither a parameter nor a gradient."""
+    """Make a contestant whose gradients are zero tensors, so that nothing that a step makes is a parameter or a gradient."""
     contestant = TorchRuntime(case, mesh) if name == "torch" else OurRuntime(case, mesh, OURS[name])
     clear_gradients(contestant.part)
     return contestant
@@ -97,7 +97,7 @@ def clear_gradients(part: ModelPart) -> None:
 
 
 def _nothing() -> None:
-    """Nobody watches."""
+    """Do nothing, where nobody watches."""
 
 
 def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
@@ -110,7 +110,7 @@ def make_part(case: PipelineCase, mesh: Mesh, memory: str) -> ModelPart:
 
 
 class OurRuntime:
-    """`ours` and `held`."""
+    """A contestant that our executor runs."""
 
     def __init__(self, case: PipelineCase, mesh: Mesh, levers: EngineLevers, record: Recorder | None = None) -> None:
         self.case = case
@@ -152,7 +152,7 @@ class OurRuntime:
 
 
 class _Watcher:
-    """A recorder that has somebody look after each action."""
+    """A recorder that calls `watch` after each action."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -167,7 +167,7 @@ class _Watcher:
 
 
 class TorchRuntime:
-    """`torch`."""
+    """The contestant that torch's runtime runs."""
 
     def __init__(self, case: PipelineCase, mesh: Mesh) -> None:
         self.case, self.mesh = case, mesh
@@ -177,7 +177,7 @@ class TorchRuntime:
         self.schedule: Any = None
 
     def _make(self) -> Any:
-        """In the first step: torch's stages make buffers for it."""
+        """Make the schedule, which the first step does: torch's stages then make their buffers."""
         case, mesh, part = self.case, self.mesh, self.part
         exchange = exchange_over(mesh.ep_group, case.model.n_routed_experts)
         meta = torch.device("meta")
@@ -218,7 +218,7 @@ Contestant = OurRuntime | TorchRuntime
 
 
 class StageModule(nn.Module):
-    """A stage as a module of torch's runtime: `Decoder.forward`'s loop over its own layers."""
+    """A stage as a module for torch's runtime: it loops over its own layers as `Decoder.forward` does."""
 
     def __init__(self, stage: Stage, layout: SequenceLayout, exchange: Exchange) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class StageModule(nn.Module):
 
 
 class _WatchedStage(PipelineStage):
-    """Torch's stage; somebody looks after each of its chunks."""
+    """Torch's stage, which calls `watch` after each of its chunks."""
 
     def __init__(self, runtime: TorchRuntime, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

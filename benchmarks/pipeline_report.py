@@ -1,4 +1,4 @@
-"""Table, summary and picture of `lather bench pipeline`."""
+"""Makes table, summary and picture of `lather bench pipeline`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def part(rows: Iterable[Row], benchmark: str) -> list[Row]:
 
 
 def peaks(rows: Iterable[Row]) -> dict[int, dict[str, Row]]:
-    """Rows of bytes as {micro-batches: {contestant: row}}, contestants in the order of `LABELS`."""
+    """The rows of bytes as {micro-batches: {contestant: row}}, contestants in the order of `LABELS`."""
     found: dict[int, dict[str, Row]] = {}
     for row in part(rows, "bytes"):
         found.setdefault(row["config"]["micro_batches"], {})[row["config"]["contestant"]] = row
@@ -64,7 +64,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line per target: what was asked for and what was measured."""
+    """Make a line for each target: the goal and what was measured."""
     cases, lines = peaks(rows), []
     if cases:
         first, last = min(cases), max(cases)
@@ -95,7 +95,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Bars and lines of bytes, bars of time, lines of the bubble: the parts that there are, side by side."""
+    """Draw bars and lines of bytes, bars of time and lines of the bubble side by side, those that were measured."""
     panels: list[Callable[[Axes], None]] = []
     if cases := peaks(rows):
         panels += [lambda axes: _draw_peaks(axes, cases[min(cases)]), lambda axes: _draw_growth(axes, cases)]

@@ -1,8 +1,8 @@
-"""The quickstart under its own rule and under others at their tuned rates: loss, seconds, the optimizer's share, memory; and its picture.
+"""Trains the quickstart under its own rule and under others at their tuned rates: loss, seconds, the optimizer's share, memory, a picture.
 
     python -m benchmarks.quickstart [--only muon adamw] [--seeds 0 1]
 
-Each is the command that a user would give, on all cores, one after the other: nothing else should run meanwhile. Rows go to
+Each run is the command that a user would give, on all cores, one after the other: nothing else should run meanwhile. Rows go to
 benchmarks/results/quickstart.jsonl, the picture of the first seed to docs/quickstart.png.
 """
 
@@ -29,9 +29,9 @@ CONTESTANTS: dict[str, list[str]] = {
     OWN: [],
     "adamw": ["--optim.name", "adamw", "--optim.lr", "2e-3", "--optim.rest.rule", "adamw", "--optim.rest.lr-factor", "16"],
 }
-"""Options of `lather train configs/quickstart.toml`, with the rates that the study `tune` found for this model."""
+"""Options of `lather train configs/quickstart.toml` for each rule, with the rates that the study `tune` found for this model."""
 WARM_UP = 10
-"""Steps that medians leave out."""
+"""The first steps of a run, which medians leave out."""
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.only:
             run_dir = REPOSITORY / f"runs/quickstart-{name}-{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # a run of another configuration, or a finished one
+            shutil.rmtree(run_dir, ignore_errors=True)  # removes a run of another configuration, or a finished one
             command = [sys.executable, "-m", "lather", "train", "configs/quickstart.toml", "--run-dir", str(run_dir), "--seed", str(seed)]
             subprocess.run([*command, *CONTESTANTS[name], *options.more], cwd=REPOSITORY, check=True)
             rows.append({**common, "benchmark": "quickstart", "contestant": name, "seed": seed, **row_of(run_dir)})
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def row_of(run_dir: Path) -> dict[str, Any]:
-    """The row that a run's metrics give."""
+    """Make the row of a run from its metrics."""
     rows = read_rows(run_dir / "metrics.jsonl")
     steps = list(training_rows(rows))
     timed = steps[WARM_UP:]

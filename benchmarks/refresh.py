@@ -1,4 +1,4 @@
-"""The refresh of a whole transformer's factors on a GPU: one by one with `torch.linalg.qr` against our batched refresh.
+"""Measures the refresh of a whole transformer's factors on a GPU: one by one with `torch.linalg.qr`, against our batched refresh.
 
 Twelve layers of four matrices (attention in and out, MLP in and out) have 96 factors: 72 of the hidden size and 24 of the MLP size.
 Both contestants do one step of orthogonal iteration, Q = qr(K Q) with columns in descending order, from bases a few percent off. Before
@@ -22,26 +22,26 @@ from lather.shapes import Float
 NUM_LAYERS = 12
 HIDDEN_AND_MLP = ((1024, 4096), (2048, 4096))
 ORTHONORMAL = 1e-5
-"""Most that an element of Q^T Q may differ from the identity's."""
+"""The most that an element of Q^T Q may differ from the identity's."""
 AS_DIAGONAL = 1.02
-"""Most off-diagonal mass of ours relative to the baseline's."""
+"""The most off-diagonal mass that ours may leave, relative to the baseline's."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of one size with the bases of the last refresh."""
+    """Factors of one size, and the bases of their last refresh."""
 
     k: Float[Tensor, "b n n"]
     q: Float[Tensor, "b n n"]
 
 
 def transformer_factors(hidden: int, mlp: int, device: torch.device, num_layers: int = NUM_LAYERS) -> list[Factors]:
-    """Eight factors per layer, six of size `hidden` and two of size `mlp`."""
+    """Make eight factors for each layer, six of size `hidden` and two of size `mlp`."""
     return [_factors(6 * num_layers, hidden, device), _factors(2 * num_layers, mlp, device)]
 
 
 def _factors(b: int, n: int, device: torch.device) -> Factors:
-    """K = A diag(1 / i^2) A^T, and then 5 % of a new gradient's own; Q = A."""
+    """Make K = A diag(1 / i^2) A^T plus 5 % of a new gradient's own factor, and Q = A."""
     generator = torch.Generator(device).manual_seed(n)
     q = torch.linalg.qr(torch.randn(n, n, generator=generator, device=device)).Q
     scale = 1 / torch.arange(1, n + 1, device=device)
@@ -53,12 +53,12 @@ def _factors(b: int, n: int, device: torch.device) -> Factors:
 
 
 def refresh_batched_by_lather(factors: Sequence[Factors]) -> list[Tensor]:
-    """Ours: one batched call per size."""
+    """Refresh as Lather does: one batched call for each size."""
     return [get_eigenbasis_qr(f.k, f.q)[0] for f in factors]
 
 
 def refresh_one_by_one(factors: Sequence[Factors]) -> list[Tensor]:
-    """The baseline: a Householder QR per factor."""
+    """Refresh as the baseline does: a Householder QR for each factor."""
     refreshed = []
     for f in factors:
         q_new = torch.empty_like(f.q)
@@ -73,7 +73,7 @@ REFRESHES = {"lather": refresh_batched_by_lather, "one_by_one": refresh_one_by_o
 
 
 def check_refreshes(factors: Sequence[Factors]) -> dict[str, Any]:
-    """Raises CheckError."""
+    """Check both contestants' results. Raises CheckError."""
     off_diagonal = {}
     for name, refresh in REFRESHES.items():
         worst = 0.0
@@ -94,7 +94,7 @@ def _off_diagonal(k: Tensor, q: Tensor) -> float:
 
 
 def measure_refreshes(factors: Sequence[Factors], rounds: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds per refresh of all factors and the most temporary bytes, by contestant; CUDA."""
+    """Time refreshes of all factors on CUDA; returns milliseconds and the most temporary bytes, by contestant."""
     device = factors[0].k.device
     peaks = {name: peak_temporary_bytes(lambda r=refresh: r(factors), device) for name, refresh in REFRESHES.items()}  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in REFRESHES}

@@ -1,4 +1,4 @@
-"""Rows of benchmarks: JSON with commit, hardware and versions, in a file that appears whole."""
+"""Writes the rows of benchmarks: JSON with commit, hardware and versions, in a file that appears whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def environment(device: torch.device, peers: Sequence[str]) -> Row:
-    """The part of a row that is the same in the whole run: commit, hardware, versions."""
+    """The part that all rows of a run share: commit, hardware, versions."""
     return {
         **_commit(),
         "hardware": {
@@ -42,7 +42,7 @@ def environment(device: torch.device, peers: Sequence[str]) -> Row:
 
 
 def _commit() -> Row:
-    """`dirty`: the code that is measured is not the commit's. Both are null if the commit is not known."""
+    """The commit, and whether the measured code differs from it (`dirty`). Both are null if the commit is not known."""
     commit, _, dirty = (find_commit() or "").partition("-")
     return {"commit": commit or None, "dirty": bool(dirty) if commit else None}
 
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 class RowFile:
-    """Rows are written aside as they come, and take the place of the last run's file at the end."""
+    """A file of rows: they are written beside it as they come, and take the place of the last run's file at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.aside = path, path.with_suffix(".partial.jsonl")
@@ -86,7 +86,7 @@ class RowFile:
 
 
 def gather(rows: Iterable[Row], common: Row, file: RowFile, console: Console) -> list[Row]:
-    """The rows, each with what all have in common, written as they come; none, and no file, if a check fails, which is said."""
+    """Write the rows as they come, each with `common`, and return them. If a check fails, say so, leave no file and return none."""
     found: list[Row] = []
     try:
         for row in rows:

@@ -1,4 +1,4 @@
-"""The least time that a step can take: the fewest flops of the rule, or bytes, at the rates measured in the same process.
+"""Computes the least time that a step can take: the fewest flops or bytes that the rule needs, at rates measured in the same process.
 
 Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition being two flops:
 
@@ -14,9 +14,9 @@ Per matrix (m x n, k = min(m, n)) and step, a multiplication and an addition bei
     Muon    per step of Newton-Schulz, A = X X^T (symmetric: mn k), A A (symmetric: k^3), times X (2 mn k)
     AdamW   no products, but bytes: w, m, v are read and written, g is read, 28 mn
 
-Other element-wise work is not counted. The rates are the best of `torch.bmm` over the set's own products and a few batch
-sizes, in the dtype that ours multiplies in; the best time per matrix of `torch.linalg.qr`; the best of adding one tensor to another, of all
-elements of the set.
+Other element-wise work is not counted. The rates are the best rate of `torch.bmm` over the set's own products and a few batch sizes, in the
+dtype that our optimizer multiplies in; the best time per matrix of `torch.linalg.qr`; and the best rate of adding one tensor of all the
+set's elements to another.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ class ShapeRates:
     """The rates of the machine at one matrix shape."""
 
     matmul: float
-    """Flops per second."""
+    """Flops per second of matrix products."""
     qr_seconds: dict[int, float]
-    """Per matrix of that size; empty for rules without a QR."""
+    """Seconds of a QR by size of the matrix; empty for rules without a QR."""
     bytes: float
-    """Bytes read and written per second."""
+    """Bytes per second, counting bytes read and bytes written."""
 
 
 def step_flops(m: int, n: int) -> int:
-    """Flops of every SOAP step: in, out, statistics."""
+    """The flops of every SOAP step: projecting in and out, and statistics."""
     return 5 * m * n * (m + n)
 
 
 def interval_flops(m: int, n: int, frequency: int) -> int:
-    """Flops of one refresh and of the momentum's transport, once per `frequency` steps; QR aside."""
+    """The flops of one refresh and of moving the momentum, once in `frequency` steps, without the QR."""
     return sum(2 * d**3 + min(2 * d**3 + 2 * d * m * n, 4 * d * m * n, frequency * 2 * d * m * n) for d in (m, n))
 
 
 def flops_per_step(case: OptimizerCase) -> float:
-    """Flops of a step of one matrix, the mean over an interval; SOAP's QR aside."""
+    """The flops of a step on one matrix, as the mean over an interval, without SOAP's QR."""
     m, n = case.matrices.shape
     k = min(m, n)
     match case.rule:
@@ -72,7 +72,7 @@ def flops_per_step(case: OptimizerCase) -> float:
 
 
 def roofline_ms(case: OptimizerCase, rates: ShapeRates) -> float:
-    """Milliseconds of a step of the whole set, the mean over an interval."""
+    """The least milliseconds of a step on the whole set, as the mean over an interval."""
     m, n = case.matrices.shape
     seconds = flops_per_step(case) / rates.matmul
     if case.rule == "soap":
@@ -112,7 +112,7 @@ def _bytes_rate(elements: int, device: torch.device) -> float:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best of REPEATS, after one that does not count."""
+    """Time REPEATS calls after one that does not count; returns the best."""
     seconds = []
     for _ in range(1 + REPEATS):
         _synchronize(device)

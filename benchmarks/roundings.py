@@ -1,13 +1,14 @@
-"""The roundings of a GPU's tensor cores in the optimizer's products, emulated on a CPU: what they do to an update, and to the loss.
+"""Emulates on a CPU how a GPU's tensor cores round the optimizer's products, and measures what that does to an update and to the loss.
 
     python -m benchmarks.roundings updates [--rules soap klsoap soap_muon]      error of single updates, on gradients of the quickstart
     python -m benchmarks.roundings losses [--rules ...] [--seeds 0 1 2] [--only base projections]       the quickstart's loss with them
 
-Operands are rounded, sums are fp32, as in tensor cores: tf32, to 10 bits of mantissa, to nearest; tf32_cut, the rest cut off; bf16x3, three
-products of bf16 in place of one; bf16. A phase's products are those of projections into the bases and out of them, of statistics (whitening
-among them), and of refreshes, which are done as on a GPU: first bases by iteration, others by the root. Factorisations stay in fp32.
+As in tensor cores, operands are rounded and sums are fp32. The roundings are tf32, to the nearest number with 10 bits of mantissa;
+tf32_cut, which cuts the other bits off; bf16x3, three products of bf16 in place of one; and bf16. The phases are projections into the bases
+and out of them, statistics (with whitening), Newton-Schulz, and refreshes, which are done as on a GPU: first bases by iteration, later ones
+by the root. Factorisations stay in fp32.
 
-Rows are added to benchmarks/results/roundings-cpu.jsonl; one that is there is not made again.
+Rows are added to benchmarks/results/roundings-cpu.jsonl; rows that are there are not made again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from lather.train.loop import train
 REPOSITORY = Path(__file__).parents[1]
 STEPS = 150
 SNAPSHOTS = (20, 60, 140)
-"""Steps of which updates are compared, with the step after each: the first of the two refreshes all bases."""
+"""Steps whose updates are compared, and the updates of the step after each. The first of such two steps refreshes all bases."""
 RULES = ("soap", "klsoap", "soap_muon")
 
 PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
@@ -58,10 +59,10 @@ PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "refresh": ((bases, "update_eigenbasis_and_momentum"),),
     "newton_schulz": ((muon, "orthogonalize"),),
 }
-"""The functions whose products are a phase's, where rules find them."""
+"""For each phase the functions whose products belong to it, and the modules in which rules find them."""
 
 Products = Mapping[str, str]
-"""Phase -> rounding of its products."""
+"""The rounding of each phase's products."""
 
 CONTESTANTS: dict[str, Products] = {
     "base": {},
@@ -71,17 +72,17 @@ CONTESTANTS: dict[str, Products] = {
     "newton_schulz": {"newton_schulz": "bf16"},
     "all": {"projections": "tf32", "statistics": "tf32", "refresh": "tf32", "newton_schulz": "bf16"},
 }
-"""Roundings whose losses are compared."""
+"""The roundings whose losses are compared."""
 
 UPDATES: dict[str, Products] = {
     **{f"{phase} {rounding}": {phase: rounding} for phase in PHASES for rounding in ("tf32", "tf32_cut", "bf16x3", "bf16")},
     "all tf32, newton_schulz bf16": CONTESTANTS["all"],
 }
-"""Roundings whose updates are compared; beside them, gradients that are rounded to bf16, with all products in fp32."""
+"""The roundings whose updates are compared. Beside them stand gradients that are rounded to bf16, with all products in fp32."""
 
 
 def rounded(x: Tensor, rounding: str) -> Tensor:
-    """x in fp32, with the bits that are left of it."""
+    """Round x, in fp32, to the bits that the rounding leaves of it."""
     if rounding == "bf16":
         return x.bfloat16().float()
     bits = x.view(torch.int32)
@@ -89,7 +90,7 @@ def rounded(x: Tensor, rounding: str) -> Tensor:
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Products of fp32 matrices have rounded operands."""
+    """Rounds the operands of products of fp32 matrices, inside the block."""
 
     def __init__(self, rounding: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +112,7 @@ class RoundedProducts(TorchDispatchMode):
 
 @contextmanager
 def products(chosen: Products) -> Iterator[None]:
-    """Inside the block the products of some phases are rounded."""
+    """Round the products of the chosen phases, inside the block."""
     with ExitStack() as stack:
         for phase, rounding in chosen.items():
             for module, name in PHASES[phase]:
@@ -132,12 +133,12 @@ def _inside(mode: RoundedProducts, function: Callable[..., Any]) -> Callable[...
 
 
 def _in_bf16(orthogonalize: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The iteration with all that it keeps in bf16, as `newton_schulz_dtype` has it, not its operands alone."""
+    """Make the iteration keep everything in bf16, as `newton_schulz_dtype` does, and not round its operands alone."""
     return lambda x, steps, coefficients, dtype: orthogonalize(x, steps, coefficients, "bfloat16")
 
 
 def config_of(rule: str, seed: int, folder: Path, steps: int = STEPS) -> Config:
-    """The quickstart, cut short, with bases as on a GPU."""
+    """Make the configuration of the quickstart, cut short, with bases as on a GPU."""
     mapping = tomllib.loads((REPOSITORY / "configs/quickstart.toml").read_text())
     as_on_a_gpu = {"first_bases": "iteration", "refresh_method": "root_qr"}
     every = {"precondition_frequency": 10, "stagger_refresh": False}
@@ -153,7 +154,7 @@ def config_of(rule: str, seed: int, folder: Path, steps: int = STEPS) -> Config:
 
 
 def loss_row(rule: str, contestant: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train, and say where it ends."""
+    """Train, and return a row with the loss at the end."""
     folder = Path(tempfile.mkdtemp())
     try:
         with products(CONTESTANTS[contestant]):
@@ -169,7 +170,7 @@ def loss_row(rule: str, contestant: str, seed: int, steps: int) -> dict[str, Any
 
 @dataclass
 class Snapshot:
-    """The state before a step, and the gradients of this step and the next."""
+    """The state before a step, and the gradients of this step and of the next."""
 
     names: list[str]
     state: dict[str, Any]
@@ -177,7 +178,7 @@ class Snapshot:
 
 
 def snapshots(config: Config, steps: Sequence[int]) -> dict[int, Snapshot]:
-    """Train, and look before each of `steps`."""
+    """Train, and take a snapshot before each of `steps`."""
     found: dict[int, Snapshot] = {}
     count = 0
 
@@ -202,7 +203,7 @@ def snapshots(config: Config, steps: Sequence[int]) -> dict[int, Snapshot]:
 
 
 def updates_after(snapshot: Snapshot, config: Config, rounded_gradients: bool = False) -> list[Tensor]:
-    """-lr U of all matrices in the two steps from a snapshot, of weights that are zero."""
+    """Take the two steps from a snapshot on weights that are zero; returns -lr U of all matrices."""
     named = [(name, nn.Parameter(torch.zeros_like(grad))) for name, grad in zip(snapshot.names, snapshot.gradients[0], strict=True)]
     optimizer = build_optimizer(config.optim, named)
     by_name = dict(named)
@@ -219,7 +220,7 @@ def updates_after(snapshot: Snapshot, config: Config, rounded_gradients: bool = 
 
 
 def update_rows(rule: str, seed: int, steps: int = STEPS, at: Sequence[int] = SNAPSHOTS) -> Iterator[dict[str, Any]]:
-    """|U' - U| / |U| by matrix, for every kind of rounding, in the steps `at` of a run and after each."""
+    """Compare updates by |U' - U| / |U| for each matrix and rounding, in the steps `at` of a run and in the step after each."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(rule, seed, Path(folder) / "run", steps)
         taken = snapshots(config, at)

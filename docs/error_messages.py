@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md quotes, provoked: a comment before a block says which command prints it.
+"""Provokes the messages that docs/troubleshooting.md quotes: a comment before a block says which command prints it.
 
     python docs/error_messages.py            writes what the commands print now into the page
     python docs/error_messages.py --check    writes nothing; exit code 1 if the page quotes something else
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs/troubleshooting.md"
 PROVOKED = re.compile(r"(<!-- printed by: (.*?) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
 WIDTH = 120
-"""Characters of a line of a quoted message."""
+"""Width of a quoted message, in characters."""
 
 
 def prepare(folder: Path) -> None:
@@ -54,7 +54,7 @@ def prepare(folder: Path) -> None:
 
 
 def printed_by(command: str) -> str:
-    """What a command line, with variables of the environment before it, prints to standard error in the current folder."""
+    """Run a command line in the current folder, with variables of the environment before it; returns what it prints to standard error."""
     words = shlex.split(command)
     variables = {}
     while "=" in words[0]:
@@ -67,7 +67,7 @@ def printed_by(command: str) -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with what its commands print now."""
+    """Return the page with the messages that its commands print now."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))

@@ -1,15 +1,15 @@
-"""The tables of the reference pages, made from the fields of rules, configuration, commands and metrics, and the strings under them.
+"""Makes the tables of the reference pages from the fields of rules, configuration, commands and metrics, and from the strings under them.
 
     python docs/reference_tables.py            writes them between their markers
     python docs/reference_tables.py --check    writes nothing; exit code 1 if a page has others
 
-The table of a rule lists the options that it has of its own, and those that differ, in default, range or meaning, from what the tables of
-its base classes say. To give a new rule a table, put its two markers where it belongs:
+The table of a rule lists the options that its base classes lack, and those whose default, range or meaning differs from the tables of its
+base classes. To give a new rule a table, put its two markers where it belongs:
 
     <!-- options of MyRule -->
     <!-- end of options -->
 
-The other markers stand once each: `configuration`, a section for each one of TOML; `commands`, a section for each command; `metrics`, a
+The other markers stand once each: `configuration`, a section for each section of TOML; `commands`, a section for each command; `metrics`, a
 section for each kind of row of metrics.jsonl.
 """
 
@@ -51,7 +51,7 @@ PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", Pa
 
 
 def table(rule: type[Rule]) -> str:
-    """The table of a rule, in Markdown."""
+    """Make the table of a rule, in Markdown."""
     bases = [base for base in rule.__mro__[1:] if base in WITH_TABLE.values()]
     rows = ["| option | default | range | what it does |", "|---|---|---|---|"]
     for name in options_of(rule):
@@ -76,7 +76,7 @@ def default_of(option: Option) -> str:
 
 
 def escaped(text: str) -> str:
-    """With nothing outside of code that Markdown would read as its own."""
+    """Escape what Markdown would read as its own, outside of code."""
     parts = CODE.split(text)
     return "".join(part if part.startswith("`") else re.sub(r"([*|<])", r"\\\1", part) for part in parts)
 
@@ -89,7 +89,7 @@ def _row(cells: list[str]) -> str:
 
 
 def type_words(hint: Any) -> str:
-    """A type as the reader of a TOML file thinks of it."""
+    """Describe a type as the reader of a TOML file thinks of it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Annotated, NotRequired):
         return type_words(arguments[0])
@@ -105,7 +105,7 @@ def type_words(hint: Any) -> str:
 
 
 def default_words(value: Any) -> str:
-    """A default as TOML has it; nothing if it is to be left out, or required. Code in a table cannot hold a |."""
+    """Write a default as TOML has it, or nothing if the option is to be left out or is required. Code in a table cannot hold a |."""
     if value in (None, MISSING) or is_dataclass(value):
         return ""
     text = json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
@@ -113,7 +113,7 @@ def default_words(value: Any) -> str:
 
 
 def fields_table(cls: type) -> str:
-    """The fields of a configuration's section. Sections within it have tables of their own."""
+    """Make the table of a configuration section's fields. Sections within it have tables of their own."""
     hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
     rows = ["| field | type | default | what it is |", "|---|---|---|---|"]
     for one in fields(cls):
@@ -124,7 +124,7 @@ def fields_table(cls: type) -> str:
 
 
 def configuration() -> str:
-    """A section of the page for each section of TOML."""
+    """Make a section of the page for each section of TOML."""
     parts = ["## Top of the file\n\n" + fields_table(Config)]
     for name, hint in typing.get_type_hints(Config).items():
         for cls in typing.get_args(hint) or (hint,):
@@ -133,7 +133,7 @@ def configuration() -> str:
             family = getattr(cls, "model_type", None)
             title = f"## [{name}] of {family}" if family else f"## [{name}]"
             parts.append(f"{title}\n\n{cls.__doc__}\n\n{fields_table(cls)}")
-            if cls is GptOssConfig:  # the last family
+            if cls is GptOssConfig:  # the last of the families
                 parts.append(f"## [model.rope_scaling]\n\n{YarnConfig.__doc__}\n\n{fields_table(YarnConfig)}")
             if cls is OptimConfig:
                 kinds = "\n".join(f"- `[optim.{kind}]` {text}" for kind, text in KINDS.items())
@@ -145,7 +145,7 @@ def configuration() -> str:
 
 
 def commands() -> str:
-    """A section of the page for each command, with what its module says and the options of its dataclasses."""
+    """Make a section of the page for each command, from its module's docstring and the options of its dataclasses."""
     parts = []
     for name, module_name in cli.COMMANDS.items():
         module = importlib.import_module(f"lather.commands.{module_name}")
@@ -169,7 +169,7 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
 
 
 def arguments_table(cls: type) -> str:
-    """The arguments of a command; those of a dataclass within it are among them, and a configuration's are named."""
+    """Make the table of a command's arguments. It has the arguments of dataclasses within it, and names a configuration."""
     rows = ["| argument | type | default | what it is |", "|---|---|---|---|", *_argument_rows(cls)]
     return "\n".join(rows) + "\n"
 
@@ -190,7 +190,7 @@ def _argument_rows(cls: type) -> Iterator[str]:
 
 
 def _argument(name: str, hint: Any) -> str:
-    """An argument as it is typed: `--an-option`, or the word that stands for a positional one."""
+    """Write an argument as it is typed: `--an-option`, or the word that stands for a positional one."""
     details = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     metavar = next((one.metavar for one in details if getattr(one, "metavar", None)), None)
     return (metavar or name.upper()) if tyro.conf.Positional in details else f"--{name.replace('_', '-')}"
@@ -203,7 +203,7 @@ ROWS = {"Training steps": StepRow, "Validations": ValidationRow, "Loads of exper
 
 
 def metrics() -> str:
-    """A section for each kind of row."""
+    """Make a section for each kind of row."""
     return "\n" + "\n".join(f"## {title}\n\n{cls.__doc__}\n\n{keys_table(cls)}" for title, cls in ROWS.items()) + "\n"
 
 
@@ -219,7 +219,7 @@ WHOLE: dict[str, Callable[[], str]] = {"configuration": configuration, "commands
 
 
 def rewritten(page: str) -> str:
-    """The page with new tables."""
+    """Return the page with new tables."""
     return TABLE.sub(lambda found: found[1] + (table(WITH_TABLE[found[2]]) if found[2] else WHOLE[found[3]]()) + found[5], page)
 
 

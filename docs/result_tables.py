@@ -1,10 +1,10 @@
-"""The tables of the studies and the numbers that README and docs quote, made from the rows under benchmarks/results.
+"""Makes the tables of the studies from the rows under benchmarks/results, and checks the numbers that README and docs quote.
 
     python docs/result_tables.py            writes the tables between their markers
     python docs/result_tables.py --check    writes nothing; exit code 1 if a table or a quoted number is not what the rows say
 
-A table is asked for by its two markers, which name a study and a setting, or `rates` for what a search of rates ended at, or
-`optimizer` and a device for what `lather bench optimizer` measured:
+Two markers ask for a table. They name a study and a setting; or `rates`, for the rates that a search found; or `optimizer` and a device,
+for the measurements of `lather bench optimizer`:
 
     <!-- table: short qwen-1k -->
     <!-- end of table -->
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the checkout's `benchmarks`, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the checkout's `benchmarks`, which is not installed, is found
 
 from benchmarks import optimizer_report
 from benchmarks.convergence.analysis import Findings, Mean
@@ -55,7 +55,7 @@ def findings_of(name: str) -> Findings:
 
 
 def table(study: str, setting: str) -> str:
-    """In Markdown."""
+    """Make a table, in Markdown."""
     if study == "optimizer":
         return optimizer_report.markdown_table(_rows(RESULTS / f"optimizer-{setting}.jsonl")) + "\n"
     if setting == "rates":
@@ -103,11 +103,11 @@ QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])),
 }
-"""Titles of links, as patterns, and what they stand for."""
+"""Patterns of links' titles, and the functions that give their numbers."""
 
 
 def value_of(path: Path, title: str) -> float | Mean | RunRange | None:
-    """Raises ValueError for a title of no known form."""
+    """Return the number that the title names. Raises ValueError for a title of no known form."""
     for pattern, compute in QUOTABLE.items():
         if match := re.fullmatch(pattern, title):
             return compute(path, *match.groups())
@@ -115,7 +115,7 @@ def value_of(path: Path, title: str) -> float | Mean | RunRange | None:
 
 
 def wrong_quotes(page: Path) -> Iterator[str]:
-    """A line for each quoted number of a page that is not what its rows say."""
+    """Return a line for each quoted number of the page that differs from its rows."""
     for text, target, title in QUOTED.findall(page.read_text()):
         try:
             value = value_of((page.parent / target).resolve(), title)
@@ -129,7 +129,7 @@ def wrong_quotes(page: Path) -> Iterator[str]:
 
 
 def _numbers(value: float | Mean | RunRange | None) -> list[float | None]:
-    """What a text may show, in this order."""
+    """The numbers that a text may show, in this order."""
     match value:
         case Mean():
             return [value.value, value.half_width]

@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[1]
 ELSEWHERE = "repository/"
 LANGUAGES = {".py": "python", ".toml": "toml"}
-"""Source files that are shown as pages."""
+"""The languages of source files that are shown as pages."""
 
 FENCED = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#]+)")
@@ -46,12 +46,12 @@ def place_of(path: str) -> str:
 
 
 def path_of(place: str) -> str:
-    """The file of the repository whose text the page `place` has."""
+    """Name the file of the repository that the page `place` is made from."""
     return place.removeprefix(ELSEWHERE) if place.startswith(ELSEWHERE) else f"docs/{place}"
 
 
 def with_links_of_the_site(text: str, place: str) -> str:
-    """The text of the page `place` with every link as the site needs it."""
+    """Return the text of the page `place` with every link as the site needs it."""
 
     def link_of_the_site(match: re.Match[str]) -> str:
         if "://" in match[2]:
@@ -65,14 +65,14 @@ def with_links_of_the_site(text: str, place: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what the pages link to outside of docs/, and what these pages link to."""
+    """Add the files outside of docs/ that pages link to, and the files that those link to."""
     pages = [file for file in files if file.src_uri.endswith(".md")]
     waiting = [path for page in pages for path in targets(page.content_string, f"docs/{page.src_uri}")]
     while waiting:
         path = waiting.pop()
         place = place_of(path)
         if not place.startswith(ELSEWHERE) or files.get_file_from_path(place) or not (REPOSITORY / path).exists():
-            continue  # what does not exist is for mkdocs to complain about
+            continue  # mkdocs itself complains about a file that does not exist
         text = _text(path)
         if text is None:
             file = File.generated(config, place, abs_src_path=str(REPOSITORY / path))
@@ -84,7 +84,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _text(path: str) -> str | None:
-    """The Markdown that shows a file or folder of the repository; None: it is copied as it is."""
+    """Return the Markdown that shows a file or folder of the repository, or None if it is copied as it is."""
     file = REPOSITORY / path
     unsearched = "---\nsearch: {exclude: true}\n---\n"
     if file.is_dir():

@@ -3,10 +3,11 @@
     python examples/experts_3d.py        (seconds on a CPU)
 
 A mixture-of-experts layer keeps its experts' weights as (experts, in, out), as most MoE code does. `parameter_groups` recognises them by
-their name and asks for `matrix_layout="per_expert"`: factors (experts, in, in) and (experts, out, out), no expert sees another. StackedSOAP
-with `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A group may also name its rule: "mixed"
-runs SOAP-Muon on the experts, Muon on the other matrices and AdamW on the rest, in one optimizer. For comparison: AdamW on everything.
-Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes` predicts them.
+their name and asks for `matrix_layout="per_expert"`: factors (experts, in, in) and (experts, out, out), so that no expert sees another.
+StackedSOAP with `matrix_layout="stacked"` merges them along their smaller edge and keeps one pair of factors. A group may also name its
+rule: "mixed" runs SOAP-Muon on the experts, Muon on the other matrices and AdamW on the rest, in one optimizer. For comparison: AdamW on
+everything. Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes` predicts
+them.
 
 The toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers-reference.md has the numbers for
 real sizes.
@@ -23,7 +24,7 @@ WIDTH, HIDDEN, EXPERTS, TOP_K, STEPS = 32, 48, 8, 2, 100
 
 
 class Experts(nn.Module):
-    """Gated sum of the TOP_K experts of each token: x (T, WIDTH) -> (T, WIDTH)."""
+    """The gated sum of the TOP_K experts of each token: x (T, WIDTH) -> (T, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        hidden = torch.einsum("td,edh->teh", x, self.up).relu()  # every expert on every token: simple, not fast
+        hidden = torch.einsum("td,edh->teh", x, self.up).relu()  # every expert sees every token: simple, not fast
         return torch.einsum("teh,ehd,te->td", hidden, self.down, gate)
 
 
@@ -65,7 +66,7 @@ def make_optimizer(name: str, model: nn.Module) -> MatrixOptimizer:
 
 
 def batch(step: int, tokens: int = 256) -> tuple[Tensor, Tensor]:
-    """Tokens around eight centres, and a different rotation of them for each centre."""
+    """Draw tokens around eight centres, and rotate them differently for each centre."""
     fixed = torch.Generator().manual_seed(0)
     centres = torch.randn(8, WIDTH, generator=fixed)
     rotations = torch.linalg.qr(torch.randn(8, WIDTH, WIDTH, generator=fixed)).Q

@@ -3,8 +3,8 @@
     python examples/finetune_chat.py [FOLDER]        (half a minute on a CPU)
 
 The model is a toy, made here so that nothing is fetched: a Qwen3-MoE of 0.2 M parameters in Hugging Face's format, which has read sentences
-such as "The colour of moss is green." The conversations ask "Tell me the colour of moss." Learned are the answers alone; adapters on
-attention and experts are trained by Muon, and the model's own weights stay as they are. At the end there are a merged model that
+such as "The colour of moss is green." The conversations ask "Tell me the colour of moss." Only the answers are learned: Muon trains
+adapters on attention and experts, and the model's own weights stay as they are. At the end there are a merged model that
 transformers loads and, for PEFT, the adapters alone. With a model of your own everything from the conversations on is the same.
 """
 
@@ -53,7 +53,7 @@ SMALL = "--train.batch-size 16 --train.sequence-length 64 --train.validation-eve
 
 
 def lather(command: str) -> None:
-    """One command of the command line, shown before it runs."""
+    """Run a command of Lather, and show it before it runs."""
     print(f"$ lather {command}", flush=True)
     status = main(shlex.split(command))
     if status:
@@ -61,7 +61,8 @@ def lather(command: str) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """A folder as it comes from the hub: configuration, weights, tokenizer and chat template; the weights have read the sentences."""
+    """Make a folder such as the hub has, with configuration, weights, tokenizer and chat template; the model is trained on the
+    sentences."""
     sentences = [f"The world has {thing} in it. The colour of {thing} is {colour}." for thing, colour in FACTS]
     (folder / "texts").mkdir(parents=True)
     for number, sentence in enumerate(sentences):
@@ -86,7 +87,7 @@ def make_conversations(file: Path) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    """Of the answers that were held out, in nats per token."""
+    """The losses on the answers that were held out, in nats per token."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["validation_loss"] for row in rows if "validation_loss" in row]
 

@@ -4,7 +4,7 @@
 
 A small model with an embedding, a convolution, matrices and norms learns to read a formula off sequences of symbols. `parameter_groups`
 finds what belongs where: the convolution's and the linear layers' weights are preconditioned, the embedding, norms and biases get AdamW,
-all in one optimizer. Printed: the loss every 50 steps with SOAP and with AdamW, each at its own best learning rate of three, on the same
+all in one optimizer. Prints the loss every 50 steps with SOAP and with AdamW, each at its own best learning rate of three, on the same
 batches. One seed and a toy task: it shows how to use SOAP, not how much better it is.
 """
 
@@ -23,7 +23,7 @@ BETAS = (0.9, 0.95)
 
 
 class Reader(nn.Module):
-    """Symbols (B, LENGTH) -> one number each (B,)."""
+    """Reads one number off each row of symbols: (B, LENGTH) -> (B,)."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Reader(nn.Module):
 
 
 def batch(step: int, size: int = 64) -> tuple[Tensor, Tensor]:
-    """Symbols, and the sum over positions of sin(value of a symbol times that of the next)."""
+    """Draw symbols, and the sum over positions of sin(value of a symbol times that of the next)."""
     generator = torch.Generator().manual_seed(step)
     symbols = torch.randint(SYMBOLS, (size, LENGTH), generator=generator)
     values = torch.linspace(-2, 2, SYMBOLS)[symbols]
@@ -48,7 +48,7 @@ def batch(step: int, size: int = 64) -> tuple[Tensor, Tensor]:
 
 
 def soap(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer part."""
+    """Make the optimizer; nothing else in this file is Lather's."""
     groups = parameter_groups(model)
     return SOAP(groups, lr=lr, betas=BETAS, second_moment="rotate", precondition_frequency=5)
 
@@ -58,7 +58,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def train(make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer], lr: float) -> list[float]:
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(0)
     model = Reader()
     optimizer = make_optimizer(model, lr)

@@ -5,7 +5,7 @@
 
 The only line that is not an ordinary FSDP2 script is the one that makes the optimizer. After half of the steps model and optimizer are
 saved with torch's own tools for distributed checkpoints and loaded into fresh ones, which go on; the folder would load on any other number
-of ranks as well. Printed by rank 0: losses, and the bytes of optimizer state of each rank.
+of ranks as well. Rank 0 prints losses, and the bytes of optimizer state of each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH, STEPS, BATCH = 32, 200, 256
 
 
 def build(mesh: dist.DeviceMesh, device: torch.device) -> tuple[nn.Module, SOAP]:
-    """A sharded model with the same weights on any number of ranks, and its optimizer."""
+    """Make a sharded model with the same weights on any number of ranks, and its optimizer."""
     torch.manual_seed(0)
     hidden = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), *hidden, nn.Linear(WIDTH, 1)).to(device)
@@ -39,7 +39,7 @@ def build(mesh: dist.DeviceMesh, device: torch.device) -> tuple[nn.Module, SOAP]
 
 
 def batch(step: int, rank: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's part of the same batch on any number of ranks."""
+    """Draw this rank's part of a batch that is the same on any number of ranks."""
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     y = (x[:, :4] * x[:, 4:8]).sum(1, keepdim=True).tanh()
     return x.chunk(num_ranks)[rank].to(device), y.chunk(num_ranks)[rank].to(device)

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/soap_tensor_parallel.py        (seconds on CPUs, with gloo; on GPUs with NCCL)
 
 A column-wise and a row-wise layer are trained three times on the same batches: whole in one process, with torch's `parallelize_module`, and
-with plain shards as Megatron has them. All end with the same weights to rounding, since every matrix is put together, preconditioned and
-updated by one of the ranks. Printed by rank 0: the loss at the start and at the end, and how far apart the weights are.
+with plain shards as Megatron has them. All end with the same weights to rounding, since one of the ranks puts every matrix together,
+preconditions and updates it. Rank 0 prints the loss at the start and at the end, and how far apart the weights are.
 
-Gradients of sharded layers are rounded otherwise than those of whole ones. The first bases come after 4 steps (`adam_warmup_steps`), when
-every factor has full rank: before that a part of each basis would be rounding's, and so would be the difference between the runs.
+Gradients of sharded layers are rounded differently from those of whole ones. The first bases come after 4 steps (`adam_warmup_steps`), when
+every factor has full rank. Earlier, rounding would decide a part of each basis, and the runs would differ by that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "adam_warmup_steps": 4}
 
 
 class MLP(nn.Module):
-    """x (B, WIDTH) -> (B, WIDTH)."""
+    """A layer up and a layer down: x (B, WIDTH) -> (B, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def train(model: Callable[[Tensor], Tensor], optimizer: SOAP, device: torch.device, collect: Callable[[], None] = lambda: None) -> str:
-    """`collect`: what a rank does between backward and the step."""
+    """Train, and return the losses; a rank calls `collect` between backward and the step."""
     losses = []
     for step in range(STEPS):
         x, y = batch(step, device)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def shards_forward(up: Tensor, down: Tensor) -> Callable[[Tensor], Tensor]:
-    """The same layers on a rank's shards; the sum over ranks has the gradient of a copy on each."""
+    """Compute the same layers on a rank's shards; summed over ranks, gradients are those of whole layers."""
 
     def forward(x: Tensor) -> Tensor:
         own = torch.relu(x @ up.T) @ down.T

@@ -1,4 +1,4 @@
-"""Runs that are started again with another configuration, and the training in one process that they have to equal."""
+"""Runs that start again with another configuration, and the training in one process that they have to equal."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ CHANGED_AT = 4
 
 
 class Shown:
-    """A display that keeps the lines."""
+    """A display that keeps its lines."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -42,7 +42,8 @@ def losses(run_dir: str | Path) -> list[float]:
 
 
 def uninterrupted(before: Config, after: Config, phases: list[MixturePhase] | None = None, changed_at: int = CHANGED_AT) -> list[float]:
-    """The losses of one process whose optimizer is told the new options after `changed_at` steps; nothing is saved or loaded."""
+    """Train in one process whose optimizer gets the new options after `changed_at` steps; nothing is saved or loaded. Returns the
+    losses."""
     before, after = before.resolved(), after.resolved()
     engine = build_engine(before, Mesh.single(pick_device("cpu")))
     optimizer = build_optimizer(before.optim, engine.parameters)

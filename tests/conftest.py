@@ -1,10 +1,10 @@
-"""Every call of Lather that is annotated with shapes is checked in these tests; jaxtyping has to be there before Lather is."""
+"""Checks, in these tests, every call of Lather whose annotations have shapes; jaxtyping has to be imported before Lather is."""
 
 import os
 from typing import Any
 
-os.environ.setdefault("MKL_CBWR", "AUTO")  # MKL then rounds alike for every batch; it reads this at its first call
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start: threads that wait for each other take the cores
+os.environ.setdefault("MKL_CBWR", "AUTO")  # lets MKL round alike for every batch; MKL reads this at its first call
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start: threads that wait for each other would take the cores
 
 import jaxtyping
 import pytest
@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 import forked
 import typechecker
 
-forked.server()  # before anybody says what else the server of processes shall import
+forked.server()  # first of all, because the first user decides what the server of processes imports
 jaxtyping.jaxtyped = typechecker.jaxtyped_if_it_has_shapes
 jaxtyping.install_import_hook("lather", "typechecker.checked")
 
@@ -22,12 +22,12 @@ import torch  # noqa: E402
 os.fsync = lambda file: None if os.fstat(file) else None  # it takes a tenth of the time of runs; no test cuts the power
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors then; Triton reads it when it is imported, by whomever
+    os.environ["TRITON_INTERPRET"] = "1"  # runs Triton's kernels on CPU tensors; Triton reads it when it is first imported
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Two workers share two cores."""
+    """Use one thread, because two workers share two cores."""
     torch.set_num_threads(1)
 
 
@@ -37,7 +37,7 @@ def _shapes_are_checked() -> None:
 
 
 FIRST = ("distributed", "train")
-"""Folders whose tests take longest."""
+"""Folders whose tests take longest; they are started first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """A worker has whole files, so that fixtures of modules are made once, and one has all the tests whose ranks want the cores for
+    """Give a worker whole files, so that fixtures of modules are made once, and one worker all the tests whose ranks need the cores for
     themselves."""
-    config.option.loadscopereorder = False  # else files with many tests go first
+    config.option.loadscopereorder = False  # otherwise files with many tests would go first
     return _ByFile(config, log)
 
 

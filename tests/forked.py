@@ -1,8 +1,8 @@
-"""Commands in processes that are forked from one that has imported what they need, which takes four seconds of every real start.
+"""Runs commands in processes forked from one that has imported their modules already, which takes four seconds of every real start.
 
-They are forked from the server that ranks are forked from (`ranks`). What a command starts itself is forked, too: ranks of a launch from
-the command, workers of a plan from the server. Everything else is as in a process of its own: arguments, environment, streams, signals,
-exit status. How processes are born, and that no rank outlives its parent, is tested with real ones (`fresh_python`).
+The server is the one that ranks are forked from (`ranks`). The processes that a command itself starts are forked, too: ranks of a launch
+from the command, workers of a plan from the server. Everything else is as in a process of its own: arguments, environment, streams,
+signals, exit status. Real processes (`fresh_python`) test how processes start, and that no rank outlives its parent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ IMPORTED_BEFORE = [
 
 @functools.cache
 def server() -> ForkServerContext:
-    """The one server of this process. Whoever was first would choose what is imported before: these modules are, for all."""
+    """Return the one server of this process. Its first user decides what it imports, so this is where it gets its modules, for all
+    users."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_BEFORE)
     ForkServerContext.set_forkserver_preload = lambda self, names: None  # type: ignore[method-assign, assignment, misc]
@@ -42,14 +43,14 @@ def server() -> ForkServerContext:
 
 
 class ForkedPython(subprocess.Popen[str]):
-    """`python ARGUMENTS`, which begin with a script or with `-m MODULE`; options are those of Popen, without a standard input."""
+    """Runs `python ARGUMENTS`, which begin with a script or with `-m MODULE`. Options are those of Popen, without a standard input."""
 
     def __init__(self, arguments: Sequence[object], *, start_new_session: bool = False, **options: Any) -> None:
         self._in_new_session = start_new_session
         super().__init__([str(argument) for argument in arguments], text=True, **options)
 
     def _execute_child(self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any) -> None:
-        """In place of a fork and exec of this process."""
+        """Start the process from the server, in place of a fork and exec of this process."""
         cwd, env = rest[:2]
         pipes = rest[5:11]
         streams = {number: Connection(os.dup(fd)) for number, fd in ((1, pipes[3]), (2, pipes[5])) if fd >= 0}
@@ -74,12 +75,12 @@ class ForkedPython(subprocess.Popen[str]):
 
 
 def fresh_python(arguments: Sequence[object], **options: Any) -> subprocess.Popen[str]:
-    """The same in a process that is started as users start it."""
+    """Run `python ARGUMENTS` in a process that is started as users start it."""
     return subprocess.Popen([sys.executable, *map(str, arguments)], text=True, **options)
 
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str], streams: dict[int, Connection], in_new_session: bool) -> None:
-    """What the new process does: be as if it had just been started."""
+    """Make the new process as if it had just been started, and run the script or module in it."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -11,7 +11,7 @@ from lather.optim import AdamW, Entry, Matrix, Rule, State
 
 @dataclass(frozen=True)
 class Lion(Rule):
-    """The sign of a momentum."""
+    """Steps by the sign of a momentum."""
 
     lr: float = 1e-3
     """Learning rate."""
@@ -35,16 +35,16 @@ class Lion(Rule):
 
 @dataclass(frozen=True)
 class Scheduled(Lion):
-    """A rule that the trainer cannot take."""
+    """A rule with an option's name that `[optim]` has for itself, so that the trainer cannot take it."""
 
     schedule: str = "mine"
-    """An option of a name that `[optim]` has for itself."""
+    """An option with a name that `[optim]` has for itself."""
 
 
 @dataclass(frozen=True)
 class Strong(Rule):
-    """A rule with options that have no default."""
+    """A rule with an option that has no default."""
 
     _: KW_ONLY
     strength: float
-    """How much."""
+    """An option that has no default."""

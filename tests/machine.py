@@ -1,4 +1,4 @@
-"""What the bits of a result depend on besides its numbers: matrix products are rounded as this torch does on this processor."""
+"""Says on what, besides its numbers, the bits of a result depend: this torch on this processor decides how matrix products are rounded."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ import torch
 
 
 def machine() -> dict[str, str]:
-    """The same bits are to be expected only where all of this is the same."""
+    """Describe the machine: equal bits can be expected only where all of this is equal."""
     return {
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -18,7 +18,7 @@ def machine() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The processor's name, with the numbers that tell apart processors of one name."""
+    """Return the processor's name, with the numbers that tell apart processors of one name."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().partition("\n\n")[0].splitlines() if file.exists() else []
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -1,4 +1,4 @@
-"""The fenced blocks of the pages, and what it means that one is right.
+"""Reads the fenced blocks of the pages and checks that each is right.
 
 Every block names its language. `python` is executed, `toml` is read as a configuration, `json` is parsed. Every `bash` command is read by
 the parser that reads it when a user types it: options of `lather` by Lather's own, of torchrun by torch's; files, make targets and extras
@@ -61,9 +61,9 @@ class Block:
     language: str
     text: str
     line: int = 0
-    """Where it begins in the page."""
+    """The line of the page in which it begins."""
     file: str = ""
-    """The file that it is a part of, if it says so: ```python title="examples/one.py"."""
+    """The file that the block is a part of, if it names one: ```python title="examples/one.py"."""
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -80,14 +80,14 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def shown_files(page: Path) -> dict[str, str]:
-    """The Python files that a page shows: blocks after a paragraph that names a file, by its name."""
+    """Return the Python files that a page shows, by name: blocks after a paragraph that names a file."""
     pattern = r"`(\w+\.py)`[^\n`]*(?:`[^`]*`[^\n]*)?\n\n```python\n(.*?)^```$"
     return dict(re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE))
 
 
 def check_block(block: Block, names: dict[str, Any], execute: Callable[[list[str]], None] = lambda _: None) -> None:
-    """Raise an exception if a block is not right. `names`: those that Python blocks of the page share; `execute` gets every command of
-    Lather that was parsed, without the name of the program. A block that shows a file is not executed; the file has tests."""
+    """Raise an exception if a block is not right. Python blocks of a page share `names`; `execute` gets every command of Lather that was
+    parsed, without the name of the program. A block that shows a file is not executed, because the file has tests."""
     if block.file:
         assert block.text in (ROOT / block.file).read_text(), f"{block.file} does not have these lines"
         return
@@ -149,7 +149,7 @@ def _simple(words: list[str], values: dict[str, str]) -> Iterator[list[str]]:
 
 
 def _slurm_values(script: str) -> dict[str, str]:
-    """The variables that SLURM sets for a batch script with these options."""
+    """Return the variables that SLURM sets for a batch script with these options."""
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)[= ](\S+)", script, re.MULTILINE))
     nodes, tasks = asked.get("nodes", "1"), asked.get("ntasks-per-node", "1")
     return {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS": asked.get("ntasks", str(int(nodes) * int(tasks)))}
@@ -162,7 +162,7 @@ def _value(name: str, values: dict[str, str]) -> str:
 
 
 def check_command(words: list[str], execute: Callable[[list[str]], None], ranks: int | None = None) -> None:
-    """`ranks`: how many processes a launcher starts."""
+    """Check a command; a launcher before it starts `ranks` processes."""
     program, *arguments = words
     match program:
         case "lather":
@@ -191,11 +191,11 @@ def check_command(words: list[str], execute: Callable[[list[str]], None], ranks:
 
 
 class Parsed(Exception):  # noqa: N818 - not an error: the command's arguments are right
-    """Raised in place of doing what a command was told."""
+    """Raised in place of carrying a command out."""
 
 
 def check_lather(arguments: list[str], ranks: int | None = None) -> None:
-    """Have the command read its arguments; nothing is done."""
+    """Let the command read its arguments; nothing else is done."""
     if arguments and arguments[0] == "train":
         config, nproc = train._read(arguments[1:])
         if not isinstance(nproc, str):
@@ -223,7 +223,7 @@ def check_python(arguments: list[str], ranks: int | None = None) -> None:
 
 
 def check_make(arguments: list[str]) -> None:
-    """Targets exist, variables are the Makefile's, and options for `lather train` are its own."""
+    """Check that targets exist, variables are the Makefile's, and options for `lather train` are its own."""
     makefile = (ROOT / "Makefile").read_text()
     given = dict(word.split("=", 1) for word in arguments if "=" in word)
     for variable in given:
@@ -235,7 +235,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    """The extras are Lather's, and files of constraints exist."""
+    """Check that the extras are Lather's, and that files of constraints exist."""
     assert arguments[0] in ("install", "wheel"), arguments[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in arguments:

@@ -1,4 +1,4 @@
-"""Ends what tests have started if pytest is killed before it could: a process beside it, which notices that its pipe is closed."""
+"""Ends the processes of tests if pytest is killed before it could: a process beside it notices that its pipe is closed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for pid in started:
 
 
 def reaped(process: Popen[T]) -> Popen[T]:
-    """Have the process, and its group if it leads one, end with this one at the latest."""
+    """Make the process, and its group if it leads one, end at the latest when this process ends."""
     pipe = _reaper().stdin
     assert pipe is not None
     pipe.write(f"{process.pid}\n")

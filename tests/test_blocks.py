@@ -24,16 +24,17 @@ from tiny_run import write_config
 
 PAGES = [page for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]) if blocks_of(page)]
 ELSEWHERE = {"writing-a-rule.md": ["python"], "optimizers.md": ["python"], "your-model.md": ["python", "toml", "bash"]}
-"""Languages of pages whose blocks have tests of their own, which need files, a model or a patched package (test_docs, test_your_model)."""
+"""Pages and the languages of their blocks that have tests of their own, which need files, a model or a patched package (test_docs,
+test_your_model)."""
 QUICK = re.compile(
     r"(--version|--help|generate \S+ --(prompt|message) .*|eval [\w/]+|plot runs/mine|plot --schedule .*|export runs/\w+ \S+( --adapter)?)$"
 )
-"""Commands that are not only parsed but executed."""
+"""Matches commands that are not only parsed but executed."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a checkout in which somebody has trained: runs, a model in Hugging Face's format, adapters. It is the current one."""
+    """Make the folder of a checkout in which somebody has trained, with runs, a model in Hugging Face's format and adapters; enter it."""
     folder, threads = tmp_path_factory.mktemp("world"), torch.get_num_threads()
     torch.set_num_threads(1)
     for path in ROOT.iterdir():
@@ -45,7 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sizes = {"n_routed_experts": 18, "num_hidden_layers": 4, "max_position_embeddings": 4096, "sample_tokens": 0}
     small.write_text(with_values(small.read_text(), sizes) + "expert_load_every = 2\n")
     large = {"n_routed_experts": 64, "num_hidden_layers": 64, "batch_size": 1024, "micro_batch_size": 0}
-    (folder / "my.toml").write_text(with_values(small.read_text(), large))  # whose commands are parsed alone, on any mesh
+    (folder / "my.toml").write_text(with_values(small.read_text(), large))  # commands for it are only parsed, on any mesh
     before = Path.cwd()
     os.chdir(folder)
     lora = ["--init-from", "models/base", "--run-dir", "runs/tuned", "--lora.rank", "4", "--train.steps", "2", "--optim.lr", "1e-3"]
@@ -73,7 +74,7 @@ def with_values(toml: str, values: dict[str, int]) -> str:
 
 
 def execute(arguments: list[str]) -> None:
-    """Do what the command says, if that is quick."""
+    """Run the command, if that is quick."""
     if not QUICK.match(" ".join(arguments)):
         return
     if arguments[0] == "export":
@@ -83,7 +84,7 @@ def execute(arguments: list[str]) -> None:
 
 @pytest.fixture
 def _offline_harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lm_eval.simple_evaluate` finds the model and its options, and looks for no task."""
+    """Let `lm_eval.simple_evaluate` find the model and its options, and no task."""
     lm_eval = pytest.importorskip("lm_eval")
     signature = inspect.signature(lm_eval.simple_evaluate)
 

@@ -340,7 +340,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_debris(
 
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:
-    """From a process that nobody has forked."""
+    """The process is a real one, not a fork."""
     done = subprocess.run(command("train", tmp_path / "nowhere.toml"), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lather: error: ")

@@ -1,4 +1,4 @@
-"""Which devices count as GPUs, and that the package asks nowhere else."""
+"""Which devices count as GPUs; and that the package asks in one place."""
 
 import os
 import re

@@ -1,10 +1,11 @@
-"""What the pages of docs/ and the README say is so: links lead somewhere, tables are those of the code, pages show what works."""
+"""The pages of docs/ and the README are right: links lead somewhere, tables are those of the code, and what pages show works."""
 
 import dataclasses
 import importlib
 import math
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def section(page: Path, title: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of the headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -118,7 +119,7 @@ def test_every_field_and_every_command_is_in_the_reference() -> None:
     for name in field_names():
         section_name, _, field = name.rpartition(".")
         if section_name.startswith("optim") and name.removeprefix("optim.") in rules_own:
-            continue  # of a rule: tables of the optimizers' reference
+            continue  # tables of rules are in the optimizers' reference
         title = rf"\[{section_name}\][^\n]*" if section_name else "Top of the file"
         sections = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
         assert any(re.search(rf"^\| `{field}` \| [^|]+ \|.*\| \S.* \|$", text, re.MULTILINE) for text in sections), name
@@ -127,7 +128,7 @@ def test_every_field_and_every_command_is_in_the_reference() -> None:
 
 
 def tables_of(text: str) -> list[list[list[str]]]:
-    """The tables of a text: rows of cells, header first."""
+    """Return the tables of a text as rows of cells, header first."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
     return [[[cell.strip() for cell in row[1:-1].split("|")] for i, row in enumerate(block.splitlines()) if i != 1] for block in blocks]
 
@@ -156,11 +157,21 @@ def test_the_guides_bytes_per_weight_are_state_bytes() -> None:
             assert [float(cell) for cell in row[2].split(",")] == pytest.approx([size / math.prod(shape) for size in sizes], abs=0.051)
 
 
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    """The table gives only some packages of `dev`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ((_, *rows),) = tables_of(section(DOCS / "install.md", "Extras"))
+    assert sorted(name for name, *_ in rows) == sorted(f"`{extra}`" for extra in extras)
+    for name, packages, _ in rows:
+        needed = {re.match(r"[\w-]+", one)[0] for one in extras[name.strip("`")]}  # type: ignore[index]
+        assert name == "`dev`" or {*packages.split(", ")} == needed, name
+
+
 # --- the guide ----------------------------------------------------------------------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
-    """One parameter of every kind."""
+    """A model with one parameter of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +258,7 @@ def test_blocks_of_the_page_that_are_no_files_run(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("rules")
 def test_the_pages_check_finds_what_it_is_for() -> None:
-    """State on the rule, and a matrix that depends on its batch."""
+    """The check finds state that is kept on the rule, and a matrix that depends on its batch."""
     check, lion = importlib.import_module("check_rule").check, importlib.import_module("lion").LionRule
     kept: dict[Any, Any] = {}
 
@@ -274,7 +285,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"state_dtype": {"moments": torch.bfloat16}
 @pytest.mark.parametrize("name", ["lion:LionRule", "shampoo:ShampooRule"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_rules_of_the_page_have_what_the_engine_gives(name: str, options: dict[str, Any]) -> None:
-    """A descent, state of the predicted size, and the documentation of options."""
+    """The engine gives them a descent, state of the predicted size, and the documentation of options."""
     module, _, attribute = name.partition(":")
     rule = getattr(importlib.import_module(module), attribute)(lr=2e-2, **options)
     assert isinstance(rule, Rule)

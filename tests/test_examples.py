@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_example(name: str, num_ranks: int = 0) -> str:
-    """`num_ranks`: under torchrun; 0: without."""
+    """Run an example; with `num_ranks` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     done = subprocess.run(
         [sys.executable, *launcher, str(ROOT / "examples" / name)],
@@ -54,7 +54,7 @@ def test_experts_3d() -> None:
 
 
 def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
-    """The checkpoint in the middle included."""
+    """This includes the checkpoint in the middle."""
     losses, sizes = {}, {}
     for num_ranks in (0, 2):
         *steps, state = run_example("soap_fsdp2.py", num_ranks).splitlines()
@@ -62,7 +62,7 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
         sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
     assert losses[2][-1] < 0.25 * losses[2][0]
     assert losses[0][:2] == pytest.approx(losses[2][:2], rel=0.01)
-    assert losses[0] == pytest.approx(losses[2], rel=0.1)  # 200 steps of rounding
+    assert losses[0] == pytest.approx(losses[2], rel=0.1)  # after the rounding of 200 steps
     assert sum(sizes[2]) == sum(sizes[0])
     assert max(sizes[2]) < 0.6 * sizes[0][0]
 

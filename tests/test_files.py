@@ -1,5 +1,5 @@
-"""A full disk: one line with the file, the room that is left and a remedy; nothing half-written; and the same command works when there is
-room."""
+"""A full disk gives one line with the file, the room that is left and a remedy; nothing half-written stays; and the same command works when
+there is room."""
 
 from __future__ import annotations
 

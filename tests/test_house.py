@@ -1,13 +1,15 @@
-"""The checks of `.ci/house.py`, each on a made-up package in which one thing is wrong."""
+"""The checks of `.ci/house.py`, each on a made-up package in which one thing is wrong; and pages that list the rooms of the house."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[1] / ".ci" / "house.py"
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / ".ci" / "house.py"
 SPEC = importlib.util.spec_from_file_location("house", FILE)
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -19,6 +21,7 @@ GOOD = {
     "src/lather/models/moe.py": "from lather.errors import UserError\n",
     "src/lather/train/loop.py": "import lather.models.moe\n\nSTEPS = 3\n'''Whether or not.'''\n",
     "benchmarks/memory.py": "from lather.train import loop\n",
+    "tests/test_moe.py": "import lather.train.loop\n\n\nclass UserError:\n    pass\n",
 }
 
 BAD = {
@@ -33,6 +36,10 @@ BAD = {
     "Of": ({"benchmarks/other.py": 'def f():\n    """Of something."""\n'}, 'benchmarks/other.py:2: a docstring that begins with "Of"'),
     "What": ({"benchmarks/other.py": 'X = 1\n"""What it is."""\n'}, 'benchmarks/other.py:2: a docstring that begins with "What"'),
     "Those": ({"benchmarks/other.py": '"""Those that are."""\n'}, 'benchmarks/other.py:1: a docstring that begins with "Those"'),
+    "Of in tests": ({"tests/train/test_a.py": '"""Of tests."""\n'}, 'tests/train/test_a.py:1: a docstring that begins with "Of"'),
+    "Of in .ci": ({".ci/house.py": '"""Of houses."""\n'}, '.ci/house.py:1: a docstring that begins with "Of"'),
+    "Of in docs": ({"docs/tables.py": '"""Of tables."""\n'}, 'docs/tables.py:1: a docstring that begins with "Of"'),
+    "Of in examples": ({"examples/a/one.py": '"""Of one."""\n'}, 'examples/a/one.py:1: a docstring that begins with "Of"'),
 }  # fmt: skip
 
 
@@ -55,10 +62,21 @@ def test_what_is_wrong_is_found_once(name: str, tmp_path: Path) -> None:
 
 
 def test_rooms_that_are_named_are_there() -> None:
-    package = FILE.parents[1] / "src" / "lather"
+    package = ROOT / "src" / "lather"
     assert {*house.ROOMS, *house.FOR_ALL} == {
         path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
+
+
+def test_pages_list_all_rooms_in_their_order() -> None:
+    """Pages leave out `__main__` and `__init__`, which every package has."""
+    rooms = [room for room in house.ROOMS if room != "__main__"]
+    design = (ROOT / "docs" / "design.md").read_text("utf-8")
+    table = design.partition("| room | holds |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert [room for line in table.splitlines() for room in re.findall(r"`(\w+)`", line.split("|")[1])] == rooms
+    (for_all,) = re.findall(r"^Modules beside the rooms serve all of them: (.*)\.$", design, re.MULTILINE)
+    assert {*re.findall(r"`(\w+)`", for_all), "__init__"} == {*house.FOR_ALL}
+    assert f"`{', '.join(rooms)}`" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
 def test_lines_of_code_are_neither_empty_nor_comments_nor_docstrings() -> None:

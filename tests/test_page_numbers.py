@@ -1,4 +1,4 @@
-"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of the row, or counted."""
+"""Numbers that docs/tour.md and docs/size-a-run.md show without a link to their row are those of the row, or are counted."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Names of torch that are not public stand in one file."""
+"""Only one file has names of torch that are not public."""
 
 import ast
 import re
@@ -19,11 +19,11 @@ PRIVATE = re.compile(
     r"\btorch(\.\w+)*\._(?!_version__)\w+|\._base\b|\bfrom torch(\.\w+)*\._\w+|\bfrom torch\S* import _\w+"
     r"|\._(fsdp|lazy_init|root_post_backward|state_ctx|local_tensor)\w*\b|\bpost_backward\(|\bfully_shard\.state\b"
 )
-"""The second line: FSDP2's, which stand on objects and not on modules."""
+"""Matches private names. The second line has those of FSDP2, which are attributes of objects and not of modules."""
 
 
 FROM_TORCH = re.compile(r"(importlib\.)?(import_module|__import__)\('torch\b|torch(\.\w+)*$")
-"""What is assigned to a name of torch's own."""
+"""Matches values from torch that a file assigns to a name of its own."""
 
 
 def private_names(text: str) -> list[str]:
@@ -31,7 +31,8 @@ def private_names(text: str) -> list[str]:
 
 
 def private_attributes(tree: ast.Module) -> Iterator[str]:
-    """Attributes of what a file got from torch, whatever it calls it there: `from torch import distributed as d`, then `d._x`."""
+    """Yield private attributes of what a file got from torch, whatever the file calls it: `from torch import distributed as d`, then
+    `d._x`."""
     from_torch = {name for node in ast.walk(tree) for name in names_from_torch(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""What the README shows has to work."""
+"""Python blocks of the README run, and the files, commands and make targets that it names exist."""
 
 import re
 from pathlib import Path

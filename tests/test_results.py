@@ -15,14 +15,14 @@ def test_tables_and_quoted_numbers_are_those_of_the_rows(monkeypatch: pytest.Mon
 
 
 def test_pages_quote_numbers() -> None:
-    """So that the test above has something to find."""
+    """Without quoted numbers the test above would find nothing."""
     quoted = [quote for page in result_tables.pages() for quote in result_tables.QUOTED.findall(page.read_text())]
     assert len(quoted) >= 5
     assert sum(len(result_tables.TABLE.findall(page.read_text())) for page in result_tables.pages()) >= 2
 
 
 def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
-    """To the last digit that is shown, sign and unit aside; and a title that means nothing."""
+    """A wrong number is noticed to the last digit that is shown, sign and unit aside; and so is a title that means nothing."""
     rows = tmp_path / "quickstart.jsonl"
     rows.write_text(json.dumps({"contestant": "muon", "loss": 4.0672, "seconds": 1234.5}) + "\n")
     page = tmp_path / "page.md"
@@ -35,7 +35,7 @@ def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
         assert not wrong(right, "muon: loss of the quickstart"), right
     for bad in ("4.06", "-4.07", "4.0673", "about four"):
         assert "which the rows say is [4.0672]" in wrong(bad, "muon: loss of the quickstart")[0], bad
-    assert not wrong("1,234 s", "muon: seconds of the quickstart")  # half to even
+    assert not wrong("1,234 s", "muon: seconds of the quickstart")  # halves are rounded to even
     assert "StopIteration" in wrong("4.07", "adamw: loss of the quickstart")[0]
     assert "is no quotable number" in wrong("4.07", "whatever")[0]
 
@@ -44,7 +44,7 @@ def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(tmp_path: Path, mo
     page = tmp_path / "results.md"
     text = (result_tables.REPOSITORY / "docs/results.md").read_text()
     (_, study, setting, table, _) = result_tables.TABLE.findall(text)[0]
-    page.write_text(result_tables.QUOTED.sub("", text.replace(table, "| an old table |\n")))  # links lead elsewhere from there
+    page.write_text(result_tables.QUOTED.sub("", text.replace(table, "| an old table |\n")))  # its links do not hold there
     monkeypatch.setattr(result_tables, "pages", lambda: [page])
     monkeypatch.setattr("sys.argv", ["result_tables.py", "--check"])
     assert result_tables.main() == 1
@@ -55,7 +55,8 @@ def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(tmp_path: Path, mo
 
 
 def test_the_short_study_has_the_rates_that_the_search_found() -> None:
-    """Wherever it is at its end: a contestant has no rates that nobody searched. Those in bf16 have the rates of their fp32 twins."""
+    """This holds wherever the search has ended: no contestant has rates that nobody searched. Contestants in bf16 have the rates of their
+    fp32 twins."""
     tune, short = result_tables.study_of("tune"), result_tables.study_of("short")
     rows = read_rows(result_tables.RESULTS / "convergence/tune/rows.jsonl")
     searched = {(setting, one.name): tune.search(one, setting, rows) for setting, one in tune.pairs()}

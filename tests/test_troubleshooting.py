@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages as they are printed: those that a command provokes, and the words of the others."""
+"""docs/troubleshooting.md quotes messages as they are printed: commands provoke some, and the source has the words of the others."""
 
 import ast
 import functools
@@ -19,7 +19,7 @@ LEAST = 20
 def test_messages_that_a_command_provokes_are_those_of_the_page() -> None:
     page = PAGE.read_text()
     changed = error_messages.rewritten(page)
-    if torch.cuda.is_available():  # one of the messages says that there is none
+    if torch.cuda.is_available():  # a message says that there is no CUDA device
         pytest.skip("there is a CUDA device")
     assert changed.splitlines() == page.splitlines(), "run python docs/error_messages.py"
 
@@ -50,7 +50,7 @@ def test_words_that_are_nowhere_are_noticed() -> None:
 
 
 def others_of(page: str) -> list[str]:
-    """Messages of Lather that the page quotes without a command, each on one line."""
+    """Return the messages of Lather that the page quotes without a command, each on one line."""
     own = PROVOKED.sub("", page).partition("## From torch")[0]
     blocks = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)\n```$", own, re.DOTALL | re.MULTILINE)]
     return [block for block in blocks if not re.match(r"\w[\w.]*Error: ", block)]
@@ -58,7 +58,7 @@ def others_of(page: str) -> list[str]:
 
 @functools.cache
 def patterns_of_the_source() -> list[re.Pattern[str]]:
-    """A pattern for every string in the package that may be a message: its words, with anything in place of a value."""
+    """Return a pattern for every string of the package that may be a message: its words, with anything in place of a value."""
     found = []
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

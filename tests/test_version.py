@@ -1,4 +1,4 @@
-"""The version that the command says, and where the commit comes from."""
+"""The version that the command prints, and the commit in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign
 
 
 def commit_of(folder: Path) -> str:
-    """What a copy of the package in `folder` finds."""
+    """Return the commit that a copy of the package in `folder` finds."""
     code = "from lather.version import find_commit; print(find_commit())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
@@ -27,7 +27,7 @@ def commit_of(folder: Path) -> str:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A folder with the two modules that it takes."""
+    """A folder with a copy of the two modules that this needs."""
     (tmp_path / "lather").mkdir()
     for name in ("__init__.py", "version.py"):
         shutil.copyfile(Path(lather.__file__).with_name(name), tmp_path / "lather" / name)
@@ -39,7 +39,7 @@ def test_the_commit_of_a_checkout_and_its_mark_if_files_differ(copied: Path) -> 
         return subprocess.run([*GIT, *arguments], cwd=copied, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    assert commit_of(copied) == "None"  # it lies in a checkout, which does not know it
+    assert commit_of(copied) == "None"  # the copy lies in a checkout that does not track it
     git("add", "lather/__init__.py", "lather/version.py")
     git("commit", "-qm", "First")
     git("tag", "v1", "-am", "a tag")

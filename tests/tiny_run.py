@@ -1,4 +1,4 @@
-"""A run so small that it starts, trains and ends in seconds; used as files and command lines, as a user would."""
+"""Makes a run that starts, trains and ends in seconds, with files and command lines as a user would."""
 
 import json
 import os
@@ -58,7 +58,7 @@ picture = false
 
 
 def write_config(folder: Path, *, steps: int = 12, checkpoint_every: int = 4) -> Path:
-    """A corpus of six files and the configuration that trains on it, below `folder`."""
+    """Write a corpus of six files, and the configuration that trains on it, below `folder`."""
     corpus = folder / "corpus"
     corpus.mkdir(exist_ok=True)
     for index in range(6):
@@ -74,7 +74,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """The command in a process of its own, on one thread."""
+    """Start the command in a process of its own, on one thread."""
     return reaped(
         ForkedPython(
             command(*arguments)[1:],
@@ -87,7 +87,7 @@ def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
 
 
 def run(*arguments: object, cwd: Path | None = None, timeout: float = 120) -> tuple[int, str, str]:
-    """Exit status, output and errors of the command."""
+    """Run the command; returns exit status, output and errors."""
     process = start(*arguments, cwd=cwd)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -97,13 +97,13 @@ def run(*arguments: object, cwd: Path | None = None, timeout: float = 120) -> tu
 
 
 def timeless_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of a run without what differs from run to run."""
+    """Read the metrics of a run, without what differs from run to run."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in TIME_FIELDS} for row in rows]
 
 
 def last_weights(run_dir: Path) -> dict[str, bytes]:
-    """Weights and optimizer state of the newest checkpoint, as they lie on disk. Torch seeds each process in a way of its own."""
+    """Read weights and optimizer state of the newest checkpoint from disk, without random states: torch seeds each process differently."""
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     found = {}
     for file in newest.glob("rank-*.safetensors"):

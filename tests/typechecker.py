@@ -1,4 +1,5 @@
-"""Which calls of Lather are checked in tests, and by what: those with shapes in their annotations, by beartype; mypy knows the rest."""
+"""Decides which calls of Lather are checked in tests, and by what: beartype checks functions with shapes in their annotations, mypy the
+rest."""
 
 import functools
 import inspect
@@ -11,7 +12,7 @@ import jaxtyping
 from beartype import BeartypeConf, beartype
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""An int is welcome where a float is."""
+"""Lets an int stand for a float."""
 
 _real = jaxtyping.jaxtyped
 CHECKED_CALLS = 3

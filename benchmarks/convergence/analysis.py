@@ -1,8 +1,8 @@
-"""Conclusions from the rows of a study: means with intervals over seeds, differences in pairs, steps and seconds to another one's loss.
+"""Draws conclusions from a study's rows: means with intervals over seeds, differences in pairs, steps and seconds to another rule's loss.
 
-Runs of one seed share the first weights and every batch, so contestants are compared seed by seed, and the interval is that of the
-differences: their mean, plus and minus Student's 97.5 % quantile times the standard error. Seconds are steps times milliseconds that were
-measured apart, with nothing else running (`benchmarks.convergence.cost`), for gradient and optimizer alike.
+Runs of one seed share the first weights and every batch, so contestants are compared seed by seed. The interval is that of the
+differences: their mean, plus and minus Student's 97.5 % quantile times the standard error. Seconds are steps times the milliseconds of a
+gradient and an optimizer step, which are measured apart with nothing else running (`benchmarks.convergence.cost`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Mean:
 
     value: float
     half_width: float
-    """NaN for a single seed."""
+    """Half the width of the interval; NaN for a single seed."""
     count: int
     finite: int
-    """How many of the values are."""
+    """How many of the values are finite."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Infinite if one of the values is. Raises ValueError without values."""
+        """Return the mean, which is infinite if one of the values is. Raises ValueError without values."""
         count = len(values)
         if not count:
             raise ValueError("a mean needs at least one value")
@@ -49,7 +49,7 @@ class Mean:
 
 
 def steps_to(row: Row, loss: float) -> float:
-    """Steps until the validation curve, straight between its points, first is at `loss`; infinite if it never is."""
+    """Steps until the validation curve, drawn straight between its points, first reaches `loss`; infinite if it never does."""
     for (step_0, loss_0), (step_1, loss_1) in itertools.pairwise(row["validation"]):
         if loss_1 <= loss:
             share = (loss_0 - loss) / (loss_0 - loss_1) if loss_0 > loss else 0.0
@@ -59,37 +59,37 @@ def steps_to(row: Row, loss: float) -> float:
 
 @dataclass(frozen=True)
 class Findings:
-    """Rows of compared runs and of costs, to be asked."""
+    """The rows of compared runs and of costs, and the questions that they answer."""
 
     rows: Sequence[Row]
     costs: Sequence[Row] = ()
 
     def of(self, setting: str, contestant: str) -> dict[int, Row]:
-        """Rows by seed."""
+        """The rows of a contestant, by seed."""
         return {row["seed"]: row for row in self.rows if (row["setting"], row["contestant"]) == (setting, contestant)}
 
     def settings(self) -> list[str]:
         return list(dict.fromkeys(row["setting"] for row in self.rows))
 
     def contestants(self, setting: str) -> list[str]:
-        """Best mean loss first."""
+        """The contestants of a setting, the one with the best mean loss first."""
         names = dict.fromkeys(row["contestant"] for row in self.rows if row["setting"] == setting)
         return sorted(names, key=lambda name: self.final(setting, name).value)
 
     def final(self, setting: str, contestant: str) -> Mean:
-        """Validation loss at the end."""
+        """The validation loss at the end."""
         return Mean.of([final_loss(row) for row in self.of(setting, contestant).values()])
 
     def difference(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """Final loss less the other one's, seed by seed; None without a common seed."""
+        """The final loss less the other contestant's, seed by seed; None without a common seed."""
         return self._paired(setting, contestant, other, lambda mine, theirs: final_loss(mine) - final_loss(theirs))
 
     def steps_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """Steps to the other one's final loss, as a share of the other one's steps, seed by seed."""
+        """Steps to the other contestant's final loss, as a share of its own steps, seed by seed."""
         return self._paired(setting, contestant, other, lambda mine, theirs: steps_to(mine, final_loss(theirs)) / theirs["steps"])
 
     def seconds_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
-        """The same of seconds; None, too, where a cost is not known."""
+        """Seconds to the other contestant's final loss, as a share of its own seconds; None, too, where a cost is not known."""
         steps = self.steps_ratio(setting, contestant, other)
         costs = [self.cost(setting, name) for name in (contestant, other)]
         if steps is None or None in costs:
@@ -98,7 +98,7 @@ class Findings:
         return replace(steps, value=steps.value * mine / theirs, half_width=steps.half_width * mine / theirs)
 
     def cost(self, setting: str, contestant: str) -> Row | None:
-        """The row of its milliseconds and bytes."""
+        """The row of the contestant's milliseconds and bytes."""
         return next((row for row in self.costs if (row["setting"], row["contestant"]) == (setting, contestant)), None)
 
     def _paired(self, setting: str, contestant: str, other: str, compare: Callable[[Row, Row], float]) -> Mean | None:
@@ -108,9 +108,9 @@ class Findings:
 
 
 def reproduction(findings: Findings, published: Findings) -> list[str]:
-    """A line for each setting: whether means are within the published intervals, and whether a published order is reversed.
+    """Say for each setting whether means are within the published intervals, and whether a published order is reversed.
 
-    An order is published for two contestants whose difference in pairs is beyond its interval.
+    Two contestants have a published order if their difference in pairs is beyond its interval.
     """
     lines = []
     for setting in findings.settings():
@@ -132,5 +132,5 @@ def _is_within(mean: Mean, published: Mean) -> bool:
 
 
 def _is_below(difference: Mean | None) -> bool:
-    """Whether it is negative beyond its interval."""
+    """Whether the difference is negative beyond its interval."""
     return difference is not None and difference.value + difference.half_width < 0

@@ -1,4 +1,4 @@
-"""`lather bench convergence ACTION STUDY`: make the runs of a study, measure what its optimizers cost, report what was found."""
+"""`lather bench convergence ACTION STUDY`: makes the runs of a study, measures what its optimizers cost, or reports what was found."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ UNFINISHED = 3
 
 @dataclass(frozen=True)
 class ConvergenceBenchmark:
-    """Which rule learns how fast: the runs of a study, what its optimizers cost, and what follows."""
+    """Finds out which rule learns how fast: the runs of a study, what its optimizers cost, and what follows."""
 
     action: tyro.conf.Positional[Literal["run", "cost", "report"]]
-    """run: make the runs that are missing (may be stopped or killed, and goes on). cost: measure milliseconds and bytes of the study's
+    """run: make the runs that are missing (it goes on after a stop or a kill). cost: measure milliseconds and bytes of the study's
     optimizers, on a machine that does nothing else. report: print tables and draw the picture of what is there."""
     study: tyro.conf.Positional[Path]
     """Study file, such as benchmarks/studies/short.toml; modules beside it can be named as rules (module:Class)."""
     out: Path | None = None
     """Folder for rows.jsonl, costs.jsonl, picture and unfinished runs (default: runs/convergence/NAME)."""
     settings: tuple[str, ...] = ()
-    """Settings of the study to be dealt with; none named: all."""
+    """Settings of the study to take part; none named: all."""
     contestants: tuple[str, ...] = ()
-    """Contestants to be dealt with; none named: all."""
+    """Contestants to take part; none named: all."""
     workers: int = os.cpu_count() or 1
     """Runs at a time, each on one core."""
     minutes: float = float("inf")

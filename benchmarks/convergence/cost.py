@@ -1,7 +1,8 @@
-"""Costs of the optimizers of a study: milliseconds of a step and of a gradient, and bytes of state, on a machine that does nothing else.
+"""Measures what the optimizers of a study cost: milliseconds of a step and of a gradient, and bytes of state, on a machine that does
+nothing else.
 
 The optimizers of a setting are alive together and take turns: in every round each does whole intervals between refreshes, on gradients of
-real batches. The gradient is the model's of that setting, forward and backward, timed in the same rounds.
+real batches. A gradient is a forward and backward pass of the setting's model, timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lather.parallel.mesh import Mesh
 
 ROUNDS = 7
 STEPS = 10
-"""Steps of a round, at least; whole intervals."""
+"""The least number of steps of a round, which has whole intervals."""
 WARM_UP = 12
 
 
@@ -39,10 +40,10 @@ class _Timed:
     params: list[nn.Parameter]
     optimizer: MatrixOptimizer
     steps: int
-    """Steps of a round."""
+    """The number of its steps in a round."""
 
     def seconds(self, gradients: list[list[Tensor]], steps: int) -> float:
-        """Mean of a step."""
+        """Take steps; returns the mean seconds of one."""
         total = 0.0
         for step in range(steps):
             for p, g in zip(self.params, gradients[step % len(gradients)], strict=True):
@@ -54,7 +55,7 @@ class _Timed:
 
 
 def measure(study: Study, folder: Path) -> Iterator[Row]:
-    """A row for each setting and contestant of the study."""
+    """Measure every contestant in every setting of the study; yields a row for each."""
     for setting in study.settings:
         names = {contestant.name: contestant for where, contestant in study.pairs() if where == setting}
         configs = {name: study.trial(one, setting, 0, one.rates[setting]).config(folder) for name, one in names.items()}
@@ -97,7 +98,7 @@ def _batches(config: Config) -> Batches:
 
 
 def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
-    """The gradients of a batch, not clipped: only their time and their usual size matter."""
+    """Compute the gradients of a batch. They are not clipped: only their time and their usual size matter."""
     engine.gradients(batch)
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
     engine.clear_gradients()

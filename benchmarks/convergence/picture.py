@@ -1,4 +1,4 @@
-"""Validation loss over steps, over seconds and against the optimizer's bytes: a row of three panels per setting."""
+"""Draws the validation loss over steps, over seconds and against the optimizer's bytes: a row of three panels for each setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = ("C0", "C3", "C2", "C1", "C4", "C5", "C6", "C7", "C8", "C9", "0.3", "0.
 
 
 def draw(findings: Findings, contestants: Sequence[str], out: Path) -> None:
-    """A picture of these contestants, each a line with a band from the best seed to the worst."""
+    """Draw these contestants, each as a line with a band from the best seed to the worst."""
     settings = [setting for setting in findings.settings() if set(contestants) & set(findings.contestants(setting))]
     figure = Figure(figsize=(13, 3.6 * len(settings)), layout="constrained")
     all_axes = figure.subplots(len(settings), 3, squeeze=False)
@@ -59,7 +59,7 @@ def _draw_setting(findings: Findings, setting: str, contestants: Sequence[str], 
 
 
 def _band(rows: Sequence[Row]) -> list[tuple[float, float, float, float]]:
-    """(step, mean, least, most) over seeds, at the steps that all have."""
+    """Yield (step, mean, least, most) over seeds, at the steps that all seeds have."""
     curves = [dict(row["validation"]) for row in rows]
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     losses = [[curve[step] for curve in curves] for step in common]

@@ -1,8 +1,8 @@
-"""The processes that make the runs of a study: each run in a process of its own, on one core, and a row in `rows.jsonl` when it is done.
+"""Makes the runs of a study, each in a process of its own on one core, and writes a row to `rows.jsonl` when a run is done.
 
-The parent starts processes, and alone writes rows. Killed at any moment, parent or child, and started again, a study goes on: finished runs
-have their rows, half-finished ones their checkpoints. A child whose parent is gone saves and ends. A run that ends without a row is tried
-once more; then the study stops with its error.
+The parent starts processes, and it alone writes rows. If parent or children are killed at any moment, the same command goes on: finished
+runs have their rows, half-finished ones their checkpoints. A child whose parent is gone saves and ends. A run that ends without a row is
+tried once more; then the study stops with its error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lather.data.opening import open_datasets
 from lather.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
-"""Children have torch imported, and start in milliseconds."""
+"""Starts children that have torch imported already, so that they start in milliseconds."""
 POLL_SECONDS = 0.2
 LOCK_TRIES = 60
-"""Seconds to wait for the children of a process that was killed."""
+"""How often a lock is tried, once a second, while the children of a killed process still hold it."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Queue:
     folder: Path
     workers: int
     common: Row
-    """The part of a row that is the same for all: commit, hardware, versions."""
+    """The part that all rows share: commit, hardware, versions."""
     report: Callable[[str], None]
     rows: dict[str, Row] = field(default_factory=dict)
     running: dict[str, tuple[Trial, BaseProcess]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
 
     def work(self, seconds: float) -> bool:
-        """Make runs until none is wanted, or for about so long; returns whether the study is done."""
+        """Make runs until none is wanted, or for about `seconds`; returns whether the study is done."""
         end = time.monotonic() + seconds
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(self.folder), _terminated_as_interrupted():
@@ -68,7 +68,7 @@ class Queue:
         return True
 
     def _prepare_data(self) -> None:
-        """Make the data sets, in a process that then ends, before there are several that would."""
+        """Make the data sets in a process that then ends, before several processes would make them at once."""
         for trial in {trial.setting: trial for trial in self.study.wanted(self.rows)}.values():
             config = trial.config(self.folder)
             process = FORK.Process(target=open_datasets, args=(config.data, config.model.vocab_size, self.report))
@@ -119,19 +119,19 @@ class Queue:
             raise UserError(f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed twice: {text}")
 
     def _stop(self) -> None:
-        """Have children save and end."""
+        """Have the children save and end."""
         for _, process in self.running.values():
             process.terminate()
         for trial, process in self.running.values():
             process.join()
-            if (result := self._place(trial) / "row.json").exists():  # it had just finished
+            if (result := self._place(trial) / "row.json").exists():  # the child had just finished
                 self._keep(trial, json.loads(result.read_text()))
         self.running.clear()
 
 
 def _child(trial: Trial, folder: Path, parent: int) -> None:
-    """Perform a run on one core; what it leaves is `row.json`, or `error.txt`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which says what to do
+    """Perform a run on one core, in the child; it leaves `row.json` or `error.txt`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells the children
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
@@ -157,7 +157,7 @@ def _child(trial: Trial, folder: Path, parent: int) -> None:
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """The rows of a file by key; a last line that a kill cut short is left out, and cut away."""
+    """Read the rows of a file by key; a last line that a kill cut short is dropped and cut from the file."""
     if not path.exists():
         return {}
     text = path.read_text()
@@ -181,7 +181,7 @@ def _locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:  # children hold it, too: after a kill it is free when the last of them has saved
+            except OSError:  # children hold the lock, too: after a kill it is free when the last of them has saved
                 time.sleep(1)
         else:
             raise UserError(f"{folder} is in use by another process: wait for it, or give another --out")
@@ -190,7 +190,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the study as Ctrl-C does: children save first."""
+    """End the study on SIGTERM as on Ctrl-C: children save first."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""A study as data: who is trained on what, at which rates, with which seeds; and which runs are still to be made.
+"""Reads a study from its file (which optimizers are trained on which models, at which rates, with which seeds) and says which runs are left
+to make.
 
     name = "short"
     seeds = [1, 2, 3]                       # of the runs that are compared
@@ -9,13 +10,14 @@
     optim = { name = "muon", momentum = 0.9 }         # [optim] without rates
     rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in which it takes part
 
-    [tuning]                                # if it is there, `rates` are where the search of rates begins
+    [tuning]                                # if this section is there, the search for rates begins at `rates`
     seed = 0
     factor = 2.0
 
-The search: a run at the start and at its four neighbours, which have one of the two rates multiplied or divided by `factor`; then round the
-best run so far, until it is better than its four neighbours. So the best is never at an edge of what was tried. The runs that are compared
-have the best rates and seeds of their own. What is to be run follows from the study and the rows that are there: nothing else is kept.
+The search makes a run at the start and at its four neighbours, which have one of the two rates multiplied or divided by `factor`. It goes
+on around the best run so far, until that one is better than its four neighbours. So the best rates are never at an edge of what was tried.
+The compared runs have the best rates, and seeds of their own. Which runs are left follows from the study and its rows: nothing else is
+kept.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, require
 
 Rates = tuple[float, float]
-"""Peak learning rates of the matrices and of the rest."""
+"""Peak learning rates: of the matrices, and of all other parameters."""
 Row = dict[str, Any]
 MOST_HALVINGS = 8
-"""How often a start that diverges is tried again at both rates divided by `factor`."""
+"""How often the search divides both start rates by `factor` and tries again if the run diverges."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +55,27 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """A name for all that fixes the numbers of the run."""
+        """A name made of everything that determines the numbers of the run."""
         return hashlib.sha256(json.dumps(self.mapping, sort_keys=True).encode()).hexdigest()[:16]
 
     def config(self, run_dir: Path) -> Config:
-        """The configuration; raises ConfigError."""
+        """Make the configuration; raises ConfigError."""
         return config_from_mapping({**self.mapping, "run_dir": str(run_dir)})
 
 
 @dataclass(frozen=True)
 class StudyContestant:
-    """An optimizer with its options, and where it takes part."""
+    """An optimizer with its options and rates."""
 
     name: str
     optim: dict[str, Any]
     rates: dict[str, Rates]
-    """By setting in which it takes part."""
+    """Rates (of matrices, of the rest) by setting, for the settings that it takes part in."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How rates are searched."""
+    """How the rates are searched."""
 
     seed: int
     factor: float
@@ -86,7 +88,7 @@ class Study:
     name: str
     seeds: tuple[int, ...]
     settings: dict[str, dict[str, Any]]
-    """Configurations as `lather train` reads them from a file, by name."""
+    """Configurations as `lather train` reads them from a file, by name of the setting."""
     contestants: tuple[StudyContestant, ...]
     tuning: Tuning | None
 
@@ -96,7 +98,7 @@ class Study:
         return Trial(setting, contestant.name, seed, (lr, rest), _merged(self.settings[setting], {"optim": optim, "seed": seed}))
 
     def limited_to(self, settings: Sequence[str], contestants: Sequence[str]) -> Study:
-        """The part of it with these names; empty: all. Raises ConfigError for a name that there is not."""
+        """The part of the study with these settings and contestants; empty: all. Raises ConfigError for an unknown name."""
         known = {"settings": list(self.settings), "contestants": [one.name for one in self.contestants]}
         for option, names in (("settings", settings), ("contestants", contestants)):
             for name in names:
@@ -116,20 +118,20 @@ class Study:
                     yield setting, contestant
 
     def best_rates(self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]) -> Rates | None:
-        """The rates for the runs that are compared; None while they are still searched."""
+        """The rates for the compared runs; None while they are still searched."""
         if self.tuning is None:
             return contestant.rates[setting]
         best, missing = self.search(contestant, setting, rows)
         return None if missing else best
 
     def wanted(self, rows: Mapping[str, Row]) -> list[Trial]:
-        """The runs that can be begun, in order; `rows` are the finished ones by key. Empty: the study is done."""
+        """The runs that can be started now, in order, given the finished rows by key. If there are none, the study is done."""
         runs = [trial for setting, contestant in self.pairs() for trial in self._wanted_of(contestant, setting, rows)]
         unique = {trial.key: trial for trial in runs if trial.key not in rows}
         return list(unique.values())
 
     def compared(self, rows: Mapping[str, Row]) -> list[Row]:
-        """The rows of the runs that are compared, at rates that are known by now."""
+        """The rows of the compared runs whose rates are known by now."""
         found = []
         for setting, contestant in self.pairs():
             rates = self.best_rates(contestant, setting, rows)
@@ -148,7 +150,7 @@ class Study:
         return [self.trial(contestant, setting, seed, best) for seed in self.seeds]
 
     def search(self, contestant: StudyContestant, setting: str, rows: Mapping[str, Row]) -> tuple[Rates, list[Trial]]:
-        """The best rates so far, and the runs that have to be made before these can be judged."""
+        """The best rates so far, and the runs that are needed before those can be judged."""
         assert self.tuning is not None
         lr, rest = contestant.rates[setting]
         factor, seed = self.tuning.factor, self.tuning.seed
@@ -169,7 +171,7 @@ class Study:
             x, y = best
             if math.isfinite(losses[best]):
                 around = {(x - 1, y), (x + 1, y), (x, y - 1), (x, y + 1)} - losses.keys()
-            else:  # everything diverged so far
+            else:  # every run diverged so far
                 around = {(-len(losses), -len(losses))} if len(losses) <= MOST_HALVINGS else set()
             if not around:
                 return trial_at(best).rates, []
@@ -185,7 +187,7 @@ def rows_by_key(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def load_study(path: Path) -> Study:
-    """Read a study file; raises ConfigError naming the file and what is wrong, of each run's configuration too."""
+    """Read a study file. Raises ConfigError, which names the file and the fault, if the file or the configuration of a run is wrong."""
     try:
         mapping = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -243,6 +245,6 @@ def _rates(pair: Any, name: str) -> Rates:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above`, section by section."""
+    """Return `below` with the values of `above`, section by section."""
     both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(above[key], Mapping)}
     return {**below, **above, **both}

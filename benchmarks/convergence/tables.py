@@ -1,4 +1,4 @@
-"""Tables in Markdown of what a study found."""
+"""Makes Markdown tables of a study's findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.convergence.study import Row, Study, final_loss
 
 
 def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -> str:
-    """A row per contestant of a setting, best first, against each of the baselines; steps, seconds and costs if they are known."""
+    """Make the table of a setting: a row for each contestant, best first, compared with each baseline in steps, seconds and costs if
+    known."""
     has_curves = any(len(row["validation"]) > 2 for row in findings.rows)
     head = ["rule", "rates", "validation loss"]
     for other in baselines:
@@ -54,7 +55,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
-    """The best rates so far of a study with a search, and the loss there; and where the search is not at its end."""
+    """Make the table of the best rates and losses that a search has found so far; it marks searches that have not ended."""
     assert study.tuning is not None
     lines = [_line(("setting", "rule", "rates", "validation loss, seed of the search")), _line(["---"] * 4)]
     for setting, contestant in study.pairs():

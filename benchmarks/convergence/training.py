@@ -1,6 +1,6 @@
-"""One run of a study: `lather train` in this process, and the row that is made of what it leaves.
+"""Makes one run of a study: `lather train` in this process, and a row from the files that it leaves.
 
-A run that was killed is taken up from its last checkpoint by being started again.
+A run that was killed goes on from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lather.train.loop import DivergedError, train
 from lather.train.metrics import StepRow, training_rows
 
 BINS = 100
-"""Points of a run's curve of training losses, each the mean of equally many steps."""
+"""Number of points of a run's curve of training losses; each is the mean over equally many steps."""
 
 
 class Silent:
@@ -30,7 +30,7 @@ class Silent:
 
 
 def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
-    """Train to the end in `folder`, a folder of the run's own, and return its row; None if it was stopped before. Raises UserError."""
+    """Train to the end in a folder of the run's own and return its row, or None if it was stopped before. Raises UserError."""
     config = trial.config(folder)
     try:
         outcome = train(config, Silent(), stop)
@@ -40,7 +40,7 @@ def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
 
 
 def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
-    """The row of a finished run."""
+    """Make the row of a finished run."""
     rows = read_rows(folder / "metrics.jsonl")
     steps: list[dict[str, Any]] = list(training_rows(rows))
     validation = [[row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row]
@@ -64,12 +64,12 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
 
 
 def _binned(rows: list[dict[str, Any]]) -> list[list[float]]:
-    """Last step and mean loss of consecutive parts."""
+    """Yield the last step and the mean loss of consecutive parts of the run."""
     size = max(1, -(-len(rows) // BINS))
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     return [[part[-1]["step"], round(sum(row["loss"] for row in part) / len(part), 4)] for part in parts]
 
 
 def forget(folder: Path) -> None:
-    """Delete what a finished run left, once its row is safe."""
+    """Delete the files of a finished run, once its row is safe."""
     shutil.rmtree(folder, ignore_errors=True)

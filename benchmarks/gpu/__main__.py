@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu`: all parts, those that are done already left out. With the standard library alone until it is known that
-torch is there."""
+"""`python -m benchmarks.gpu`: runs all parts that are not done yet. It uses the standard library alone until it is known that torch is
+there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.gpu.parts import MeasuredPart, all_parts
 from benchmarks.gpu.runner import Runner
 
 FOLDER = Path("runs/gpu")
-"""Where parts work and what is done is remembered."""
+"""Folder in which the parts work, and which remembers what is done."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if a part was not done, 2 if nothing can be."""
+    """Run the parts; returns the exit status: 1 if a part was not done, 2 if nothing can be done."""
     options = _parser().parse_args(arguments)
     folder = FOLDER / options.device / ("small" if options.small else "full")
     parts = all_parts(options.device, folder.resolve(), small=options.small)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     runner = Runner(folder)
     collected = partial(collect, parts, runner, options.out, publish=options.device == "cuda" and not options.small)
-    outcomes = runner.run(chosen, fresh=options.fresh, after=collected)  # each time, lest all be lost when this is ended
+    outcomes = runner.run(chosen, fresh=options.fresh, after=collected)  # after each part, so that an interruption loses nothing
     print(f"\n{collected()}\n\nsummary, rows, picture and logs in {options.out}")
     return int(any(outcome.status != "done" for outcome in outcomes.values()))
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _possible(parts: Sequence[MeasuredPart], device: str) -> bool:
-    """Whether anything can be done here; says exactly which wheels are missing."""
+    """Say whether anything can be done here, and exactly which wheels are missing."""
     stopped = {part.name: needs.missing(part.needs) for part in parts}
     stopped = {name: lacks for name, lacks in stopped.items() if lacks}
     if stopped:

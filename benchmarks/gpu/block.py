@@ -1,7 +1,8 @@
-"""A decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory modes against plain autograd of the same formulas.
+"""Measures a decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory modes against plain autograd of the same
+formulas.
 
-Time by the device's events, the most bytes beyond parameters and input by its allocator. First all give plain autograd's output and
-gradients, with the router's choices of the first, so that a near-tie cannot turn them.
+Time is taken from the device's events; the most bytes beyond parameters and input come from its allocator. Before that, all modes must give
+plain autograd's output and gradients; they all use the router's choices of the first, so that a near-tie cannot turn into another choice.
 
 Letters: B sequences, S tokens of each, D hidden size.
 """
@@ -27,12 +28,12 @@ from lather.models.token_positions import SequenceLayout
 CONTESTANTS = ("reference", "saved", "recompute")
 """Memory modes of a block; the first is plain autograd."""
 TOLERANCE = 5e-2
-"""Largest difference from plain autograd's in bf16, relative in the Frobenius norm."""
+"""The largest difference from plain autograd in bf16, relative in the Frobenius norm."""
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """A block, and what goes through it."""
+    """Sizes of a block and of its input."""
 
     hidden: int = 2048
     intermediate: int = 1408
@@ -50,7 +51,7 @@ SMALL = BlockSizes(hidden=64, intermediate=32, experts=8, slots=2, heads=2, late
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """A row for each contestant. Raises CheckError."""
+    """Measure every contestant; yields a row for each. Raises CheckError."""
     sizes = SMALL if settings.small else BlockSizes()
     model = _model(sizes, settings.device)
     block: Any = model.layers[0]

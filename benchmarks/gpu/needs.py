@@ -1,4 +1,4 @@
-"""The packages that each part needs beside torch; nothing is imported to find out, torch aside."""
+"""Lists the packages that each part needs beside torch. Only torch is imported to find out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TORCH, TRITON = "2.11", "3.4"
 MEASURING = {"numpy": "1.26", "rich": "13", "matplotlib": "3.8"}
 TRAINER = {**MEASURING, "safetensors": "0.5", "tokenizers": "0.20", "tyro": "1.0", "tomli-w": "1.0", "jinja2": "3.1"}
 MODULES = {"tomli-w": "tomli_w"}
-"""Where a module has another name than its wheel."""
+"""The module of each wheel whose module has another name."""
 OF_OTHERS = {
     "rich": ("markdown-it-py", "pygments"),
     "tyro": ("docstring-parser", "typeguard", "typing-extensions"),
     "pytest": ("pluggy", "iniconfig"),
 }
-"""Packages that wheels need and that may be missing, too, where they are carried there one by one."""
+"""Packages that these wheels need, which may be missing where wheels are copied to a machine one by one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Missing:
     wheel: str
     minimum: str
     found: str | None
-    """The version that is there."""
+    """The version that is installed; None: the wheel is missing."""
 
     def __str__(self) -> str:
         also = OF_OTHERS.get(self.wheel, ())
@@ -37,18 +37,18 @@ class Missing:
 
 
 def missing(wheels: Mapping[str, str]) -> list[Missing]:
-    """Which of {wheel: least version} are not there."""
+    """Return those of {wheel: least version} that are missing or too old."""
     found = {wheel: installed(wheel) for wheel in wheels}
     return [Missing(wheel, least, found[wheel]) for wheel, least in wheels.items() if not _is_enough(found[wheel], least)]
 
 
 def installed(wheel: str) -> str | None:
-    """The version of a wheel whose module can be imported; None: it cannot."""
+    """Return the version of a wheel whose module can be imported, or None."""
     if importlib.util.find_spec(MODULES.get(wheel, wheel)) is None:
         return None
     try:
         return version(wheel)
-    except PackageNotFoundError:  # a module without a wheel's record is taken as it is
+    except PackageNotFoundError:  # a module that was not installed as a wheel is taken as it is
         return "unknown"
 
 
@@ -57,10 +57,10 @@ def _is_enough(found: str | None, least: str) -> bool:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The leading whole numbers of a version: (2, 11, 0) of "2.11.0+cu130"."""
+    """Read the leading whole numbers of a version: (2, 11, 0) of "2.11.0+cu130"."""
     return tuple(int(part) for part in re.match(r"\d*(?:\.\d+)*", text)[0].split(".") if part)  # type: ignore[index]
 
 
 def describe(lacks: Iterable[Missing]) -> str:
-    """One line for each wheel, each once."""
+    """Describe each wheel in one line, and each only once."""
     return "\n".join(f"  {line}" for line in dict.fromkeys(map(str, lacks)))

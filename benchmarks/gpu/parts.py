@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: what each runs, the seconds it may take, and the wheels it needs beside torch.
+"""Lists the parts of `make gpu`: what each runs, the seconds it may take, and the wheels it needs beside torch.
 
 The limits add up to 25 minutes, so that all of it is over by then, whatever hangs.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.gpu.needs import MEASURING, TRAINER
 
 ROOT = Path(__file__).parents[2]
-"""The repository: the tests and the sizes are not in the package."""
+"""The repository, which has the tests and the configurations of sizes that the package lacks."""
 PEERS = ("heavyball", "pytorch_optimizer")
 TESTS = {"attention": 250, "cache": 40, "engine": 200, "kernels": 90, "loss": 80, "moe": 60, "optim": 100}
 """Seconds for each file of tests/gpu, by a short name."""
@@ -30,27 +30,27 @@ FILES = {
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """Something that is done in a process of its own."""
+    """A part, which is done in a process of its own."""
 
     name: str
     title: str
     arguments: tuple[str, ...]
-    """Arguments of Python."""
+    """Arguments of the Python interpreter."""
     seconds: float
-    """After which the process is ended."""
+    """Seconds after which the process is ended."""
     needs: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
-    """Something to say before it starts."""
+    """A remark that is printed before the part starts."""
 
 
 def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
-    """In the order in which they are done; rows and pictures go to `folder`. Small ones are for a rehearsal."""
+    """List the parts in the order in which they are done; they write rows and pictures to `folder`. Small parts are for a rehearsal."""
     options = ("--device", device, "--out", str(folder), *(["--small"] if small else []))
     absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
 
     def work(name: str, title: str, seconds: float, needs: Mapping[str, str] = MEASURING, note: str = "") -> MeasuredPart:
-        enough = ("--seconds", str(0.8 * seconds))  # the rest is for starting and for what cannot be cut
+        enough = ("--seconds", str(0.8 * seconds))  # starting and what cannot be cut short take the rest
         return MeasuredPart(name, title, ("-m", "benchmarks.gpu.work", name, *options, *enough), seconds, needs, note)
 
     return [
@@ -66,7 +66,8 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
 
 
 def _tests(name: str, seconds: float) -> MeasuredPart:
-    """A file of tests/gpu, without the suite's conftest, which checks shapes and wants what only developers install."""
+    """Make the part that runs a file of tests/gpu. It leaves out the suite's conftest, which checks shapes and needs packages for
+    developers."""
     options = ("-c", str(ROOT / "tests/gpu/alone.ini"), "--rootdir", str(ROOT), "--noconftest")
     arguments = ("-m", "pytest", *options, str(ROOT / "tests/gpu" / FILES[name]))
     return MeasuredPart(f"tests-{name}", f"tests/gpu/{FILES[name]}", arguments, seconds, {**TRAINER, "pytest": "8.0"})

@@ -1,7 +1,7 @@
 """Runs parts, each in a process of its own with a time limit, and remembers which are done.
 
-`state.json` has a line of state per part. A part is done again if it has not been done, if the code has changed (`fingerprint`), or with
-`fresh`. One that fails or is too slow stops nothing: its whole process group is ended, and the next one begins.
+`state.json` has an entry for each part. A part is done again if it has not been done, if the code has changed (`fingerprint`), or with
+`fresh`. A part that fails or is too slow stops nothing: its whole process group is ended, and the next one begins.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ CODE = ("src/lather/**/*.py", "tests/gpu/*", "benchmarks/gpu/*")
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """The outcome of a part."""
+    """How a part ended."""
 
     status: Status
     seconds: float
     exit_status: int | None
-    """None: it was ended, or never started."""
+    """The exit status of its process; None: it was ended, or never started."""
     fingerprint: str
-    """Fingerprint of the code and of the way it was called."""
+    """Fingerprint of the code and of the part's arguments."""
 
 
 def fingerprint(part: MeasuredPart, root: Path = ROOT) -> str:
-    """The same for the same code and arguments, in a repository or in a mere copy of one."""
+    """Compute a fingerprint, equal for equal code and arguments, in a repository or in a mere copy of one."""
     digest = hashlib.sha256(repr(part.arguments).encode())
     for path in sorted(path for pattern in CODE for path in root.glob(pattern) if path.is_file()):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -56,7 +56,8 @@ class Runner:
     def run(
         self, parts: Sequence[MeasuredPart], *, fresh: bool = False, after: Callable[[], object] = lambda: None
     ) -> dict[str, PartOutcome]:
-        """The outcome of each part, those of earlier calls that still hold included; `after` is called after each that was run."""
+        """Run the parts; returns the outcome of each, those of earlier calls that still hold included. `after` is called after each part
+        that was run."""
         outcomes = {}
         for part in parts:
             outcome = None if fresh else self.earlier(part)
@@ -72,18 +73,18 @@ class Runner:
         return outcomes
 
     def earlier(self, part: MeasuredPart) -> PartOutcome | None:
-        """How the part was done before, by this code; None if it was not."""
+        """How this code did the part before; None if it did not."""
         outcome = self.last(part.name)
         done = outcome is not None and outcome.status == "done" and outcome.fingerprint == fingerprint(part, self._root)
         return outcome if done else None
 
     def last(self, name: str) -> PartOutcome | None:
-        """How a part ended when it was last run, by whatever code; None if it never was."""
+        """How a part ended when any code last ran it; None if none did."""
         state = self._state().get(name)
         return None if state is None else PartOutcome(**state)
 
     def log(self, name: str) -> Path:
-        """The file of what the part printed."""
+        """The file with what the part printed."""
         return self.folder / f"{name}.log"
 
     def _state(self) -> dict[str, dict[str, Any]]:
@@ -101,7 +102,7 @@ class Runner:
         if lacks := missing(part.needs):
             self.log(part.name).write_text("".join(f"needs {one}\n" for one in lacks))
             return PartOutcome("not possible", 0.0, None, mark)
-        for path in self.folder.glob(f"{part.name}*.jsonl"):  # rows of another run are not this one's
+        for path in self.folder.glob(f"{part.name}*.jsonl"):  # these rows are of an earlier run
             path.unlink()
         begun = time.monotonic()
         environment = {**os.environ, "PYTHONPATH": _joined(str(self._root / "src"), os.environ.get("PYTHONPATH")), "PYTHONUNBUFFERED": "1"}
@@ -113,7 +114,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own processes can be ended with it
+                start_new_session=True,  # so that its own child processes can be ended with it
             )
             try:
                 exit_status = process.wait(part.seconds)
@@ -126,7 +127,7 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and those that it has started; what one of them leaves behind would hold memory of the device."""
+    """End the process and those that it has started: one that is left behind would hold memory of the device."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

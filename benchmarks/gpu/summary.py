@@ -1,4 +1,4 @@
-"""The summary of all parts: a line for each part, a picture, and the rows of all parts in one file."""
+"""Summarises all parts: a line for each part, a picture, and the rows of all parts in one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = ("part", "status", "seconds", "result")
 
 
 def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish: bool) -> str:
-    """The table; writes it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
+    """Return the table; write it, a picture, all rows and logs to `out`, and with `publish` all but the logs to benchmarks/results/gpu."""
     out.mkdir(parents=True, exist_ok=True)
     table = markdown([(part.name, *_line(part, runner)) for part in parts])
     (out / "summary.md").write_text(table + "\n")
@@ -33,7 +33,7 @@ def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table that reads well as it is."""
+    """Make a Markdown table that is also readable as plain text."""
     cells = [HEAD, ["---"] * len(HEAD), *lines]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD) - 1)]
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)) + " |" for line in cells)
@@ -47,7 +47,7 @@ def _line(part: MeasuredPart, runner: Runner) -> tuple[str, str, str]:
 
 
 def result(name: str, outcome: PartOutcome, runner: Runner) -> str:
-    """The line on a part: its numbers, and what went wrong, if anything did."""
+    """Make the line of a part: its numbers, and what went wrong, if anything did."""
     describe = DESCRIBE.get(name.partition("-")[0])
     rows = rows_of(name, runner)
     found = describe(rows) if describe and rows else ""
@@ -64,7 +64,7 @@ def tail(runner: Runner, name: str, num_lines: int) -> str:
 
 
 def rows_of(name: str, runner: Runner) -> list[Row]:
-    """A part's rows; of one that was ended, those that it had written."""
+    """Read a part's rows; if it was ended early, those that it had written."""
     stems = [f"optimizer-{device}" for device in ("cuda", "cpu")] if name == "optimizer" else [name]
     for path in (runner.folder / f"{stem}{end}" for end in (".jsonl", ".partial.jsonl") for stem in stems):
         if path.exists():
@@ -117,7 +117,7 @@ DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Bars of the kernels' shares and of the trainings' MFU; False if there is nothing to draw, or no matplotlib."""
+    """Draw bars of the kernels' shares and of the trainings' MFU; returns False if there is nothing to draw, or no matplotlib."""
     shares = {row["config"]["kernel"]: row["share"] for row in rows if row["benchmark"] == "kernel"}
     mfu = {row["config"]["optimizer"]: row["mfu"] for row in rows if row["benchmark"] == "training"}
     panels = [(title, found) for title, found in (("share of a copy's or a product's rate", shares), ("MFU", mfu)) if found]

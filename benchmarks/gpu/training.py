@@ -1,14 +1,14 @@
-"""Training of a mixture of experts for 50 steps, or as many as there is time for: tokens per second, share of the device's peak (MFU), most
-memory.
+"""Trains a mixture of experts for 50 steps, or as many as there is time for, and measures tokens per second, the share of the device's peak
+(MFU) and the most memory.
 
     model flops per token = 6 * (parameters that multiply a token) + 3 * layers * heads * S * (query width + value width)
 
-A multiplication and an addition are two flops; backward costs twice the forward. Parameters that multiply a token are those of matrices,
-the embedding left out and the head counted, of routed experts K of E. Attention is causal: half of S x S. What is computed again, the
+A multiplication and an addition are two flops; backward costs twice the forward. The parameters that multiply a token are the matrices
+without the embedding and with the head; of the routed experts K of E count. Attention is causal: half of S x S. Recomputation, the
 optimizer and the router's bookkeeping do not count, so that the share is of useful work. MFU = flops per token * tokens per second / peak.
 
-Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is needed. The first steps, which compile and
-make the first bases, are left out of the rate; refreshes are in it.
+Tokens are drawn by Zipf's law, so that there is something to learn, and no file or network is needed. The rate
+leaves out the first steps, which compile and make the first bases; it includes refreshes.
 
 Letters: S tokens of a sequence, E experts, K experts per token.
 """
@@ -40,12 +40,13 @@ from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
 
 STEPS, WARM_UP = 50, 10
-"""As many as an interval between refreshes are left out, and whole intervals are counted."""
+"""`WARM_UP` is an interval between refreshes, and is left out of the rate, which counts whole intervals."""
 LEARNING_RATE = {"adamw": 5e-4, "muon": 2e-3, "soap_muon": 2e-3}
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """One row, of the optimizer `contestant`. Raises CheckError if a loss is not finite or the last is not below the first."""
+    """Train with the optimizer `contestant`; yields one row. Raises CheckError if a loss is not finite or the last is not below the
+    first."""
     config = load_config(ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml"))
     config = replace(config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])).resolved()
     device = settings.device
@@ -82,9 +83,9 @@ def _loop(config: Config) -> dict[str, Any]:
 
 
 def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
-    """Train; the result of each step and its seconds, the most bytes of the device's memory, and what the parameters are.
+    """Train; returns the result and the seconds of each step, the most bytes of the device's memory, and the parameters' descriptions.
 
-    Fewer steps than `STEPS` where time runs out, but more than `WARM_UP`.
+    It takes fewer steps than `STEPS` if time runs out, but more than `WARM_UP`.
     """
     started, device = time.monotonic(), settings.device
     engine = build_engine(config, Mesh.single(device))
@@ -111,7 +112,7 @@ def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[f
 
 
 def flops_per_token(infos: list[ShardInfo], config: Config) -> float:
-    """Model flops of forward and backward, by the formula above."""
+    """Compute the model flops of forward and backward, by the formula above."""
     model = config.model
     assert isinstance(model, DeepseekV2Config)
     share = model.num_experts_per_tok / model.n_routed_experts

@@ -1,4 +1,4 @@
-"""One part, in its own process: `python -m benchmarks.gpu.work PART --device cuda --out FOLDER`."""
+"""Does the work of one part, in its own process: `python -m benchmarks.gpu.work PART --device cuda --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ MODULES = {
     "block": "benchmarks.gpu.block",
     "training": "benchmarks.gpu.training",
 }
-"""Each has `rows(settings, contestant)`, which yields rows and raises CheckError; `contestant` is what follows a part's name, or ""."""
+"""The module of each part. It has `rows(settings, contestant)`, which yields rows and raises CheckError; `contestant` is what follows the
+part's name, or ""."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how large."""
+    """Where a part runs, and how large it is."""
 
     device: torch.device
     small: bool
-    """Tiny sizes, for a rehearsal."""
+    """Whether sizes are tiny, for a rehearsal."""
     seconds: float = math.inf
-    """After which a part that can gives what it has."""
+    """Seconds after which a part that can stop early returns what it has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The part's exit status, 1 if a check failed; rows of cases before that are kept."""
+    """Do the part; returns its exit status, 1 if a check failed. Rows of the cases before that are kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part")
     parser.add_argument("--device", default="cuda")
@@ -74,7 +75,7 @@ def _optimizer(device: str, out: Path, *, small: bool) -> int:
         out=out,
         device=device,  # type: ignore[arg-type]
         peers=peers,
-        refresh=False,  # a part of its own
+        refresh=False,  # the refresh is a part of its own
     )
     return optimizer.run(options)
 

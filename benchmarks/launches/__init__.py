@@ -1,1 +1,1 @@
-"""Counts of what the code would ask of a GPU, taken on tensors without storage: `lather bench launches`."""
+"""Counts what the code would ask of a GPU, on tensors without storage: `lather bench launches`."""

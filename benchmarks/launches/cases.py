@@ -1,7 +1,7 @@
 """The cases that are counted: optimizer steps on a rank's share of published models, a block, the loss, a training step.
 
-A rank's share of the matrices is the one that the owners of `lather.optim.sharded` would have, of a model whose every parameter is cut
-along dim 0 (FSDP2); what travels between ranks is not counted here.
+A rank's share is the matrices that `lather.optim.sharded` would make it the owner of, in a model whose every parameter is cut along dim 0
+(FSDP2). What travels between ranks is not counted here.
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and sizes; DeepSeek's rotary scaling, which changes no shape, is left out."""
 
 FREQUENCY = 3
-"""Steps between refreshes here: the first step has first bases, the second none, the third a refresh."""
+"""Steps between refreshes here: the first step makes first bases, the second none, the third refreshes."""
 STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
-"""Steps of KL-SOAP that are counted, and their names."""
+"""The steps of KL-SOAP that are counted, and their names."""
 TOKENS = 8192
 STEP_LAYERS = 3
 
 
 @dataclass(frozen=True)
 class LaunchCase:
-    """Something to count, in one or several rows."""
+    """A piece of work to count, in one or several rows."""
 
     name: str
     config: Mapping[str, Any]
     rows: Callable[[Counter], Iterator[str]]
-    """Does the work, and gives the name of a row each time when what was counted since the last is one."""
+    """Does the work on the counter's device. It yields a row's name when all that was counted since the last row belongs to that row."""
 
 
 def model_config(model: str, **changes: Any) -> ModelConfig:
@@ -101,7 +101,7 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
 
 
 def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None, options: Mapping[str, Any] | None = None) -> LaunchCase:
-    """Steps of a rule on the share of one of so many ranks; `layers`: of a model with only so many."""
+    """Make the case of a rule's steps on the share of one rank of `ranks`; `layers` limits the model's layers."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = optim_config(rule, **rule_options(rule), **(options or {}))
     shapes = share_of_rank(config, model_config(model, **changes), ranks)
@@ -123,13 +123,13 @@ def optimizer_case(rule: str, model: str, ranks: int, layers: int | None = None,
 
 
 def rule_options(rule: str) -> dict[str, Any]:
-    """Refreshes of all matrices in one step, if the rule has refreshes."""
+    """Options with which a rule that has refreshes does all of them in one step."""
     refreshes = hasattr(optim_config(rule), "precondition_frequency")
     return {"precondition_frequency": FREQUENCY, "stagger_refresh": False} if refreshes else {}
 
 
 def share_of_rank(config: OptimConfig, model: ModelConfig, ranks: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """Shapes of what one rank works on: the matrices that it owns, and its rows of everything else."""
+    """The shapes that one rank works on: the matrices that it owns, and its rows of everything else."""
     from torch.distributed.tensor import Shard
 
     whole = build_model(model, None, torch.device("meta"))
@@ -155,13 +155,13 @@ def share_of_rank(config: OptimConfig, model: ModelConfig, ranks: int, rank: int
 
 
 def rows_of_experts(tokens: int, model: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Integers that the host reads: ends of the experts' runs, with an even load."""
+    """Integers that the host reads: the ends of the experts' rows, with an even load."""
     each = tokens * model.num_experts_per_tok // num_routed_experts(model)
     return lambda x: torch.arange(1, x.numel() + 1).view(x.shape) * each
 
 
 def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None) -> LaunchCase:
-    """An MoE block forward and backward, as the engine runs it in one process."""
+    """Make the case of an MoE block, forward and backward, as the engine runs it in one process."""
     config = sizes or model_config(model, num_hidden_layers=2)
 
     def rows(counter: Counter) -> Iterator[str]:
@@ -176,7 +176,7 @@ def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes:
         stage, layout = Stage(0, (block,)), SequenceLayout(1, tokens, counter.device)
         tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
-        for _ in range(2):  # masks and rotary tables are there at the second
+        for _ in range(2):  # the second pass finds masks and rotary tables made
             for p in block.parameters():
                 p.grad = None
             x_BSD, tape = torch.empty(1, tokens, part.hidden_size, device=counter.device), ChunkTape(batch)
@@ -190,7 +190,7 @@ def block_case(model: str, tokens: int = TOKENS, precision: str = "bf16", sizes:
 
 
 def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16") -> LaunchCase:
-    """Head and loss, with gradients."""
+    """Make the case of head and loss, with gradients."""
 
     def rows(counter: Counter) -> Iterator[str]:
         x_TD = torch.empty(tokens, hidden, device=counter.device, requires_grad=True)
@@ -208,7 +208,7 @@ def loss_case(tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400
 
 
 def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens: int = TOKENS, *, packed: bool = False) -> LaunchCase:
-    """Training steps of one process in bf16, four sequences of a micro-batch; `packed`: each of two documents."""
+    """Make the case of training steps of one process in bf16, four sequences in a micro-batch; if `packed`, each of two documents."""
     config = Config(
         model=model_config(model, num_hidden_layers=layers),
         train=LoopConfig(batch_size=4, micro_batch_size=4, sequence_length=tokens // 4, precision="bf16"),
@@ -221,7 +221,7 @@ def step_case(model: str, rule: str = "soap", layers: int = STEP_LAYERS, tokens:
 
 
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
-    """Steps of a whole engine, each a row: with first bases, without, with a refresh."""
+    """Run steps of a whole engine, each a row: one with first bases, one without, one with a refresh."""
     counter.integers = rows_of_experts(config.train.batch_size * config.train.sequence_length, config.model)
     engine = build_engine(config, Mesh.single(counter.device))
     step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), config.train.max_grad_norm)
@@ -242,7 +242,7 @@ def _part(config: ModelConfig, device: torch.device) -> ModelPart:
 
 
 def _finish(steps: Any) -> Any:
-    """The result of work that stops wherever something travels."""
+    """Run a generator, which stops wherever something travels, to its end; returns its result."""
     while True:
         try:
             next(steps)

@@ -21,18 +21,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class LaunchesBenchmark:
-    """Kernel launches, bytes, flops and host waits on a GPU, counted without one. It is a count: no time follows from it."""
+    """Counts kernel launches, bytes, flops and host waits of a GPU, without one. No time follows from a count."""
 
     parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = ("optimizer", "block", "loss", "step")
     """Parts to count."""
     models: tuple[str, ...] = tuple(PUBLISHED)
-    """Models whose sizes are taken: DeepSeek-V2-Lite and Qwen3-30B-A3B."""
+    """Models whose sizes are used: DeepSeek-V2-Lite and Qwen3-30B-A3B."""
     rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
-    """Rules of the optimizer; all but the first for the first model on the most ranks alone."""
+    """Rules of the optimizer. All but the first are counted only for the first model on the most ranks."""
     ranks: tuple[int, ...] = (8, 16)
-    """Numbers of ranks, of one of which the optimizer's step is."""
+    """Numbers of ranks; the optimizer's step of one of them is counted."""
     layers: int = 0
-    """Layers of the optimizer's models, for a quick look; 0: all."""
+    """How many layers the optimizer's models have, for a quick look; 0: all."""
     out: Path = Path("benchmarks/results")
     """Folder for launches.jsonl; a run replaces it."""
 
@@ -43,7 +43,7 @@ class LaunchesBenchmark:
 
 
 def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
-    """All that the options ask for."""
+    """All cases that the options ask for."""
     layers = options.layers or None
     if "optimizer" in options.parts:
         for number, rule in enumerate(options.rules):
@@ -75,7 +75,7 @@ def run(options: LaunchesBenchmark) -> int:
 
 
 def count(case: LaunchCase) -> Iterator[Row]:
-    """The rows of a case."""
+    """Count a case; returns its rows."""
     with Counter() as counter:
         for name in case.rows(counter):
             yield {
@@ -93,7 +93,7 @@ def _as_row(phase: CountedPhase) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
-    """A line for each phase of each row, and one for all of them."""
+    """Make a table with a line for each phase of each row, and one for all phases."""
     out = Table("case", "phase", "launches", "triton", "views", "GiB read", "GiB written", "TFLOP", "host waits", "peak GiB")
     for row in rows:
         for phase, counts in [*row["phases"].items(), ("all", row["total"])]:

@@ -1,17 +1,16 @@
 """Counts what code asks of a GPU: `with Counter() as counter: ...` around work on the stand-in device.
 
-    launches    kernels: every operation that is no view and makes no memory alone; every Triton kernel; a factorisation that CUDA's
-                libraries do matrix by matrix once for each matrix (inside each there are more)
-    bytes       read and written by those kernels, each tensor of a kernel once. Of gathers the rows that are read; of a Triton kernel what
-                its source loads and stores, whole tensors
-    flops       of products, attention and factorisations; causal masks save nothing here, elementwise work counts nothing
-    waits       of the host for the device, each with the place in Lather: reads of values, blocking copies, copies of memory that is not
-                pinned, synchronisation
-    peak        the largest sum of bytes of tensors that are made inside the block, temporaries among them
+    launches    kernels: every operation that is neither a view nor only makes memory; every Triton kernel; for a factorisation that CUDA's
+                libraries do matrix by matrix, one for each matrix (there are more inside)
+    bytes       bytes that those kernels read and write, each tensor of a kernel once. A gather counts the rows that it reads, a Triton
+                kernel the tensors that its source loads and stores, whole
+    flops       flops of products, attention and factorisations; causal masks save nothing here, elementwise work counts nothing
+    waits       times that the host waits for the device, each with the place in Lather: reads of values, blocking copies, copies of
+                memory that is not pinned, synchronisation
+    peak        the most bytes of tensors made inside the block that are alive together, temporaries among them
 
-by phase: the innermost `record_function` range whose name begins with "lather.optim.". What the device gives is made up (`lather.standin`).
-
-It is a count. No time follows from it: a kernel of 4 bytes and one of 4 GiB are one launch each.
+Counts are kept by phase: the innermost `record_function` range whose name begins with "lather.optim.". The device's values are made up
+(`lather.standin`). No time follows from a count: a kernel of 4 bytes and one of 4 GiB are one launch each.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from lather.standin.operations import VIEWS, WITHOUT_KERNEL, flops
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."
-"""Beginning of the names of ranges that are phases."""
+"""The names of ranges that are phases begin so."""
 
 
 @dataclass
 class CountedPhase:
-    """Counts of one phase."""
+    """The counts of one phase."""
 
     launches: int = 0
     triton: int = 0
-    """Launches of Lather's own kernels among these."""
+    """How many of these launches are Lather's own kernels."""
     views: int = 0
-    """Operations without a kernel."""
+    """Operations that launch no kernel."""
     bytes_read: int = 0
     bytes_written: int = 0
     flops: int = 0
     host_waits: int = 0
     peak_bytes: int = 0
-    """Largest sum while the phase ran of bytes that were made since counting began."""
+    """The most bytes made since counting began that were alive together during the phase."""
     kernels: Tally[str] = field(default_factory=Tally)
 
 
 class Counter(StandInMode):
-    """See the head of this file. The device is for one counter at a time."""
+    """Counts launches, bytes, flops, waits and peak, as the head of this file says. The device serves one counter at a time."""
 
     def __init__(self, integers: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`integers`: the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
+        """`integers` gives the values of an integer tensor that the host reads; None: 1, 2, 3 and so on."""
         super().__init__(integers)
         self.phases: defaultdict[str, CountedPhase] = defaultdict(CountedPhase)
         self.waits: Tally[tuple[str, str]] = Tally()
-        """(what, where) -> how often the host waited."""
+        """How often the host waited, by (reason, place)."""
         self.notes: Tally[str] = Tally()
-        """Oddities: operands of two devices, unfused attention, products of fp64."""
+        """How often something odd happened: operands of two devices, unfused attention, products of fp64."""
         self._ranges: list[str] = []
         self._memory = PeakBytes(count_meta=False)
 
     def restart(self) -> None:
-        """Forget all counts. Memory that exists by now counts for nothing from here on."""
+        """Forget all counts; memory that exists now does not count from here on."""
         self.phases.clear()
         self.waits.clear()
         self.notes.clear()
@@ -76,7 +75,7 @@ class Counter(StandInMode):
 
     @property
     def total(self) -> CountedPhase:
-        """All phases together."""
+        """The counts of all phases together."""
         sums = CountedPhase()
         for phase in self.phases.values():
             for name in ("launches", "triton", "views", "bytes_read", "bytes_written", "flops", "host_waits"):
@@ -91,7 +90,7 @@ class Counter(StandInMode):
 
     @property
     def phase(self) -> CountedPhase:
-        """The one that goes on."""
+        """The phase that is running."""
         return self.phases[next((name for name in reversed(self._ranges) if name.startswith(RANGES)), OUTSIDE)]
 
     def wait(self, what: str) -> None:
@@ -103,7 +102,7 @@ class Counter(StandInMode):
         self.notes[f"{what} at {place()}"] += 1
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
-        """Count a kernel."""
+        """Count the launch of a kernel."""
         phase = self.phase
         phase.launches += times
         phase.triton += triton

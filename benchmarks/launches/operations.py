@@ -1,4 +1,4 @@
-"""Traffic, flops, launches and host waits of torch's operations on a GPU."""
+"""Says what torch's operations cost on a GPU: traffic, flops, launches and host waits."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ WAIT_INSIDE = {
     "_unique2": "unique: the size of the result",
     "equal": "equal: the answer",
 }
-"""Operations that make the host wait, whoever calls them."""
+"""Operations that make the host wait, whoever calls them, and the reason."""
 ONE_BY_ONE = frozenset(("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr"))
 """Factorisations that CUDA's libraries do matrix by matrix."""
 
 
 def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
-    """Bytes that the operation reads and writes."""
+    """The bytes that the operation reads, and those that it writes."""
 
     def size(tensors: Iterable[Tensor]) -> int:
         return sum(map(nbytes, tensors))
@@ -66,5 +66,5 @@ def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], i
 
 
 def launches(name: str, args: Sequence[Any]) -> int:
-    """Kernels, at least."""
+    """The least number of kernels that the operation launches."""
     return int(math.prod(args[0].shape[:-2])) if name in ONE_BY_ONE else 1

@@ -21,7 +21,7 @@ from lather.optim.rules.soap_muon import SOAPMuonRule
 
 @dataclass(frozen=True)
 class MomentumRamp(MuonRule):
-    """Muon whose momentum grows from `first_momentum` to `momentum`: early gradients turn fast, late ones are mostly noise."""
+    """Muon with a momentum that grows from `first_momentum` to `momentum`: early gradients turn fast, late ones are mostly noise."""
 
     _: KW_ONLY
     first_momentum: Decay = 0.8
@@ -40,13 +40,14 @@ class MomentumRamp(MuonRule):
 
 @dataclass(frozen=True)
 class TwoMomenta(MuonRule):
-    """Muon of a fast and a slow momentum together (after AdEMAMix, arXiv:2409.03137): old gradients hold signal that one average drops."""
+    """Muon with a fast and a slow momentum together (after AdEMAMix, arXiv:2409.03137): old gradients hold signal that one average
+    drops."""
 
     _: KW_ONLY
     slow_momentum: Decay = 0.98
-    """mu of the slow one, corrected for bias."""
+    """mu of the slow momentum, which is corrected for bias."""
     slow_share: NonNegative = 0.5
-    """Weight of the slow one against the fast one's numerator."""
+    """Weight of the slow momentum against the fast one's numerator."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         return super().state(matrix) | {"slow_buffer": Entry(matrix.shape, "moment")}
@@ -59,7 +60,7 @@ class TwoMomenta(MuonRule):
 
 @dataclass(frozen=True)
 class MARSMuon(MuonRule):
-    """Muon of gradients corrected by their change since the last step (arXiv:2411.10438, approximate form): less variance in B."""
+    """Muon on gradients that are corrected by their change since the last step (arXiv:2411.10438, approximate form): less variance in B."""
 
     _: KW_ONLY
     gamma: NonNegative = 0.025
@@ -77,7 +78,7 @@ class MARSMuon(MuonRule):
 
 @dataclass(frozen=True)
 class SignalMuon(MuonRule):
-    """Muon whose step is as long as its gradients agree: U times |N|_F / (mean |G|_F^2)^(1/2), near 1 for signal, small for noise.
+    """Muon with longer steps where gradients agree: U times |N|_F / (mean |G|_F^2)^(1/2), which is near 1 for signal and small for noise.
 
     An expert that saw few tokens has a noisy gradient, which orthogonalising makes as long as any other.
     """
@@ -99,7 +100,7 @@ class SignalMuon(MuonRule):
 
 @dataclass(frozen=True)
 class AdaMuon(MuonRule):
-    """Muon whose U is divided, element by element, by the root of its second moment, with its norm kept (arXiv:2507.11005)."""
+    """Muon with U divided, element by element, by the root of its second moment, and its norm kept (arXiv:2507.11005)."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         return super().state(matrix) | {"exp_avg_sq": Entry(matrix.shape, "moment")}
@@ -112,7 +113,7 @@ class AdaMuon(MuonRule):
 
 @dataclass(frozen=True)
 class FactoredSOAPMuon(SOAPMuonRule):
-    """SOAP-Muon that keeps of its second moment in the bases the means of rows and of columns alone: m + n numbers instead of m n."""
+    """SOAP-Muon that keeps only row and column means of its second moment in the bases: m + n numbers instead of m n."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         m, n = matrix.shape
@@ -135,18 +136,19 @@ class FactoredSOAPMuon(SOAPMuonRule):
 
 @dataclass(frozen=True)
 class RememberedPolar(MuonRule):
-    """N (mean of N^T N)^(-1/2) on the smaller side, by a Newton iteration that begins at the last step's root: no Newton-Schulz anew.
+    """U = N (mean of N^T N)^(-1/2) on the smaller side, by a Newton iteration from the last step's root, without Newton-Schulz.
 
-    Z is warm, so one or two iterations Z <- Z (3 I - A Z^2) / 2 of a slowly changing A do. The mean gives the polar factor a memory.
+    That root Z is nearly right, so one or two iterations Z <- Z (3 I - A Z^2) / 2 are enough while A changes slowly. The mean gives the
+    polar factor a memory.
     """
 
     _: KW_ONLY
     memory: Decay = 0.5
-    """Decay rate of the mean of N^T N; 0: of this step's N alone."""
+    """Decay rate of the mean of N^T N; with 0 it is this step's N alone."""
     damping: NonNegative = 1e-3
-    """Added to A, relative to its mean eigenvalue."""
+    """A number added to A's diagonal, relative to A's mean eigenvalue."""
     iterations: Count = 2
-    """Newton iterations of a step."""
+    """Newton iterations in a step."""
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         k = min(matrix.shape)
@@ -176,7 +178,7 @@ class RememberedPolar(MuonRule):
 
 
 def _largest(z: Tensor, az: Tensor) -> Tensor:
-    """A bound on the spectral norm of Z A Z: its Frobenius norm's power mean is cheap and never below it."""
+    """Bound the spectral norm of Z A Z from above by the root of the Frobenius norm of its square, which is cheap."""
     zaz = z @ az
     norm: Tensor = torch.linalg.matrix_norm(zaz @ zaz, keepdim=True)
     return norm.sqrt()

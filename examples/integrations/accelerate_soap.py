@@ -4,7 +4,7 @@
     accelerate launch --cpu --num_processes 2 examples/integrations/accelerate_soap.py
 
 `prepare` wraps model, optimizer, data and schedule; `save_state` and `load_state` keep all of them. After the first of two epochs the state
-is saved, and loaded into fresh objects that go on. Printed: the loss at the start, after an epoch, and at the end.
+is saved, and loaded into fresh objects that go on. Prints the loss at the start, after an epoch, and at the end.
 """
 
 import tempfile
@@ -21,12 +21,12 @@ STEPS, BATCH = 40, 32
 
 
 def make_accelerator():
-    """`split_batches`: BATCH counts the rows of all processes, and the schedule steps once in a step."""
+    """Make the accelerator. With `split_batches` BATCH counts the rows of all processes, and the schedule steps once in a step."""
     return Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=DataLoaderConfiguration(split_batches=True))
 
 
 def make(accelerator):
-    """Model, optimizer, data and schedule, prepared."""
+    """Make model, optimizer, data and schedule, and prepare them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 1))
     optimizer = SOAP(parameter_groups(model), lr=1e-2, weight_decay=0.01, precondition_frequency=5)

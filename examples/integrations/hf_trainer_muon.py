@@ -4,7 +4,7 @@
 
 The Trainer clips gradients, steps the schedule and saves. A second Trainer goes on from the checkpoint in the middle and ends where the
 first one did. It loads the weights with `from_pretrained`: the Trainer itself does not find the experts in a folder that it has saved.
-Printed: the losses of both.
+Prints the losses of both.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ def make_model(checkpoint=None):
 
 
 def make_rows():
-    """Sequences that count up in steps of 1 to 4."""
+    """Make sequences that count up in steps of 1 to 4."""
     starts, strides = torch.arange(256) * 7, torch.arange(256) % 4 + 1
     rows = (starts[:, None] + strides[:, None] * torch.arange(16)) % 64
     return [{"input_ids": row, "labels": row} for row in rows]

@@ -3,7 +3,8 @@
     python examples/integrations/lightning_soap.py        (seconds on a CPU)
 
 Lightning runs forward and backward in a closure that it gives to `step`, clips in it, steps the schedule and saves. A second Trainer goes
-on from the checkpoint of the first of two epochs. Printed: the loss at the start, after an epoch and at the end, and where the second ends.
+on from the checkpoint of the first of two epochs. Prints the loss at the start, after an epoch and at the end, and the loss at the end of
+the second.
 """
 
 import tempfile
@@ -43,7 +44,7 @@ def make_data():
 
 
 def fit(folder, checkpoint=None, data=None, **options):
-    """A module, trained; saved after each epoch."""
+    """Train a module, and save it after each epoch."""
     torch.manual_seed(0)
     module = Regression()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)

@@ -3,7 +3,7 @@
     python examples/integrations/peft_lora.py        (seconds on a CPU)
 
 Only the adapters have gradients, and only they get optimizer state. After half of the steps adapters and optimizer are saved, loaded beside
-a fresh base model, and go on. Printed: the loss at the start, in the middle and at the end, and bytes of state per weight trained.
+a fresh base model, and go on. Prints the loss at the start, in the middle and at the end, and bytes of state per weight trained.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ def make_optimizer(model):
 
 
 def batch(step):
-    """Sequences that count up in steps of 1 to 4."""
+    """Make sequences that count up in steps of 1 to 4."""
     rows = torch.arange(4)[:, None] * 7 + step % 4
     return (rows + (rows % 4 + 1) * torch.arange(16)) % 64
 

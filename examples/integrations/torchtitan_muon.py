@@ -3,8 +3,8 @@
     python examples/integrations/torchtitan_muon.py                                        (seconds on a CPU)
     torchrun --nproc-per-node 2 examples/integrations/torchtitan_muon.py runs/titan        (FSDP2, on gloo or NCCL)
 
-torchtitan clips gradients, steps the schedule and saves to the folder; it goes on from the last checkpoint that it finds there. Printed by
-torchtitan: the loss of every fifth step.
+torchtitan clips gradients, steps the schedule and saves to the folder; it goes on from the last checkpoint that it finds there. It
+prints the loss of every fifth step.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-import torchtitan_on_cpu  # before torchtitan
+import torchtitan_on_cpu  # this has to be imported before torchtitan
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
@@ -36,7 +36,7 @@ def build_optimizers(model_parts, config, parallel_dims, ft_manager=None):
 
 
 class Counting:
-    """Batches of sequences that count up in steps of 1 to 4; this rank's part of the same batch on any number of ranks."""
+    """Batches of sequences that count up in steps of 1 to 4. Each rank has its part of the same batch, whatever the number of ranks."""
 
     def __init__(self, dp_world_size, dp_rank, job_config, **_):
         self.num_ranks, self.rank, self.step, self.length = dp_world_size, dp_rank, 0, job_config.training.seq_len

@@ -1,4 +1,5 @@
-"""Lets torchtitan run on a machine without an accelerator, with gloo; import it before anything of torchtitan. With one it does nothing."""
+"""Lets torchtitan run on a machine without an accelerator, with gloo; on a machine with one it does nothing. Import it before
+torchtitan."""
 
 import os
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ if not torch.accelerator.is_available():
     divide = FSDPModule.set_gradient_divide_factor
 
     def divide_after_sum(module, factor):
-        """gloo cannot multiply in a reduction."""
+        """Sum and then divide, because gloo cannot multiply in a reduction."""
         module.set_force_sum_reduction_for_comms(True)
         divide(module, factor)
 
@@ -25,6 +26,6 @@ if not torch.accelerator.is_available():
 
 
 def join_or_be_alone():
-    """Without torchrun this process is the only rank."""
+    """Join torchrun's ranks; without torchrun, make this process the only rank."""
     for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, alone)

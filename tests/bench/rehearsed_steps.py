@@ -1,9 +1,9 @@
-"""Whole training steps with the branches that a GPU takes, on the stand-in device: a process of its own, which prints what was found.
+"""Runs whole training steps with the branches that a GPU takes, on the stand-in device, in a process of its own, and prints what it found.
 
     python tests/bench/rehearsed_steps.py         a line of JSON for each case
 
-Three steps a case: with first bases, without, with a refresh; two where there are no bases. Tensors have no values, but shapes, dtypes
-and devices that torch checks; a kernel of Triton is launched with the arguments that it would get.
+Each case has three steps: with first bases, without, with a refresh; two where there are no bases. Tensors have no values, but torch checks
+their shapes, dtypes and devices; a kernel of Triton is launched with the arguments that it would get.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 4},
     "gpt_oss": {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4, "sliding_window": 64, "intermediate_size": 128},
 }
-"""Sizes that a GPU's fast paths take."""
+"""Sizes that a GPU's fast paths accept."""
 COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2}
 NARROW = {"vocab_size": 259, "hidden_size": 72, "moe_intermediate_size": 36}
 """Sizes that no kernel is made for."""
@@ -82,7 +82,8 @@ class Rehearsal:
 
 
 def rehearsals() -> list[Rehearsal]:
-    """Every family, precision and rule, and every choice that a GPU could take otherwise; AdamW where it is the model's."""
+    """List cases of every family, precision and rule, and every choice that a GPU could make differently; AdamW unless the case is about
+    the rule."""
     recomputed = {"recompute": ("attention", "experts", "shared_experts")}
     return [
         Rehearsal(),
@@ -110,7 +111,7 @@ def batch(packed: bool) -> Batch:
 
 
 def rehearse(case: Rehearsal) -> list[dict[str, Any]]:
-    """By step: launches, host waits with their places, and oddities."""
+    """Run a case; returns for each step its launches, its host waits with their places, and oddities."""
     config, found = case.config(), []
     with Counter(rows_of_experts(SEQUENCES // 2 * LENGTH, config.model)) as counter:
         engine = build_engine(config, Mesh.single(counter.device))

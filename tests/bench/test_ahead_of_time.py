@@ -1,4 +1,4 @@
-"""Triton's kernels compile for the GPUs they are meant for, within their limits, and the committed table says with what."""
+"""Triton's kernels compile for the GPUs that they are meant for, within their limits, and the committed table has the same counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(*sorted(ahead_of_time.unreached(without)))
 
 
 def python(*arguments: str, timeout: float = 220) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as Triton's interpreter is on in this one, and with Triton's own settings."""
+    """Run Python in a process of its own and with Triton's own settings, because this process has Triton's interpreter on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, check=False, env=environment)
 
@@ -41,7 +41,7 @@ def compile_all(out: Path, *options: str, timeout: float = 220) -> list[Row]:
 
 
 def by_code(rows: list[Row]) -> dict[str, Row]:
-    """The counts of a row by what was compiled; which cases led to it depends on the choice of models."""
+    """Group the counts of rows by the compiled code; which cases led to it depends on the choice of models."""
     keys = ("kernel", "architecture", "types", "constants", "warps")
     return {json.dumps([row[key] for key in keys], sort_keys=True): {k: v for k, v in row.items() if k != "cases"} for row in rows}
 
@@ -55,7 +55,7 @@ def committed() -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Both gates on every architecture: compiling it ends with an error if a kernel exceeds a limit or has no case."""
+    """Compile for every architecture; the command ends with an error if a kernel exceeds a limit or has no case."""
     return compile_all(tmp_path_factory.mktemp("ahead") / "rows.jsonl", "--models", "DeepSeek-V2-Lite", "GPT-OSS-20B")
 
 
@@ -66,20 +66,20 @@ def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
 
 
 def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits(rows: list[Row]) -> None:
-    """By each thread; the address and the length of a row allow it in these models."""
+    """Each thread reads so many: the address and the length of a row allow it in these models."""
     narrow = [(row["kernel"], row["cases"]) for row in rows if "*bf16" in row["types"] and "128" not in row["loads"]]
     assert not narrow
     assert not [row["kernel"] for row in rows if row["divisions"]]
 
 
 def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
-    """After a change: `python -m benchmarks.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
+    """After a change to a kernel: `python -m benchmarks.ahead_of_time --out benchmarks/results/kernels-ahead.jsonl`."""
     kept = by_code(committed())
     assert by_code(rows).items() <= kept.items()
 
 
 def test_a_kernel_without_a_case_is_noticed() -> None:
-    """A function that another kernel calls needs none of its own, unless nobody calls it."""
+    """A function that another kernel calls needs no case of its own, unless nobody calls it."""
     result = python("-c", WITHOUT_A_CASE)
     assert result.returncode == 0, result.stderr
     missed = {"_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves"}

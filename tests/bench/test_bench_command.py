@@ -32,7 +32,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def with_peer(rows: list[dict[str, Any]], times: float) -> list[dict[str, Any]]:
-    """SOAP's rows, and a peer's that takes `times` as long."""
+    """SOAP's rows, and rows of a peer that takes `times` as long."""
     rows = [row for row in rows if row["config"]["rule"] == "soap"]
     peers = []
     for row in rows:

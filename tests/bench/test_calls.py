@@ -1,4 +1,4 @@
-"""The way from `.grad` to the changed weight is short. Counted in a process of its own, where no call is checked."""
+"""The way from `.grad` to the changed weight is short. It is counted in a process of its own, in which no annotation is checked."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The check before the timing: it accepts what is right and refuses what is not."""
+"""The check before the timing accepts what is right and refuses what is wrong."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is concluded from rows, on rows whose conclusions are known."""
+"""The conclusions from rows, on rows whose conclusions are known."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from benchmarks.convergence.tables import markdown_table
 
 
 def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:
-    """A run with a validation every 10 steps."""
+    """Make the row of a run with a validation every 10 steps."""
     curve = [[10 * index, loss] for index, loss in enumerate(losses)]
     steps = 10 * (len(losses) - 1)
     return {
@@ -30,7 +30,7 @@ def cost(contestant: str, optimizer_ms: float) -> dict[str, Any]:
 
 
 def test_the_interval_is_students() -> None:
-    """Worked by hand: 1, 2, 3 have mean 2, standard deviation 1, standard error 1 / sqrt 3, and t is 4.303 at two degrees of freedom."""
+    """By hand, 1, 2, 3 have mean 2, standard deviation 1, standard error 1 / sqrt 3, and t is 4.303 at two degrees of freedom."""
     mean = Mean.of([1.0, 2.0, 3.0])
     assert (mean.value, mean.count) == (2.0, 3)
     assert mean.half_width == pytest.approx(4.303 / math.sqrt(3))
@@ -44,12 +44,12 @@ def test_the_interval_is_students() -> None:
 
 @pytest.mark.parametrize(("loss", "steps"), [(5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.5, 15.0), (2.0, 20.0), (1.0, math.inf)])
 def test_steps_to_a_loss(loss: float, steps: float) -> None:
-    """Straight between points; a curve that rises again counts from where it first was there."""
+    """The curve is straight between points; if it rises again, the first time at the loss counts."""
     assert steps_to(row("a", 0, [5.0, 3.0, 2.0, 2.5]), loss) == steps
 
 
 def test_comparisons_are_in_pairs() -> None:
-    """Seeds differ by far more than contestants: only pairs show the difference."""
+    """Seeds differ by far more than contestants, so that only pairs show the difference."""
     rows = [row("muon", seed, [9.0, 5.0, 3.0 + seed]) for seed in (1, 2, 3)]
     rows += [row("adamw", seed, [9.0, 6.0, 4.0 + seed + 0.01 * seed]) for seed in (1, 2, 3)]
     findings = Findings(rows, [cost("muon", 25.0), cost("adamw", 0.0)])
@@ -102,7 +102,8 @@ def test_the_table_of_runs_that_were_validated_at_the_end_alone() -> None:
 
 
 def test_reproduction_of_published_rows() -> None:
-    """Seeds differ by 0.1, contestants a and b by 0.5 in each: a mean may move by the interval of seeds, their order may not turn."""
+    """Seeds differ by 0.1, contestants a and b by 0.5 in each seed: a mean may move within the interval of seeds, their order may not
+    turn."""
 
     def findings(a: float, b: float) -> Findings:
         rows = [row(name, seed, [9.0, loss + 0.1 * seed]) for name, loss in (("a", a), ("b", b)) for seed in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""A study of real, tiny runs: made by processes, killed in the middle, resumed; its rows, tables and picture; costs."""
+"""A study of real, tiny runs: processes make them, are killed in the middle and resume; its rows, tables, picture and costs."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def start(*arguments: object, **options: Any) -> ForkedPython:
 
 
 def numbers(out: Path) -> dict[str, Any]:
-    """What a row has from the training alone."""
+    """The numbers of a row that come from the training alone."""
     rows = read_rows(out / "rows.jsonl")
     return {
         key: (row["setting"], row["contestant"], row["seed"], row["final"], row["validation"], row["training"]) for key, row in rows.items()
@@ -101,13 +101,13 @@ def test_a_finished_study_runs_nothing(finished: tuple[Path, Path, str]) -> None
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_rows(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
-    """Parent and children killed with -9 again and again, a torn last row included."""
+    """Parent and children are killed with -9 again and again, and the last row is torn."""
     study, whole, _ = finished
     out = tmp_path / "out"
     for seconds in (1.0, 1.5):
         process = start("run", study, "--out", out, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         time.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):  # on a fast machine it may have come to its end
+        with contextlib.suppress(ProcessLookupError):  # on a fast machine the process may have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if (out / "rows.jsonl").exists():

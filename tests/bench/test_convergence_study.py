@@ -1,4 +1,4 @@
-"""Studies as data: what a file may say, which runs follow from the rows that are there, and where the search of rates ends."""
+"""Studies as data: what a file may say, which runs follow from the rows that exist, and where the search for rates ends."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def study_of(folder: Path, head: str) -> Study:
 
 
 def finish(study: Study, loss: Callable[[Trial], float]) -> dict[str, dict[str, Any]]:
-    """All rows of a study whose runs end at `loss`."""
+    """Return all rows of a study whose runs end at `loss`."""
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(100):
         wanted = study.wanted(rows)
@@ -98,7 +98,7 @@ def test_a_row_stands_for_its_run_alone(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 @given(best=st.tuples(st.floats(-4, 4), st.floats(-4, 4)), tilt=st.floats(-0.6, 0.6))
 def test_the_search_ends_inside_what_it_tried(best: tuple[float, float], tilt: float, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """On a bowl anywhere the rates that it ends at are better than their four neighbours, all of which were tried."""
+    """On a bowl with its minimum anywhere, the search ends at rates that are better than their four neighbours, all of which it tried."""
     study = study_of(tmp_path_factory.mktemp("study"), TUNE)
 
     def loss(trial: Trial) -> float:

@@ -1,4 +1,4 @@
-"""The counts of `lather bench distributed` against what is known by hand."""
+"""The counts of `lather bench distributed` are those that are known by hand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lather.parallel.launch.start import launch
 
 
 def test_counts_of_two_ranks(tmp_path: Path) -> None:
-    """Two equal matrices on two ranks: each sends half of the other's gradient and of its own update."""
+    """There are two equal matrices on two ranks: each rank sends half of the other's gradient and half of its own update."""
     assert launch(count, (((16, 16), (16, 16)), str(tmp_path)), 2) == 0
     for rank in json.loads((tmp_path / "ranks.json").read_text()):
-        flags = 8 * (1 + 2 + 2)  # raise, presence and norms, in fp64, all-reduced
+        flags = 8 * (1 + 2 + 2)  # flags for raising, presence and norms are all-reduced in fp64
         assert rank["wrong"] == 0
         assert rank["bytes_sent"] == 4 * (128 + 128) + flags
         assert rank["state_bytes"] == 4 * 6 * 256

@@ -1,4 +1,4 @@
-"""`lather bench gaps` on two ranks, as short as it may be."""
+"""`lather bench gaps` on two ranks, as short as possible."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make gpu`: parts that fail, hang or are done stop nothing, and what it asks for is what the package asks for."""
+"""`make gpu`: parts that fail, hang or are done do not stop the others, and it requires the versions that the package requires."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def fake(name: str, code: str, seconds: float = 60.0) -> MeasuredPart:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository with nothing but a file of code."""
+    """A repository that has nothing but a file of code."""
     (tmp_path / "root/src/lather").mkdir(parents=True)
     (tmp_path / "root/src/lather/code.py").write_text("x = 1\n")
     return tmp_path / "root"
@@ -231,7 +231,7 @@ def test_a_block_that_is_off_is_not_measured() -> None:
 
 
 def test_flops_of_a_token_are_counted_by_hand() -> None:
-    """benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V 500."""
+    """The sizes of benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V 500."""
     from lather.config.toml_file import load_config
     from lather.models.families import build_model
     from lather.parallel.local_parameters import local_parameters

@@ -11,10 +11,10 @@ import pytest
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case, from a process of its own: the stand-in is registered with torch for as long as a process lives."""
+    """The rows by case, from a process of its own: a process cannot undo that torch knows the stand-in."""
     out = tmp_path_factory.mktemp("launches")
     arguments = ["--parts", "loss", "block", "--models", "DeepSeek-V2-Lite", "--out", str(out)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
     command = [sys.executable, "-m", "lather", "bench", "launches", *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ print("\\n" + json.dumps([row["waits"] for row in rows]))
 
 
 def test_the_model_makes_the_host_wait_once_in_a_step() -> None:
-    """When forward and backward are done, for the losses; with packed documents, too."""
+    """It waits for the losses when forward and backward are done; with packed documents, too."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True, timeout=300, env=environment)
     steps = json.loads(done.stdout.splitlines()[-1])

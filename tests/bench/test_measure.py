@@ -28,9 +28,9 @@ def test_peak_counts_what_is_alive_at_one_time(a: Tensor) -> None:
     def run() -> None:
         for _ in range(3):
             b = a + a
-            c = b * 2  # b and c
+            c = b * 2  # b and c are alive
             del b
-            c.add_(c)  # in place
+            c.add_(c)  # works in place
             del c
 
     assert 2 * SIZE <= peak_temporary_bytes(run, CPU) <= 2 * SIZE + SCALARS
@@ -39,7 +39,7 @@ def test_peak_counts_what_is_alive_at_one_time(a: Tensor) -> None:
 def test_peak_sees_foreach_and_the_inside_of_operations(a: Tensor) -> None:
     assert 3 * SIZE <= peak_temporary_bytes(lambda: torch._foreach_mul([a, a, a], 2.0), CPU) <= 3 * SIZE + SCALARS
     inside = peak_temporary_bytes(lambda: torch.linalg.qr(a[:100, :100]), CPU)
-    assert inside > 2 * 4 * 100 * 100  # Q and R, and the workspace
+    assert inside > 2 * 4 * 100 * 100  # Q, R and the workspace
 
 
 def test_peak_of_nothing_and_of_releases_is_zero(a: Tensor) -> None:
@@ -98,7 +98,7 @@ def test_timed_steps_leave_out_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     matrices = SETS["tiny"]
     contestant = make_contestant("lather", matrices, 2, gradient_pool(matrices, CPU))
-    monkeypatch.setattr(contestant.optimizer, "step", lambda: next(ticks))  # one tick of work, one until the clock is read
+    monkeypatch.setattr(contestant.optimizer, "step", lambda: next(ticks))  # the step takes one tick; reading the clock takes the next
     monkeypatch.setattr(contestant, "set_gradients", lambda: [next(ticks) for _ in range(5)])
     assert measure.time_steps(contestant, 3, CPU) == pytest.approx(2000.0)
     assert contestant.num_steps == 3

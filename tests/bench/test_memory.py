@@ -1,4 +1,5 @@
-"""`lather bench memory` on small sizes: bytes are the formulas', a wrong contestant is not reported, rows and picture appear whole."""
+"""`lather bench memory` on small sizes: bytes are those of the formulas, a wrong contestant is not reported, rows and picture appear
+whole."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept_elements_are_those_of_the_formulas() -> None:
-    """Besides bf16, scores and indices are kept; `reference` has weights of its own in bf16, one per row."""
+    """Besides bf16 tensors, scores and indices are kept; `reference` keeps bf16 weights of its own, one per row."""
     rows = {row["config"]["contestant"]: row for row in measure_kept(CPU)}
     elements = {name: row["bf16_elements_per_token"] for name, row in rows.items()}
     assert elements == {

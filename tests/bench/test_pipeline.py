@@ -1,4 +1,4 @@
-"""`lather bench pipeline` on two ranks and small sizes: all of its path, what the counts must show on any machine, and that it can fail."""
+"""`lather bench pipeline` on two ranks and small sizes: its whole path, the counts that any machine must show, and that it can fail."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_torchs_runtime_has_the_same_loss_and_gradients_from_the_same_table(worl
 
 
 def ranks(**changes: Any) -> list[dict[str, Any]]:
-    """What one rank might have found."""
+    """Make the findings that one rank could have."""
     counts = {"saved": 100, "tracker": 100, "tape": 100, "with_temporaries": 120, "after": 0, "worst_difference": 0.0, "origins": {}}
     check = {"error_of_loss": 0.0, "error_of_gradients": 0.0}
     found = {"counts": {**counts, **{k: v for k, v in changes.items() if k in counts}}, "ms": [1.0]}
@@ -132,7 +132,7 @@ def test_durations_are_the_inner_stages_in_milliseconds() -> None:
         {Kind.FORWARD: 0.001, Kind.BACKWARD_INPUT: 0.001, Kind.BACKWARD_WEIGHT: 0.001}, {(Kind.FORWARD, 0): 0.005, (Kind.FORWARD, 2): 0.003}
     )
     steps = [replay(dualpipev(2, 4), given).events] * 2
-    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(2.0)  # half of 1 and 3
+    assert inner_durations(steps).kinds[Kind.FORWARD] == pytest.approx(2.0)  # half of the sum of 1 and 3
     assert inner_durations(steps).kinds[Kind.BACKWARD_WEIGHT] == pytest.approx(1.0)
 
 

@@ -1,4 +1,4 @@
-"""The refresh of a transformer's factors; its timing needs CUDA, its contestants and their check do not."""
+"""The refresh of a transformer's factors: its contestants and their check, which need no CUDA, unlike its timing."""
 
 from collections.abc import Sequence
 

@@ -12,19 +12,19 @@ import pytest
 from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
 
 pytestmark = pytest.mark.timeout(900)
-"""All cases are rehearsed for the first of the tests, a minute on a quiet core."""
+"""The first test rehearses all cases, which takes a minute on a quiet core."""
 
 CASES = rehearsals()
 REPOSITORY = Path(__file__).parents[2]
 ONCE = ["engine/engine.py", "engine/step.py"]
-"""Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. A step after a refresh beside it looks how that
-went."""
+"""Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. If a refresh was under way beside the last step,
+the step also looks how that went."""
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """By case, from a process of its own: the stand-in is registered with torch for as long as a process lives."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    """The results by case, from a process of its own: a process cannot undo that torch knows the stand-in."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=850, env=environment)
@@ -34,7 +34,7 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_gpu_would_take_the_step(found: dict[str, Any], case: Rehearsal) -> None:
-    """No wrong device, dtype or shape; no product in fp64, no attention with S x S elements; in bf16 next to no wait of the host."""
+    """No device, dtype or shape is wrong; no product is in fp64, no attention has S x S elements; in bf16 the host hardly ever waits."""
     result = found[case.name]
     assert "error" not in result, result["error"]
     for step in result["steps"]:

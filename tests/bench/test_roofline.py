@@ -1,4 +1,4 @@
-"""The count of flops, by hand for one shape, and what is made of it."""
+"""The count of flops, by hand for one shape, and the times that follow from it."""
 
 import pytest
 import torch

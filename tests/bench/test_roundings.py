@@ -1,4 +1,4 @@
-"""The study of roundings runs, from the quickstart to rows, and what it rounds is what it says."""
+"""The study of roundings runs from the quickstart to rows, and it rounds to the dtype that it names."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ def roundings() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["roundings"] = module  # dataclasses look their module up
+    sys.modules["roundings"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

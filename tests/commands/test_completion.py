@@ -52,7 +52,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
         "--separator",
         "pipeline",
         "bf16",
-        "",  # a file's name: bash completes it
+        "",  # bash itself completes the name of a file
         "complete -o default -F _lather lather",
     ]
 

@@ -1,4 +1,4 @@
-"""`lather data` as a user gives it: what it prints, its errors in one line, and a training on what it made."""
+"""`lather data` as a user gives it: what it prints, errors in one line, and a training on its data sets."""
 
 import json
 from pathlib import Path

@@ -170,7 +170,7 @@ def test_a_run_trained_with_another_tokenizer_is_exported_with_that_one(imported
 def test_a_run_trained_with_the_imported_tokenizer_is_exported_with_all_that_was_imported(
     imported: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """Training has written the tokenizer anew, into another run."""
+    """Training has written the tokenizer again, into another run."""
     run, tokenizer = tmp_path / "run", json.loads((imported / "tokenizer.json").read_text())
     shutil.copytree(trained, run)
     (run / "tokenizer.json").write_text(json.dumps(tokenizer, indent=7))
@@ -223,7 +223,7 @@ def test_a_folder_without_tokenizer_is_imported_with_a_note(published: Path, tmp
 def test_the_command_that_is_printed_trains_further_from_any_folder(
     has_tokenizer: bool, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a rate far below the one for random weights."""
+    """The command trains at a rate far below that for random weights."""
     work, corpus, elsewhere = (tmp_path / name for name in ("my work", "corpus", "elsewhere"))
     for folder in (work, corpus, elsewhere):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Fine-tuning from the command line: a folder, conversations, adapters, exports; before, while and after it trains."""
+"""Fine-tuning from the command line: a folder, conversations, adapters, exports; before, during and after training."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_question_is_put_into_the_template_of_the_model_that_was_started_from(
 
 
 def test_a_run_keeps_what_belongs_to_its_model_and_goes_on_when_that_is_gone(folder: Path, tmp_path: Path) -> None:
-    """Chat template and settings, for questions and exports; its own model, for the same command."""
+    """A run keeps chat template and settings, for questions and exports, and the model itself, so that the same command can go on."""
     base = tmp_path / "model"
     shutil.copytree(folder / "base", base)
     command = tuning(folder, tmp_path / "run")
@@ -181,7 +181,7 @@ def test_exports_that_cannot_be_are_one_line(tuned: Path, folder: Path, tmp_path
 
 
 def test_a_run_is_exported_while_it_trains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It makes a checkpoint at every step and keeps one, so that those that are read are deleted meanwhile."""
+    """The run makes a checkpoint at every step and keeps one, so that checkpoints are deleted while they are read."""
     run_dir = tmp_path / "run"
     arguments = [*tuning(folder, run_dir), "--train.steps", "100000", "--checkpoint.every", "1", "--checkpoint.keep-last", "1"]
     process = start(*arguments, "--train.validation-every", "0")

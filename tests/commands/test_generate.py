@@ -110,7 +110,7 @@ def test_a_conversation_of_piped_lines(trained: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A template whose answers end with a letter that this model is sure to write."""
+    """The answers of this template end with a letter that this model is sure to write."""
 
     def answers(*options: object) -> dict[str, Any]:
         return rows(capsys, trained, "--message", "def f", "--temperature", 3, *options)[0]
@@ -118,7 +118,7 @@ def test_the_templates_own_end_ends_an_answer(trained: Path, capsys: pytest.Capt
     def letters(text: str) -> list[str]:
         return [letter for letter in text if letter.isalnum() and text.index(letter) > 2]
 
-    tries = ((seed, answers("--seed", seed)) for seed in range(20))  # what a seed gives depends on the kind of CPU
+    tries = ((seed, answers("--seed", seed)) for seed in range(20))  # the text of a seed depends on the kind of CPU
     seed, answer = next((seed, answer) for seed, answer in tries if not answer["stopped"] and letters(answer["text"]))
     stop = letters(answer["text"])[0]
     source = (

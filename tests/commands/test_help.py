@@ -1,4 +1,4 @@
-"""`--help` of commands with a configuration: a short page, sections, everything."""
+"""`--help` of commands with a configuration: a short page, a page for each section, a page with everything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_short_page_has_what_is_changed_most_and_all_sections(
         assert f"  --{name.replace('_', '-')} " in out
     for section in SECTIONS:
         assert f"  --help {section} " in out
-    assert "[320]" in out  # the file's steps
+    assert "[320]" in out  # the file has these steps
     assert "[soap]" in out
     assert "--nproc N" in out
     assert "--model.hidden-size" not in out
@@ -45,7 +45,7 @@ def test_a_section(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "--train.steps" not in out
     out = page(capsys, "plan", "configs/quickstart.toml", "--help", "optim")
     assert "--optim.momentum" in out
-    assert "0.85" in out  # the file's
+    assert "0.85" in out  # the file has this value
     assert "--world" not in out
 
 

@@ -1,4 +1,4 @@
-"""What the command line says of arguments that do not fit: one line that is complete and no longer than it needs to be."""
+"""Messages of the command line about arguments that do not fit: one line that is complete and no longer than it needs to be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Arguments:
 
 @pytest.fixture(params=["utf-8", "ascii"])
 def _encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The box is drawn in ASCII where the output cannot show lines."""
+    """Make the output's encoding one that can show the box's lines, or ASCII, for which the box is drawn in ASCII."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=request.param))
 
 
@@ -114,7 +114,7 @@ def test_an_unknown_key_of_another_trainer_names_ours() -> None:
 
 
 def test_options_are_those_that_the_parser_takes() -> None:
-    """One of each kind: in a section, with a dash, a switch, an option of a rule, of the command itself."""
+    """There is one option of each kind: in a section, with a dash, a switch, an option of a rule, an option of the command itself."""
     found = {flag for option in options_of_command(PlanArguments, PlanArguments(Config())) for flag in option.flags}
     arguments = ["--train.batch-size", "16", "--data.no-packed-attention", "--optim.weight-decay", "0.1", "--world", "2"]
     flags = [argument for argument in arguments if argument.startswith("--")]

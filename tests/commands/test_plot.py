@@ -1,4 +1,4 @@
-"""`lather plot --schedule`: of a run, and of the plain table."""
+"""`lather plot --schedule` of a run, and of the plain table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_drawn_is_refused(arguments: list[str], message: str, run
 
 @pytest.mark.parametrize("number", [1, 2, 3, 15, 21, 22, 300, 2000])
 def test_the_smoothed_line_does_not_lag(number: int) -> None:
-    """A straight line comes back as it is, its ends included; of a decay the line stays within it; and noise is halved at the least."""
+    """A straight line comes back unchanged, with its ends; the line of a decay stays close to it; and noise is at least halved."""
     steps = np.arange(number, dtype=np.float64)
     np.testing.assert_allclose(smoothed(3 - 0.1 * steps), 3 - 0.1 * steps, atol=1e-9)
     decay = 2 + 5 * np.exp(-steps / 25)

@@ -1,4 +1,4 @@
-"""How many ranks `lather train` starts or joins: from its arguments and from what torchrun and SLURM put into the environment."""
+"""How many ranks `lather train` starts or joins, by its arguments and by the environment that torchrun and SLURM make."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_machine_of_rank_0_under_slurm(changes: dict[str, str], host: str) -
     [
         {},
         {"RANK": "0", "WORLD_SIZE": "1"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script's own shell: srun has not started anything
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the shell of a batch script: srun has not started anything
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
@@ -124,7 +124,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"rank 2 of 4 on this machine .* there are 2: .* --train\.device cpu"):
         World(2, 4, 2, 4).device(cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("SLURM_PROCID", "3")  # a shell that sbatch started has it, too
+    monkeypatch.setenv("SLURM_PROCID", "3")  # a shell that sbatch started has this variable, too
     with pytest.raises(ConfigError, match=r"rank 1 of 2 on this machine .* there are 1"):
         World(1, 2, 1, 2).device(cuda)
     tasks = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "1"}

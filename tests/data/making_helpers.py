@@ -1,4 +1,4 @@
-"""What tests of data sets share."""
+"""Helpers that the tests of data sets share."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ from lather.data.dataset import DataSet
 
 
 class Notes:
-    """A display that keeps the lines."""
+    """A display that keeps its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -19,7 +19,7 @@ class Notes:
 
 
 def documents_of(dataset: DataSet, split: str) -> list[list[int]]:
-    """The tokens of every document."""
+    """Read the tokens of every document."""
     reader, found = dataset.split(split), []
     for shard in range(len(reader.entries)):
         start = int(reader.starts[shard])

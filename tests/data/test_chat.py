@@ -82,7 +82,7 @@ THOUGHTS = [
 
 
 def test_templates_that_show_answers_otherwise_when_they_are_the_last() -> None:
-    """What is learned is what stands in the whole text."""
+    """The text as a whole decides what is learned."""
     assert learned_text(ChatTemplate(LIKE_QWEN3, {}), THOUGHTS) == ["ONE<|im_end|>\n", "<think>\n\n</think>\n\nTWO<|im_end|>\n"]
     assert learned_text(ChatTemplate(LIKE_R1, {"bos_token": "<s>"}), THOUGHTS) == ["ONE <end>", "TWO\n<end>"]
 

@@ -1,4 +1,4 @@
-"""Data sets of texts: every document once, the same bytes whatever happened on the way, and nothing left out without a word."""
+"""Making data sets of texts: every document is there once, interruptions do not change the bytes, and nothing is left out silently."""
 
 import contextlib
 import gzip
@@ -50,7 +50,7 @@ Make = Callable[..., DataSet]
 
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: Path) -> Make:
-    """A data set of sources, without held-out documents unless asked for."""
+    """Make a data set from sources, without held-out documents unless asked for."""
 
     def make_one(*given: Path, name: str = "ours", workers: int = 1, **options: Any) -> DataSet:
         recipe = DataRecipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
@@ -83,7 +83,7 @@ def as_gzip(path: Path, documents: list[str]) -> Path:
 
 
 def as_zstd(path: Path, documents: list[str]) -> Path:
-    """Two frames one after the other, as parallel compressors write them."""
+    """Compress documents into two frames one after the other, as parallel compressors do."""
     compressor = pytest.importorskip("zstandard").ZstdCompressor()
     plain = write_jsonl(path.with_suffix(".plain"), documents).read_bytes()
     packed = path.with_name("some.jsonl.zst")
@@ -136,7 +136,7 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], dict[str, Any]]] = {
 def test_every_format_gives_every_document_once_and_in_order(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
 ) -> None:
-    """Also where files are read in parts: units of 500 bytes hold a few documents each."""
+    """This holds also where files are read in parts: units of 500 bytes hold a few documents each."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(sources, "RANGE_BYTES", min(unit_bytes, sources.RANGE_BYTES))
     write, options = FORMATS[kind]
@@ -206,7 +206,7 @@ def test_one_document_in_so_many_is_held_out(make: Make, tmp_path: Path, count: 
 
 
 def test_units_hold_out_different_places(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of about 8 documents, of which one in 20 is held out."""
+    """Units hold about 8 documents, of which one in 20 is held out."""
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1000)
     monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
     dataset = make(write_jsonl(tmp_path / "a.jsonl", texts(2000)), holdout_every=20)
@@ -244,7 +244,7 @@ if __name__ == "__main__":
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    """`lather` with units of 6,000 bytes."""
+    """Start `lather` with units of 6,000 bytes."""
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *map(str, arguments)],
         text=True,
@@ -257,7 +257,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, workers: int) -> None:
-    """Ten kills, of the whole group or of the parent alone, whose processes end by themselves."""
+    """There are ten kills, of the whole group or of the parent alone, whose child processes then end by themselves."""
     source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
     options = ["--tokenizer", tokenizer, "--workers", workers, "--holdout-every", 10]
     undisturbed = start("data", "make", tmp_path / "undisturbed", source, *options)
@@ -276,7 +276,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path,
             kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
         if kills < 10:
-            shutil.rmtree(tmp_path / "killed", ignore_errors=True)  # it was done before the kill
+            shutil.rmtree(tmp_path / "killed", ignore_errors=True)  # it had finished before the kill
     last = start("data", "make", tmp_path / "killed", source, *options)
     out, _ = last.communicate(timeout=120)
     assert last.returncode == 0 or "exists already" in out, out  # the last kill came after the folder had its name
@@ -387,7 +387,7 @@ def test_a_folder_that_is_there_is_left_alone(make: Make, tmp_path: Path) -> Non
 
 
 def test_what_is_left_of_a_finished_making_does_not_count_as_done(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had been killed after the data set was in place, which is then deleted."""
+    """The making is killed, as it were, after the data set is in place; then the data set is deleted."""
     from lather.data import making
 
     source = write_jsonl(tmp_path / "a.jsonl", texts(50))

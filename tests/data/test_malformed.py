@@ -1,4 +1,4 @@
-"""Malformed inputs: each is a clear error or a counted skip with file and line; the rest is taken, and no input is changed."""
+"""Malformed inputs: each gives a clear error or a counted skip with file and line; the rest is taken, and no input is changed."""
 
 import gzip
 import json
@@ -121,7 +121,7 @@ TEXT: dict[str, tuple[bytes, list[tuple[int, str]], dict[str, int]]] = {
 
 
 def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet:
-    """A data set of the file and a sound one beside it, which must be taken; the file must be as it was."""
+    """Make a data set of the file and a sound one beside it, which must be taken; the file must stay as it was."""
     before = file.read_bytes()
     beside = tmp_path / ("sound.jsonl" if options.get("chat") or file.suffix != ".txt" else "sound.txt")
     if options.get("chat"):
@@ -220,7 +220,7 @@ KINDS: dict[str, Callable[[Path], bytes]] = {
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Cut, a byte changed, bytes put in, a stretch zeroed, or a stretch left out."""
+    """Damage the content: cut it, change a byte, insert bytes, zero a stretch or leave one out."""
     place, length = draw.randrange(1, len(content)), draw.randrange(1, 40)
     return draw.choice(
         [
@@ -236,7 +236,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(tmp_path: Path, tokenizer: Path, kind: str, seed: int) -> None:
-    """Never another exception, and what lies beside it is taken."""
+    """No other exception is raised, and the file beside it is taken."""
     file = tmp_path / f"bad.{kind}"
     file.write_bytes(damaged(KINDS[kind](tmp_path), random.Random(f"{kind} {seed}")))
     dataset = made(tmp_path, tokenizer, file)
@@ -322,7 +322,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("most_bytes", [0, 100, 700, 3_000, 9_000, 30_000])
 def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path, most_bytes: int) -> None:
-    """No file may be longer than so many bytes: what is written first fits, and what follows does not."""
+    """No file may be longer than so many bytes, so that what is written first fits, and what follows does not."""
     shutil.copyfile(tokenizer, tmp_path / "tokenizer.json")
     source, script = tmp_path / "some.jsonl", tmp_path / "full.py"
     source.write_bytes(b"".join(line(text=f"document {number} " * 20) for number in range(400)))

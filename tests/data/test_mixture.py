@@ -1,4 +1,4 @@
-"""A mixture has every source's share at any moment, and knows how many samples each has had without having counted."""
+"""A mixture gives every source its share at any moment, and knows how many samples each has given without counting."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
-"""From `[data]` to batches: a corpus is prepared once, sequences are what they should be, and damage is reported by file name."""
+"""From `[data]` to data sets: a corpus is prepared once, several data sets fit together, and damage is reported by file name."""
 
-import itertools
-import random
 import re
 import subprocess
 import sys
@@ -9,21 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from making_helpers import Notes, documents_of
 
-from lather.data.batches import Batch, Batches, HeldOut, Source, read_batch
+from lather.data.batches import HeldOut
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.making import list_sources, make_dataset
 from lather.data.opening import held_out_sets, open_datasets, open_source, training_batches
-from lather.data.order import MixturePhase, Order
 from lather.data.recipe import END_OF_TEXT, DataRecipe
-from lather.data.sequences import IGNORE_INDEX, PackedDocuments, Sequences, Windows
-from lather.data.shards import ShardReader, ShardWriter
 from lather.errors import ConfigError, DataError
 from lather.train.sampling import first_words
 
@@ -49,21 +42,6 @@ def data(corpus: Path, tmp_path: Path) -> DataConfig:
 def opened(data: DataConfig, vocab_size: int = VOCABULARY) -> DataSet:
     [dataset] = open_datasets(data, vocab_size, lambda text: None)
     return dataset
-
-
-def hand_made(folder: Path, *documents: list[int], shard_tokens: int = 10**6, learned: list[list[bool]] | None = None) -> ShardReader:
-    """The documents as shards."""
-    folder.mkdir(exist_ok=True)
-    writer = ShardWriter(folder, "train", np.dtype(np.uint16), shard_tokens, masked=learned is not None)
-    for number, document in enumerate(documents):
-        writer.write(np.array(document), None if learned is None else np.array(learned[number]))
-        writer.end_document()
-    writer.finish()
-    return ShardReader(folder, writer.entries, np.dtype(np.uint16))
-
-
-def rows_of(sequences: Sequences, *, apart: bool = False) -> Batch:
-    return read_batch([Source("these", sequences, 2**16)], [(0, index) for index in range(len(sequences))], apart=apart)
 
 
 # --- the corpus ---------------------------------------------------------------------------------------------------------------------
@@ -106,7 +84,7 @@ def test_anything_else_is_another_data_set(data: DataConfig, corpus: Path, chang
         data = replace(data, **{"holdout": {"holdout_every": 3}, "shards": {"shard_tokens": 99}}[change])
     other = opened(data, vocab_size)
     assert other.folder != first.folder
-    if change != "vocabulary":  # of which these few texts do not fill 300
+    if change != "vocabulary":  # these few texts do not fill a vocabulary of 300
         assert other.manifest.identity != first.manifest.identity
 
 
@@ -200,7 +178,7 @@ def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: tuple[Path,
     assert sorted(samples) == [(source, index) for source, size in enumerate(batches.order.sizes) for index in range(size)]
     labels = sum(batches.batch(step).num_labels for step in range(1, total // 4 + 1))
     tokens = sum(dataset.manifest.splits["train"].tokens for dataset in datasets)
-    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2  # of each data set the first token is no label
+    assert tokens - 2 - 4 * 16 <= labels <= tokens - 2  # the first token of each data set is no label
 
 
 def test_weights_share_out_the_sequences(two: tuple[Path, Path]) -> None:
@@ -229,136 +207,6 @@ def test_another_tokenizer_or_vocabulary_is_refused(two: tuple[Path, Path], data
 def test_weights_that_do_not_fit_name_the_field(weights: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"data\.weights = "):
         DataConfig(path=("a", "b"), weights=weights)
-
-
-# --- sequences ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 8, 100])
-@pytest.mark.parametrize("shard_tokens", [1, 7, 10**6])
-def test_windows_cover_the_stream_across_shards(tmp_path: Path, length: int, shard_tokens: int) -> None:
-    """Every token but the first is a label once, and its input is the token before it."""
-    reader = hand_made(tmp_path / "shards", list(range(9)), list(range(9, 12)), list(range(12, 41)), shard_tokens=shard_tokens)
-    batch = rows_of(Windows(reader, length))
-    kept = batch.labels_BS != IGNORE_INDEX
-    assert batch.labels_BS[kept].tolist() == list(range(1, 41))
-    assert batch.inputs_BS[kept].tolist() == list(range(40))
-    assert not kept[:-1].logical_not().any()
-    assert sum(Windows(reader, length).num_labels(index) or 0 for index in range(len(batch.labels_BS))) == 40
-
-
-def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
-    """Whatever they end with, and in whichever shard."""
-    reader = hand_made(tmp_path / "shards", [5, 5, 0], [6, 9], [7, 7, 7, 7, 0], shard_tokens=3)
-    batch = rows_of(Windows(reader, 5, apart=True), apart=True)
-    assert batch.begins_BS is not None
-    assert batch.inputs_BS.tolist() == [[5, 5, 0, 6, 9], [7, 7, 7, 7, 0]]
-    assert batch.begins_BS.int().tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
-
-
-def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
-    documents = [[10 * number + place for place in range(length)] for number, length in enumerate([4, 9, 2, 6, 3, 5, 1, 8, 26], 1)]
-    reader = hand_made(tmp_path / "shards", *documents, shard_tokens=12)
-    packed = PackedDocuments.open(reader, "train", 8)
-    batch = rows_of(packed, apart=True)
-    assert batch.begins_BS is not None
-    found = []
-    for inputs, labels, begins in zip(batch.inputs_BS, batch.labels_BS, batch.begins_BS, strict=True):
-        bounds = [*begins.nonzero().flatten().tolist(), 8]
-        for low, high in itertools.pairwise(bounds):
-            if labels[low] != IGNORE_INDEX:
-                found.append([int(inputs[low]), *labels[low:high].tolist()])
-    whole = [document for document in documents if 2 <= len(document) <= 9]
-    pieces = [documents[-1][start : start + 9] for start in range(0, 25, 8)]
-    assert sorted(found) == sorted([*whole, *pieces])
-    assert len(batch.inputs_BS) == -(-sum(len(document) - 1 for document in documents) // 8)
-    assert sum(packed.num_labels(index) or 0 for index in range(len(packed))) == batch.num_labels
-    assert PackedDocuments.open(reader, "train", 8)._chunks.tolist() == packed._chunks.tolist()
-
-
-def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
-    reader = hand_made(tmp_path / "shards", [1, 2, 3, 4], [5, 6], learned=[[False, False, True, True], [True, True]])
-    for sequences in (Windows(reader, 8), PackedDocuments.open(reader, "train", 8)):
-        batch = rows_of(sequences)
-        assert sequences.num_labels(0) is None
-        assert set(batch.labels_BS.flatten().tolist()) == ({3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}) | {IGNORE_INDEX}
-
-
-# --- batches ------------------------------------------------------------------------------------------------------------------------
-
-
-def batches_of(tmp_path: Path, batch_size: int, seed: int = 0, phases: tuple[MixturePhase, ...] = (MixturePhase(0),)) -> Batches:
-    sources = [
-        Source(name, Windows(hand_made(tmp_path / name, list(range(start, start + count))), 4), 2**16)
-        for name, start, count in (("a", 0, 41), ("b", 1000, 81))
-    ]
-    weights = [Order([len(source) for source in sources], seed, phases)]
-    return Batches(sources, weights[0], batch_size)
-
-
-@pytest.mark.parametrize("batch_size", [1, 4, 7, 50])
-def test_a_batch_is_a_function_of_seed_and_step(tmp_path: Path, batch_size: int) -> None:
-    used = batches_of(tmp_path, batch_size, 3)
-    for step in (9, 1, 4, 9, 2, 30, 1):
-        fresh = batches_of(tmp_path, batch_size, 3).batch(step)
-        assert used.batch(step).labels_BS.equal(fresh.labels_BS)
-        assert used.batch(step).inputs_BS.equal(fresh.inputs_BS)
-    assert not batches_of(tmp_path, 30, 4).batch(1).labels_BS.equal(batches_of(tmp_path, 30, 3).batch(1).labels_BS)
-
-
-@pytest.mark.parametrize("phases", [(MixturePhase(0),), (MixturePhase(0, (1, 3)),), (MixturePhase(0), MixturePhase(100, (1, 1)))])
-def test_ranks_share_a_batch_whatever_their_number(tmp_path: Path, phases: tuple[MixturePhase, ...]) -> None:
-    batches = batches_of(tmp_path, 12, phases=phases)
-    for step in (1, 5, 11):
-        whole = batches.batch(step)
-        for ranks in (2, 3, 4, 12):
-            shares = [batches.batch(step, rank, ranks) for rank in range(ranks)]
-            assert torch.cat([share.labels_BS for share in shares]).equal(whole.labels_BS)
-            assert {share.labels_of_all for share in shares} == {whole.num_labels}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(tmp_path: Path, seed: int) -> None:
-    """Every start goes on from the newest checkpoint, with another number of ranks; what a kill has undone does not count."""
-    draw, documents = random.Random(seed), 240
-    reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)
-    source = Source("many", PackedDocuments.open(reader, "train", 16), documents)
-    steps = -(-len(source) // 12)
-    seen: dict[int, list[torch.Tensor]] = {}  # by step
-    step, kills = 0, 0
-    while step < steps:
-        batches = Batches([source], Order([len(source)], seed), 12, apart=True)  # as a fresh process has them
-        ranks = draw.choice([1, 2, 3, 4, 6, 12])
-        reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
-        for number in range(step + 1, reached + 1):
-            seen[number] = [batches.batch(number, rank, ranks).labels_BS for rank in range(ranks)]
-        if kills < 20:
-            kills += 1
-            step = draw.randint(step, reached - 1)  # where the newest checkpoint is
-        else:
-            step = reached
-    assert kills == 20
-    labels = torch.cat([labels_BS for number in sorted(seen) for labels_BS in seen[number]])[: len(source)]
-    counts = torch.bincount(labels[labels != IGNORE_INDEX], minlength=documents)
-    assert counts.tolist() == [2 + token % 9 for token in range(documents)]
-
-
-def test_a_rank_reads_only_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, read = batches_of(tmp_path, 12), []
-    fill = Windows.fill
-    monkeypatch.setattr(Windows, "fill", lambda self, index, rows: (read.append(index), fill(self, index, rows)))
-    batches.batch(3, 1, 4)
-    assert len(read) == 3
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_held_out_sequences_are_shared_out_evenly(tmp_path: Path, ranks: int) -> None:
-    source = batches_of(tmp_path, 1).sources[1]
-    held_out = HeldOut(source, 7)
-    shares = [held_out.batch(rank, ranks) for rank in range(ranks)]
-    assert len({len(share.labels_BS) for share in shares}) == 1
-    labels = torch.cat([share.labels_BS for share in shares])
-    assert labels[labels != IGNORE_INDEX].tolist() == held_out.batch().labels_BS.flatten().tolist()
 
 
 # --- damage -------------------------------------------------------------------------------------------------------------------------
@@ -434,16 +282,8 @@ def test_a_manifest_that_was_edited_is_noticed(data: DataConfig) -> None:
             DataSet(path.parent)
 
 
-def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
-    reader = hand_made(tmp_path / "shards", [1, 2, 3])
-    PackedDocuments.open(reader, "train", 8)
-    (tmp_path / "shards" / "packed-train-8" / "chunks.npy").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"packed-train-8: damaged .*: delete it, and it is made again"):
-        PackedDocuments.open(reader, "train", 8)
-
-
 def test_a_folder_without_a_pattern_is_taken_whole(tmp_path: Path) -> None:
-    """And of Python's own library, or a package, the Python files."""
+    """For Python's own library, or a package, it is the Python files that are taken."""
     for name in ("a.md", "b.txt", "c.py", ".hidden"):
         (tmp_path / name).write_text(f"{name}\n" * 9)
     files = list_sources(DataConfig(source=str(tmp_path)).recipe(300))

@@ -9,7 +9,7 @@ from lather.data.order import MixturePhase, Order
 
 
 def chunked(order: Order, stop: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The samples below `stop`, asked for in pieces of these sizes, over and over."""
+    """Return the samples below `stop`, asked for in pieces of these sizes, over and over."""
     found: list[tuple[int, int]] = []
     while len(found) < stop:
         found += order.samples(len(found), min(stop, len(found) + sizes[len(found) % len(sizes)]))

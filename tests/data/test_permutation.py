@@ -1,4 +1,4 @@
-"""The shuffle without memory is a permutation, looks random, and is the same whatever is asked of it."""
+"""The shuffle without memory is a permutation, looks random, and does not depend on the order of questions."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_keys_and_sizes_give_unrelated_shuffles() -> None:
 
 
 def test_neighbours_are_torn_apart() -> None:
-    """Of 2^16 items in 256 runs of 256 neighbours; each bin of places is hit by each run about once (chi-squared with 65,025 degrees)."""
+    """2^16 items form 256 runs of 256 neighbours; each run hits each bin of places about once (chi-squared with 65,025 degrees)."""
     n = 2**16
     items = shuffled(np.arange(n), n, (3,))
     hits = np.bincount(np.arange(n) // 256 * 256 + items // 256, minlength=n)

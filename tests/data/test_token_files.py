@@ -1,4 +1,5 @@
-"""Token files of others, made here by the definitions of their formats, are read back token for token, and damaged ones are named."""
+"""Token files in other programs' formats, written here by the formats' definitions, are read back token for token, and damaged ones are
+named."""
 
 import struct
 from collections.abc import Callable
@@ -20,7 +21,7 @@ FLAT = [token for document in DOCUMENTS for token in document]
 
 
 def megatron(folder: Path, dtype: str = "<u2", documents: list[list[int]] = DOCUMENTS) -> Path:
-    """NAME.bin and NAME.idx as Megatron-LM's `IndexedDatasetBuilder` writes them, one sequence per document."""
+    """Write NAME.bin and NAME.idx as Megatron-LM's `IndexedDatasetBuilder` does, one sequence per document."""
     codes = {"<u2": 8, "<i4": 4, "<i8": 5}
     lengths = [len(document) for document in documents]
     flat = np.array([token for document in documents for token in document], dtype)
@@ -35,7 +36,7 @@ def megatron(folder: Path, dtype: str = "<u2", documents: list[list[int]] = DOCU
 
 
 def datatrove(folder: Path, dtype: str = "<u2") -> Path:
-    """NAME.ds, NAME.ds.index and NAME.ds.metadata as datatrove's `TokenizedFile` writes them."""
+    """Write NAME.ds, NAME.ds.index and NAME.ds.metadata as datatrove's `TokenizedFile` does."""
     (folder / "00000_some.ds").write_bytes(np.array(FLAT, dtype).tobytes())
     ends = np.cumsum([len(document) for document in DOCUMENTS])
     (folder / "00000_some.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))

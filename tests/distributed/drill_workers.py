@@ -1,4 +1,4 @@
-"""What test_drills.py runs: a tiny training run of two ranks that saves at every step, killed at random moments and started again.
+"""Runs what test_drills.py tests: a tiny training run of two ranks that saves at every step, is killed at random moments and started again.
 
 Ranks are forked, so that a start takes no second import of torch. The forking process computes nothing with torch itself.
 """
@@ -29,16 +29,16 @@ from tiny_model import TINY
 
 RANKS = 2
 MORE_STEPS = 3
-"""That the last start trains, undisturbed."""
+"""Steps that the last start trains, undisturbed."""
 LONGEST = 3.0
-"""Steps, each with a save, within which a kill comes, after the first one."""
+"""The longest time from the first step to a kill, in steps, each of which saves."""
 
 
 OPTIM: dict[str, dict[str, Any]] = {
     "synchronous": {"name": "soap", "precondition_frequency": 2, "experts": {"rule": "muon"}},
     "asynchronous": {"name": "muon", "momentum": 0.9, "matrices": {"rule": "soap_muon", "precondition_frequency": 2}},
 }
-"""AdamW is the rest's in both."""
+"""Options of the optimizer; the rest of the parameters has AdamW in both."""
 
 
 class Silent:
@@ -69,14 +69,14 @@ def config_of(folder: Path, *, asynchronous: bool, parallel: dict[str, int]) -> 
 
 
 def rank_of_a_run(config: Config, folder: Path, rank: int, start: int, until: int) -> None:
-    """A forked rank: trains to step `until`, and says how long its first step took, with what there was of a save."""
+    """Do a forked rank's work: train to step `until`, and tell how long the first step and its save took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{start}", rank=rank, world_size=RANKS)
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     first, times = _newest(config), [time.monotonic()]
 
     def stop() -> bool:
-        """Asked before every step."""
+        """Note the time before every step; returns whether to stop."""
         times.append(time.monotonic())
         if len(times) == 3 and rank == 0:
             (folder / f"part{start}").write_text(str(times[2] - times[1]))
@@ -93,7 +93,7 @@ def _newest(config: Config) -> int:
 
 
 def forked(config: Config, folder: Path, rank: int, start: int, until: int) -> int:
-    """Its process id."""
+    """Fork a rank; returns its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -109,7 +109,8 @@ def forked(config: Config, folder: Path, rank: int, start: int, until: int) -> i
 
 
 def run(config: Config, folder: Path, start: int, until: int, kill: tuple[float, list[int]] | None) -> list[int]:
-    """Statuses of the ranks of a start; `kill`: after how many steps, and whom. The others then go as the launcher ends them."""
+    """Start the ranks and return their exit statuses. `kill` says after how many steps which ranks are killed; then the others are, as a
+    launcher would end them."""
     pids = [forked(config, folder, rank, start, until) for rank in range(RANKS)]
     deadline = time.monotonic() + 60
     if kill is not None:
@@ -127,7 +128,7 @@ def run(config: Config, folder: Path, start: int, until: int, kill: tuple[float,
 
 
 def drills(folder: Path, count: int, *, asynchronous: bool, parallel: dict[str, int], seed: int) -> dict[str, Any]:
-    """`count` kills of one run, then a few steps more; every checkpoint that was there after a kill was opened."""
+    """Kill one run `count` times, then train a few steps more; every checkpoint that is there after a kill must open."""
     config, draw = config_of(folder, asynchronous=asynchronous, parallel=parallel), random.Random(seed)
     found: list[list[str]] = []
     leftovers = 0

@@ -1,4 +1,4 @@
-"""One process's plain model and a mesh's engine side by side, for tests of the pipeline: same data, same weights."""
+"""Puts one process's plain model beside a mesh's engine, for tests of the pipeline: the same data, the same weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 37
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, a model and how it is run. Sizes that are not given follow."""
+    """A mesh, a model and the way to run it. Sizes that are not given follow from these."""
 
     pp: int = 1
     ep: int = 1
@@ -35,11 +35,11 @@ class Case:
     layers: int = 5
     experts: int = 4
     num_micro_batches: int = 0
-    """Per data rank; 0: as few as the schedule takes, plus one."""
+    """Micro-batches of a data rank; 0: one more than the fewest that the schedule takes."""
     schedule: str = "dualpipev"
     dtype: torch.dtype = torch.float64
     precision: str = "fp32"
-    """bf16: products are, of weights that have `dtype`."""
+    """With "bf16" products are bf16, of weights that have `dtype`."""
     rounded_weights: str = "step"
     frees: bool = True
     poison: bool = False
@@ -50,7 +50,7 @@ class Case:
     balance_level: str | None = None
     z_loss: float = 0.0
     lopsided: bool = False
-    """All tokens go to two of the experts."""
+    """Whether all tokens go to two of the experts."""
     changes: dict[str, Any] = field(default_factory=dict)
 
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass
 class Pair:
-    """The engine of this rank and the model of one process that it must agree with."""
+    """This rank's engine, and the model of one process that it must agree with."""
 
     case: Case
     mesh: Mesh
@@ -69,20 +69,20 @@ class Pair:
     num_data: int
 
     def tokens(self, step: int = 0) -> Tensor:
-        """A global batch."""
+        """Draw a global batch."""
         generator = torch.Generator().manual_seed(100 + step)
         count = self.num_data * self.engine.schedule.num_micro_batches
         return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
 
     def plain_key(self) -> str:
-        """Equal for pairs whose `plain` is the same model on the same tokens."""
+        """A key that is equal for pairs whose `plain` is the same model on the same tokens."""
         case = self.case
         model = (case.family, case.layers, case.experts, case.changes, case.lopsided, case.dtype)
         return repr((*model, case.balance_level, case.z_loss, self.num_data, self.engine.schedule.num_micro_batches))
 
     def plain_gradients(self, tokens: Tensor) -> float:
-        """Of one process, micro-batch by micro-batch; returns the loss. What data ranks do at the same time is one micro-batch here, where
-        the balance loss is over what was seen so far."""
+        """Run one process's backward passes, micro-batch by micro-batch; returns the loss. Where the balance loss is taken over the global
+        batch, the parts that data ranks do at the same time are one micro-batch here."""
         total = tokens[:, 1:].numel()
         loss = 0.0
         for router in self.plain.routers():
@@ -102,7 +102,8 @@ class Pair:
         return loss
 
     def largest_error(self, what: str) -> float:
-        """Of this rank's rows of every parameter ("value") or gradient ("grad"), relative to the largest of the whole tensor."""
+        """The largest error of this rank's rows of any parameter ("value") or gradient ("grad"), relative to the largest element of the
+        whole tensor."""
         worst = 0.0
         plain = dict(self.plain.named_parameters())
         for entry in self.engine.parameters:
@@ -120,13 +121,13 @@ class Pair:
 
 
 def mesh_of(case: Case) -> Mesh:
-    """Collective over all ranks."""
+    """Build the mesh of a case; all ranks have to call it."""
     config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
     return Mesh.build(config, torch.device("cpu"))
 
 
 def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
-    """Collective over all ranks. `mesh`: `mesh_of(case)`, if it is there already."""
+    """Make the pair of a case; all ranks have to call it. `mesh` is `mesh_of(case)`, if it exists already."""
     sizes = {"num_hidden_layers": case.layers, **case.changes}
     sizes[{"deepseek_v2": "n_routed_experts", "qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[case.family]] = case.experts
     plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)

@@ -1,4 +1,4 @@
-"""What tokens an exchange gets and where they go, and what every rank then has to have, by loops over tokens."""
+"""Cases of an exchange: the tokens and where they go; and loops over tokens that find what every rank then has to have."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from models.tiny import random_normal
 
 @dataclass(frozen=True)
 class Case:
-    """What each rank of a group has, and where it goes."""
+    """The tokens of each rank of a group, and the experts that they go to."""
 
     tokens: tuple[int, ...]
-    """Per rank; its length is the number of ranks."""
+    """The number of tokens of each rank; its length is the number of ranks."""
     e: int = 8
     k: int = 2
     d: int = 5
     experts: tuple[int, ...] | None = None
-    """Those that tokens go to; None: all."""
+    """The experts that tokens may go to; None: all."""
     dtype: torch.dtype = torch.float64
     weights: torch.dtype = torch.float64
     seed: int = 0
@@ -72,7 +72,7 @@ FOUR = {
     "nothing to rank 1": Case((3, 2, 5, 1), experts=(0, 1, 4, 6, 7), k=3),
 }
 PAIRS = {name: TWO[name] for name in ("mixed", "a rank without tokens")}
-"""For groups whose ranks are not numbered like the world's."""
+"""Cases for groups whose ranks have other numbers than in the world."""
 
 
 def random_case(seed: int) -> Case:
@@ -101,7 +101,7 @@ def stacked(rows: list[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def from_tables(case: Case, me: int, columns: int, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Row by row what rank `me` sends back: `tables(...)` has the same rows where they have to arrive."""
+    """The rows that rank `me` sends back, row by row; `tables(...)` has the same rows where they have to arrive."""
     rows = [tables(case, source, me, columns, dtype, seed)[t] for source in range(len(case.tokens)) for t in case.rows(source, me)]
     return stacked(rows, columns, dtype)
 
@@ -111,7 +111,7 @@ def tables(case: Case, source: int, target: int, columns: int, dtype: torch.dtyp
 
 
 def expected_sum(case: Case, me: int, *, seed: int) -> Tensor:
-    """Added in fp32 or wider, by slots; not yet rounded."""
+    """The sum that a combine has to give, added slot by slot in fp32 or wider, and not rounded yet."""
     n, wide = case.e // len(case.tokens), torch.promote_types(case.dtype, torch.float32)
     total = torch.zeros(case.tokens[me], case.d, dtype=wide)
     for t, experts in enumerate(case.routing(me).experts_TK.tolist()):

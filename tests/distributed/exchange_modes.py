@@ -1,4 +1,4 @@
-"""What an exchange does with its buffers, told to poison or hold them, and with rows under autocast; runs in ranks."""
+"""Tests an exchange in its modes: buffers that it poisons or holds, and rows under autocast. It runs in ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ D_BLOCK = 24
 
 
 class GivesBackTooEarly(ExpertExchange):
-    """With one mistake: a buffer is given back while it has still to be read."""
+    """An exchange with one mistake: it gives a buffer back while the buffer has still to be read."""
 
     def __init__(self, mistake: str, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__(group, num_experts, give_back=Frees(poison=True).give_back)
@@ -68,7 +68,7 @@ def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
 
 
 def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
-    """Of a way there and back, in the two modes that keep them: the values that the buffers have in the end."""
+    """Go there and back in the two modes that keep buffers; returns whether the buffers end up poisoned, or hold their values."""
     found = {}
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
         exchange = ExpertExchange(group, case.e, give_back=frees.give_back)
@@ -87,14 +87,14 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
 
 
 class Wide(Segments):
-    """Rows travel as the residual stream has them."""
+    """Segments that send rows in the dtype of the residual stream."""
 
     def _cast_for_exchange(self, x: Tensor) -> Tensor:
         return x
 
 
 class NotesTheWay(ExpertExchange):
-    """`to_one_T`: which of the last tokens went to one rank alone; `received`: how many rows came."""
+    """Notes in `to_one_T` which of the last tokens went to one rank alone, and in `received` how many rows came."""
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
         self.to_one_T, self.received = (dispatched.way_back.row_TK >= 0).sum(1) == 1, len(partial_RD)
@@ -103,12 +103,13 @@ class NotesTheWay(ExpertExchange):
 
 @dataclass
 class Ran:
-    """A block's forward and backward, and what of it is counted."""
+    """The results and counts of a block's forward and backward."""
 
     results: list[Tensor]
-    """The output and its input's gradient, (T, D), and those of the weights besides routed experts, which have tokens of one rank alone."""
+    """Output, the input's gradient, (T, D) both, and the gradients of the weights, but those of routed experts, which have tokens of one
+    rank alone."""
     sent: list[tuple[torch.dtype, int]]
-    """Rows with D columns: their dtype and bytes, for every time that some were sent."""
+    """Dtype and bytes of the rows with D columns, for every time that some were sent."""
     kept: int
 
 
@@ -135,7 +136,7 @@ def run_block(block: Block, segments: Segments, me: int) -> Ran:
 
 
 def half_the_bytes(blocks: list[Block], me: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Of a block with a share of the experts, against rows that travel in fp32, and against a block with all experts."""
+    """Compare a block with a share of the experts with the same block whose rows travel in fp32, and with a block that has all experts."""
     exchange, options = NotesTheWay(group, 8), {"autocast": torch.bfloat16}
     wide = run_block(blocks[0], Wide(exchange, **options), me)
     narrow = run_block(blocks[0], Segments(exchange, **options), me)

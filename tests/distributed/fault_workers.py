@@ -1,4 +1,4 @@
-"""What ranks do in test_faults.py: a tiny training run in which rank 1 fails at a chosen place of step 3. Ranks import it by name."""
+"""The ranks of test_faults.py: a tiny training run in which rank 1 fails at a chosen place of step 3. Ranks import this module by name."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ PLACES: dict[str, tuple[type, str]] = {
     "save beside": (CheckpointWriter, "write_file"),
     "kill in save": (CheckpointWriter, "write_file"),
 }
-"""The function in which it happens."""
+"""The function in which rank 1 fails, for each place."""
 SAVES = ("save", "save beside", "kill in save")
-"""Of step 3; the second is written while step 4 runs."""
+"""Places in the save of step 3; the second is written while step 4 runs."""
 
 
 NAMES = {"exchange": "muon", "shape": "soap_muon", "backward": "soap", "save": "muon", "kill in save": "soap"}
-"""Rules of the places where it is not AdamW everywhere."""
+"""The rules of the places that do not use AdamW for everything."""
 
 
 class Silent:
@@ -57,7 +57,7 @@ class Silent:
 
 
 def config_of(folder: Path, place: str) -> Config:
-    """Two data ranks or two pipeline ranks; a checkpoint after every step."""
+    """Configure two data ranks or two pipeline ranks, with a checkpoint after every step."""
     return config_from_mapping(
         {
             "run_dir": str(folder / "run"),
@@ -73,9 +73,9 @@ def config_of(folder: Path, place: str) -> Config:
 
 
 def work(folder: str, place: str, world: World) -> int:
-    """Trains; in step 3 rank 1 writes down the time and dies, or raises, at the second call of the place's function, or has a cut batch.
+    """Train. In step 3 rank 1 writes down the time and dies or raises at the second call of the place's function, or gets a cut batch.
 
-    Files of a checkpoint are written once a step: in the save of step 3 it fails when its own is on disk.
+    A checkpoint's files are written once a step: in the save of step 3 rank 1 fails when its own file is on disk.
     """
     config = config_of(Path(folder), place)
     mesh = Mesh.build(config.parallel, torch.device("cpu"))

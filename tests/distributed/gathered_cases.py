@@ -1,4 +1,4 @@
-"""`ownership="replicated"`: parameters whose state lies in rows on all ranks, and goes from there to owners and back."""
+"""Cases of `ownership="replicated"`: the state of a parameter lies in rows on all ranks, and goes from there to owners and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FREQUENCY = 3
 
 
 def gathered_differences(rank: int, world_size: int) -> list[str]:
-    """What is not bit for bit what one process computes: in ten steps in which the state goes from rows to owners and back to rows."""
+    """Name the parameters that differ from one process's, after ten steps in which the state goes from rows to owners and back to rows."""
     wrong = []
     for name, kind, dtype in CASES:
         layout = LAYOUTS[world_size][name]
@@ -58,7 +58,7 @@ def gathered_differences(rank: int, world_size: int) -> list[str]:
 
 
 def rows_that_are_wrong(run: Spread) -> list[str]:
-    """Entries whose rows on all ranks are not the whole entry once."""
+    """Name the entries whose rows on all ranks are not the whole entry once."""
     pieces = [(param, piece) for param, piece in run.optimizer.state_pieces() if piece.name != "step" and len(piece.shape) == 2]
     own = torch.tensor([piece.value.numel() for _, piece in pieces])
     total = own.clone()
@@ -72,7 +72,8 @@ def rows_that_are_wrong(run: Spread) -> list[str]:
 
 
 def changes(rank: int, world_size: int) -> list[str]:
-    """Options that change between steps or from saving to loading, scalars, and a parameter without elements."""
+    """Name what goes wrong with options that change between steps or between saving and loading, with scalars, and with an empty
+    parameter."""
     mesh = init_device_mesh("cpu", (world_size,))
     wrong = []
     for ownership in ("whole", "replicated"):
@@ -105,7 +106,7 @@ def changes(rank: int, world_size: int) -> list[str]:
         fresh = [nn.Parameter(p.detach().clone()) for p in parts]
         other = SOAP(fresh, precondition_frequency=2, max_precond_dim=8, ownership=ownership)
         other.init_state()
-        other.load_state_dict(many.state_dict())  # with its options: other factors
+        other.load_state_dict(many.state_dict())  # it loads the options, too, and with them other factors
         run(one, whole, range(3, 6), False)
         run(other, fresh, range(3, 6), True)
         wrong += [f"{ownership}: {i}" for i, (p, q) in enumerate(zip(fresh, whole, strict=True)) if not torch.equal(p.full_tensor(), q)]

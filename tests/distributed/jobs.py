@@ -1,4 +1,4 @@
-"""A job of several ranks in processes of its own, for tests of how it ends."""
+"""Starts a job of several ranks in processes of its own, for tests of how it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forked import fresh_python
 from reaper import reaped
 
 SECONDS = 10
-"""In which a job has to end."""
+"""Seconds in which a job has to end."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Job:
         )
 
     def pids(self) -> list[int]:
-        """Of the ranks, once all are at work."""
+        """Wait until all ranks are at work; returns their process ids."""
         files = [self.folder / f"rank{rank}" for rank in range(self.num_ranks)]
         deadline = time.monotonic() + 120
         while not all(file.exists() for file in files):
@@ -62,7 +62,7 @@ class Job:
         return [int(file.read_text()) for file in files]
 
     def end(self, event: Callable[[Job, list[int]], object]) -> tuple[list[int], str, str]:
-        """Exit statuses, output and errors after the event, which has to end the job in time."""
+        """Cause the event, which has to end the job in time; returns exit statuses, output and errors."""
         pids = self.pids()
         event(self, pids)
         start = time.monotonic()
@@ -80,7 +80,7 @@ class Job:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and was not yet waited for is not."""
+    """Whether the process runs; one that has ended and is not yet waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

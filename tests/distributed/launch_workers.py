@@ -1,4 +1,4 @@
-"""What ranks do in test_launch.py. A module of its own, because ranks import it by name, and a command that starts or joins them."""
+"""The ranks of test_launch.py, and a command that starts or joins them. It is a module of its own because ranks import it by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lather.parallel.launch.world import World
 
 
 def work(folder: str, task: str, world: World) -> int:
-    """Says in `folder` that it has begun, and then does the task."""
+    """Tell in `folder` that the task has begun, and then do it."""
     x = torch.ones(())
     dist.all_reduce(x)
     assert x.item() == world.size == dist.get_world_size()
@@ -28,7 +28,7 @@ def work(folder: str, task: str, world: World) -> int:
 
 
 def raise_on_one(world: World) -> int:
-    """The others are blocked in a collective."""
+    """Raise on rank 1 while the others are blocked in a collective."""
     if world.rank == 1:
         time.sleep(0.5)
         raise ValueError("rank one is unwell")
@@ -41,7 +41,7 @@ def refuse(world: World) -> int:
 
 
 def block(world: World) -> int:
-    """Rank 2 is blocked in C++, waiting for rank 0, which sleeps: neither would notice by itself that rank 1 is gone."""
+    """Block rank 2 in C++: it waits for rank 0, which sleeps. Neither would notice by itself that rank 1 is gone."""
     if world.rank == 2:
         dist.recv(torch.zeros(()), src=0)
     time.sleep(1000)
@@ -49,7 +49,7 @@ def block(world: World) -> int:
 
 
 def until_stopped(world: World) -> int:
-    """Steps with a collective each, until all ranks have agreed to stop after the same step."""
+    """Take steps with a collective each, until all ranks have agreed to stop after the same step."""
     assert world.stop is not None
     steps = 0
     asked = torch.zeros(())
@@ -61,7 +61,7 @@ def until_stopped(world: World) -> int:
     most = torch.tensor(steps)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     assert most == steps
-    os.write(sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode())  # at once: both ranks have the same pipe
+    os.write(sys.stdout.fileno(), f"rank {world.rank} stopped\n".encode())  # in one write, because all ranks share the pipe
     return 37 if world.rank == 0 else 0
 
 

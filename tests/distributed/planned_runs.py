@@ -1,4 +1,4 @@
-"""Training steps on real ranks whose bytes are counted, to hold a memory plan against. Ranks import it without pytest."""
+"""Counts the bytes of training steps on real ranks, for comparison with a memory plan. Ranks import it without pytest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SIZES: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 70, 24
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
-"""Every pair of experts (28, 2): a micro-batch, two sequences of LENGTH or of a multiple of it, has each of them equally often, which is
-an even load to the row."""
+"""Every pair of experts (28, 2). A micro-batch, two sequences of LENGTH or of a multiple of it, has each pair equally often, so that the
+load is exactly even."""
 
 
 def run_config(
@@ -53,7 +53,7 @@ def run_config(
     parallel: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
 ) -> Config:
-    """A DeepSeek-V2 model of which every kind of bytes is a good part."""
+    """Configure a DeepSeek-V2 model in which every kind of bytes is a good part."""
     own = ParallelConfig(**(parallel or {}))
     return Config(
         model=FAMILIES["deepseek_v2"].config(**SIZES, num_hidden_layers=layers),
@@ -73,8 +73,8 @@ def run_config(
 def counted_run(
     rank: int, world_size: int, config: Config, layers: Sequence[Sequence[int]] | None = None, *, tracked: bool = False
 ) -> tuple[int, int]:
-    """Peak bytes of this rank's storages over three steps that refresh, by our count. If `tracked`, of building the model, too, and what
-    torch's tracker counts; else 0. `layers`: of every stage; None: equally many."""
+    """Count the peak bytes of this rank's storages over three steps that refresh. If `tracked`, the building of the model counts, too, and
+    the second number is the count of torch's tracker (else 0). `layers` lists every stage's layers; None: equally many."""
     torch.manual_seed(0)
     tracker = memory_tracker()
     choose = Router._choose
@@ -93,7 +93,7 @@ def counted_run(
 
 
 def _train(config: Config, layers: Sequence[Sequence[int]] | None, built: Callable[[], None]) -> None:
-    """Three steps; `built` is called before them."""
+    """Train three steps; `built` is called before them."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     engine = build_engine(config, mesh, layers=layers)
     optimizer = build_optimizer(config.optim, engine.parameters)

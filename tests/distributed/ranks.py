@@ -1,8 +1,7 @@
-"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call, or the process that
-calls.
+"""Runs a function in several processes that are each other's ranks, for tests; no rank outlives the call or the calling process.
 
-Annotations are not checked in ranks, which would take most of their time: the same functions are called with the check in one process.
-Ranks are forked from a server that has imported what they need, which takes seconds each, and has done nothing else.
+Annotations are not checked in ranks, because that would take most of their time; the same functions are checked in one process. Ranks are
+forked from a server that has imported their modules, which would take each rank seconds, and that has done nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lather.processes import end_with_parent
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """`function(rank, world_size, *args)` in each of `world_size` processes with a gloo group and one thread; what they return, by rank.
+    """Run `function(rank, world_size, *args)` in `world_size` processes with a gloo group and one thread each; returns the results by rank.
 
     `function` is a top-level function of a test module. The first exception of a rank is raised here with that rank's traceback.
     Raises TimeoutError after `timeout` seconds.
@@ -83,7 +82,7 @@ def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: s
         dist.barrier()
         sender.send_bytes(pickle.dumps(("result", result)))
     except BaseException:
-        time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # the rank that failed first shall be heard first
+        time.sleep(0.2 if "Connection closed" in traceback.format_exc() else 0)  # lets the rank that failed first be heard first
         sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.exit(1)
 

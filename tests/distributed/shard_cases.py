@@ -1,6 +1,6 @@
-"""A model in parts, data of each rank, and a step on them without an engine: for the tests of sharding.
+"""Cuts a model into parts, draws each rank's data, and takes a step without an engine, for the tests of sharding.
 
-The loss of a block is made of its parts on fixed data, so that experts need no exchange.
+The loss of a block is computed from its parts on fixed data, so that experts need no exchange.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Case:
 
 
 class Part(nn.Module):
-    """A rank's share of a decoder, in V order, with the decoder's names."""
+    """A rank's share of a decoder: both ends of the V, with the decoder's names."""
 
     def __init__(self, decoder: Decoder, case: Case, mesh: Mesh) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def whole_model(case: Case) -> Decoder:
 
 
 def tokens_of(data_rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and labels with a mask that differs from rank to rank."""
+    """Draw tokens, and labels whose mask differs from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * data_rank + micro_batch)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -80,7 +80,7 @@ def tokens_of(data_rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tens
 
 
 def inputs_of(data_rank: int, step: int, micro_batch: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, and for the routed experts the router's decision."""
+    """Draw hidden states and, for the routed experts, the router's decision."""
     seed = 1000 * step + 10 * data_rank + micro_batch
     experts_TK = torch.randint(case.experts, (LENGTH, 2), generator=torch.Generator().manual_seed(seed))
     return (
@@ -91,7 +91,8 @@ def inputs_of(data_rank: int, step: int, micro_batch: int, case: Case) -> tuple[
 
 
 def block_loss(block: Block, case: Case, data_rank: int, step: int, micro_batch: int) -> Tensor:
-    """What this data rank adds: everything but the experts on its own data, its experts on that of all ranks of its ep group."""
+    """The loss that this data rank adds: the block without experts on its own data, and its experts on the data of all ranks of its ep
+    group."""
     assert isinstance(block.mlp, MoE)
     x_BSD = inputs_of(data_rank, step, micro_batch, case)[0]
     attended = block.attend_and_route(x_BSD, layout_of(x_BSD))
@@ -106,7 +107,7 @@ def block_loss(block: Block, case: Case, data_rank: int, step: int, micro_batch:
 
 
 def loss_of(decoder: Decoder, part: nn.Module, case: Case, data_rank: int, step: int, count: Tensor) -> list[Tensor]:
-    """One loss for each micro-batch: the decoder's own where a rank has all of it, else that of the modules that are in `part`."""
+    """A loss for each micro-batch: the decoder's own where a rank has all of it, else the loss of the modules that are in `part`."""
     losses = []
     numbers = [number for number, block in enumerate(decoder.layers) if any(block is m for m in part.modules())]
     for micro_batch in range(MICRO_BATCHES):
@@ -142,7 +143,7 @@ def reshard(stages: list[list[FsdpUnit]]) -> None:
 
 
 def reduce(stages: list[list[FsdpUnit]]) -> None:
-    """What stages share stays as it is until the last of them is done."""
+    """Reduce all gradients; units that stages share must stay gathered until the last of these stages is done."""
     for number, stage in enumerate(stages):
         for unit in stage:
             unit.reduce_gradients()

@@ -1,4 +1,4 @@
-"""Optimizers of parameters that are spread over ranks, beside the same optimizer of whole parameters in one process."""
+"""Compares optimizers of parameters that are spread over ranks with the same optimizer of whole parameters in one process."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "shampoo": (Shampoo, {"weight_decay": 0.1}),
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
-"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups; shampoo and lion: rules of somebody else."""
+"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups; shampoo and lion: rules from outside."""
 
 STRANGERS = ("shampoo", "lion")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((12, 8), (7, 5), (12, 8), (5, 6, 4), (3, 9), (4, 6, 4), (13,), (12, 8), (1, 4), (33,), (), (4, 6, 4))
-"""Equal ones, uneven ones, experts, vectors, and parameters smaller than a mesh."""
+"""Shapes of equal and unequal parameters, experts, vectors, and parameters smaller than a mesh."""
 
 EXPERTS = (3, 5, 11)
-"""Those whose first dim are experts."""
+"""Numbers of the shapes whose first dim counts experts."""
 
 
 STEPS = 7
-"""Of which the last uses a third basis where one is renewed every three steps."""
+"""Steps of a run; the last uses a third basis where one is renewed every three steps."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Layout:
 
     mesh_shape: tuple[int, ...]
     placements: Callable[[int, tuple[int, ...]], Sequence[Placement]]
-    """Of parameter number i with this shape."""
+    """Return the placements of parameter number i with this shape."""
     ranks: tuple[int, ...] = ()
-    """In the mesh, row by row; empty: ascending."""
+    """The ranks in the mesh, row by row; empty: ascending."""
 
     def mesh(self) -> DeviceMesh:
         ranks = self.ranks or range(math.prod(self.mesh_shape))
@@ -65,12 +65,12 @@ class Layout:
 
 
 def on_dim(dim: int) -> Callable[[int, tuple[int, ...]], list[Placement]]:
-    """Sharded on `dim`, or the last one that there is."""
+    """Shard every parameter on `dim`, or on its last dim if it has fewer."""
     return lambda i, shape: [Shard(min(dim, len(shape) - 1)) if shape else Replicate()]
 
 
 def mixed(i: int, shape: tuple[int, ...]) -> list[Placement]:
-    """Column-wise, row-wise, or a copy."""
+    """Place parameters column-wise, row-wise, or as copies, by turns."""
     choices: list[Placement] = [Shard(0), Shard(1), Replicate()]
     return [choices[i % 3] if len(shape) > i % 3 else Replicate()]
 
@@ -108,7 +108,7 @@ def values(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SH
 
 
 def gradients(step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor | None]:
-    """Those of some parameters are missing in some steps, some experts have no token in others."""
+    """Draw gradients; some parameters have none in some steps, and some experts get no token in others."""
     found: list[Tensor | None] = []
     for i, grad in enumerate(values(1000 + step, dtype, shapes)):
         if i in EXPERTS:
@@ -118,7 +118,7 @@ def gradients(step: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] =
 
 
 def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> MatrixOptimizer:
-    """The optimizer `kind` over these groups; a frequency is for rules that refresh."""
+    """Make the optimizer `kind` over these groups. A frequency in the options counts only for rules that refresh."""
     cls, preset = KINDS[kind]
     rule = cls if issubclass(cls, Rule) else cls.rule
     known = {field.name for field in fields(rule)}
@@ -132,7 +132,7 @@ def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> Matrix
 
 
 def rule_for(group: dict[str, Any]) -> str:
-    """Of a group of the mixed optimizer."""
+    """Name the rule of a group of the mixed optimizer."""
     if group.get("matrix_layout") == "per_expert":
         return "soap"
     first = next(iter(group["params"]))
@@ -159,7 +159,7 @@ def without_bases(kind: str) -> dict[str, Any]:
 
 @functools.cache
 def trained(kind: str, dtype: torch.dtype, steps: int, frequency: int) -> tuple[list[nn.Parameter], MatrixOptimizer]:
-    """In one process."""
+    """Train in one process."""
     options = {"precondition_frequency": frequency}
     params = [nn.Parameter(x) for x in values(0, dtype)]
     optimizer = make(kind, params, **options)
@@ -205,14 +205,14 @@ def make_spread(kind: str, layout: Layout, dtype: torch.dtype, mesh: DeviceMesh 
 
 
 def cases(kinds: Sequence[str]) -> Iterator[tuple[str, torch.dtype, int]]:
-    """(kind, dtype, frequency)."""
+    """Yield (kind, dtype, frequency) of every case."""
     for frequencies in ((1, 3), (3, 1)):
         for kind in kinds:
             yield from zip([kind] * 2, (torch.float32, torch.bfloat16), frequencies, strict=True)
 
 
 def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """What is not bit for bit what one process computes, in every so-manieth case of each layout, another one for the next."""
+    """Name the parameters that are not bit for bit one process's. Each layout runs one case in `share`, the next layout another one."""
     wrong = []
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
@@ -232,12 +232,12 @@ def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = t
 
 
 def shards_of(x: Tensor, dim: int | None, num: int) -> list[Tensor]:
-    """What each of `num` tensor-parallel ranks holds."""
+    """Cut x as `num` tensor-parallel ranks hold it."""
     return [x.clone()] * num if dim is None else [part.clone() for part in x.chunk(num, dim)]
 
 
 def plain_shard_differences(rank: int, world_size: int) -> list[str]:
-    """Tensor-parallel shards that are plain tensors, on dims 0, 1 and None."""
+    """Name the parameters that differ on tensor-parallel shards that are plain tensors, on dims 0, 1 and None."""
     shapes, dims = ((8, 12), (12, 8), (7, 5), (4, 8, 12), (16,), (5,), (8, 12)), (0, 1, None, 1, 0, None, 0)
     wrong = []
     for kind in KINDS:
@@ -267,7 +267,8 @@ def plain_shard_differences(rank: int, world_size: int) -> list[str]:
 
 
 def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
-    """Experts on two expert-parallel ranks, each with FSDP2 on two, along dims 0, 1 and 2; everything else with FSDP2 on all four."""
+    """Name what differs with experts on two expert-parallel ranks, each with FSDP2 on two, along dims 0, 1 and 2, all else with FSDP2 on
+    four."""
     wrong = []
     mesh = DeviceMesh("cpu", torch.arange(world_size).view(2, 2), mesh_dim_names=("ep", "fsdp"))
     place = mesh.get_local_rank("ep")
@@ -280,7 +281,7 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
 
     shapes = [(4, *shape[1:]) if i in EXPERTS else shape for i, shape in enumerate(SHAPES)]
     for kind in KINDS:
-        if kind == "stacked_soap":  # stacks what is here: another rule on every mesh
+        if kind == "stacked_soap":  # it stacks the experts of the rank, so that it is another rule on every mesh
             continue
         whole = [nn.Parameter(x) for x in values(0, torch.float32, shapes)]
         parts = [nn.Parameter(spread_one(i, p.detach())) for i, p in enumerate(whole)]
@@ -298,7 +299,7 @@ def expert_parallel_differences(rank: int, world_size: int) -> list[str]:
 
 
 class Net(nn.Module):
-    """Two projections and a stack of experts, each for `fully_shard`."""
+    """A module with two projections and a stack of experts, each of which `fully_shard` takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +314,8 @@ class Net(nn.Module):
 
 
 def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Real `fully_shard`, alone and over tensor parallelism, which cuts dim 0 twice; gradients are those of FSDP2's own backward pass."""
+    """Name what differs under real `fully_shard`, alone and over tensor parallelism, which cuts dim 0 twice. Gradients are those of FSDP2's
+    own backward pass."""
     wrong = []
     for tp in (1, 2):
         for kind in kinds:

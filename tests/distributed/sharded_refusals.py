@@ -1,4 +1,4 @@
-"""What a sharded optimizer refuses, on all ranks alike and before anything is changed; and what it counts."""
+"""A sharded optimizer refuses the same on all ranks, before anything is changed; and it counts its state's bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 def counts(rank: int, world_size: int) -> list[int]:
-    """Bytes of state here, after construction by `init_state` and after a step."""
+    """Return this rank's bytes of state after `init_state` and after a step, and those of one process."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = [(16, 16)] * 4 + [(4, 8, 16)]
     model = nn.Module()

@@ -1,4 +1,4 @@
-"""Saving and loading optimizers of spread parameters with torch's tools for distributed checkpoints, on one layout and on another."""
+"""Saves and loads optimizers of spread parameters with torch's tools for distributed checkpoints, on one layout and on another."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ KINDS: Kinds = (
 )
 FREQUENCY = 3
 SAVED_AFTER = 4
-"""Steps: in the middle of an interval."""
+"""Steps before the save, which end in the middle of an interval."""
 
 
 class Model(nn.Module):
-    """Parameters with names."""
+    """A module of the parameters, with names."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Run:
     """A model, its optimizer and how gradients are given to it."""
 
     def __init__(self, kind: str, dtype: torch.dtype, layout: Layout | None) -> None:
-        """`layout`: None for plain parameters of one process."""
+        """Make the run; without a `layout` its parameters are plain ones of one process."""
         self.spread = None if layout is None else make_spread(kind, layout, dtype, precondition_frequency=FREQUENCY)
         self.dtype = dtype
         if self.spread is None:
@@ -59,7 +59,7 @@ class Run:
         self.optimizer: MatrixOptimizer = optimizer
 
     def steps(self, steps: range, without: Sequence[int] = ()) -> None:
-        """`without`: numbers of parameters that get no gradient."""
+        """Take steps; parameters with a number in `without` get no gradient."""
         for step in steps:
             grads = [None if i in without else grad for i, grad in enumerate(gradients(step, self.dtype))]
             if self.spread is not None:
@@ -86,7 +86,7 @@ class Run:
 
 
 def layouts(world_size: int, names: Sequence[str]) -> dict[str, Layout | None]:
-    """By names such as "2 fsdp", and "1 plain"."""
+    """The layouts with names such as "2 fsdp", and None as "1 plain"."""
     known: dict[str, Layout | None] = {f"{world_size} {name}": layout for name, layout in LAYOUTS[world_size].items()} | {"1 plain": None}
     return {name: known[name] for name in names if name.startswith(f"{world_size} ")}
 
@@ -100,7 +100,7 @@ def save_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kin
 
 
 def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kinds: Kinds) -> list[str]:
-    """What does not go on as if nothing had happened."""
+    """Name the runs that do not go on after loading as if nothing had happened."""
     wrong = []
     for kind, dtype in kinds:
         expected = [p.detach() for p in trained(kind, dtype, SAVED_AFTER + 3, FREQUENCY)[0]]
@@ -114,12 +114,12 @@ def load_all(rank: int, world_size: int, folder: Path, names: Sequence[str], kin
 
 
 def differing(run: Run, expected: list[Tensor]) -> list[int]:
-    """Numbers of the parameters that are not these to the bit."""
+    """The numbers of the parameters that differ from the expected ones by a bit."""
     return [i for i, (p, q) in enumerate(zip(run.whole(), expected, strict=True)) if not torch.equal(p, q)]
 
 
 def frozen_differences(rank: int, world_size: int) -> list[str]:
-    """What goes wrong with parameters that are frozen when a checkpoint with their state is loaded, and thawed later."""
+    """Name what goes wrong with parameters that are frozen when a checkpoint with their state is loaded, and thawed later."""
     wrong = []
     for kind in ("soap", "muon", "mixed", "shampoo"):
         for name, frozen in (("fsdp", (0, 3, 6)), ("tp", (2, 5)), ("copies", (1,))):
@@ -151,7 +151,7 @@ def freeze(model: Model, numbers: Sequence[int], *, is_frozen: bool) -> None:
 
 
 def full_states(rank: int, world_size: int) -> list[str]:
-    """Whole state dicts on rank 0, and from there back to all ranks; and plain state dicts, before the first step and after some."""
+    """Gather whole state dicts on rank 0 and spread them again; and plain state dicts, before the first step and after some."""
     wrong = []
     layout = LAYOUTS[world_size]["fsdp"]
     for kind, dtype in KINDS:
@@ -178,7 +178,7 @@ def full_states(rank: int, world_size: int) -> list[str]:
             f"{kind} full: parameter {i}" for i, (p, q) in enumerate(zip(other.whole(), expected, strict=True)) if not torch.equal(p, q)
         ]
         third = Run(kind, dtype, layout)
-        get_optimizer_state_dict(third.model, third.optimizer)  # before the first step: it must not count as one
+        get_optimizer_state_dict(third.model, third.optimizer)  # this must not count as the first step
         third.optimizer.load_state_dict(third.optimizer.state_dict())
         third.steps(range(SAVED_AFTER + 3))
         wrong += [

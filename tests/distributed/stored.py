@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on disk, read by hand: with the safetensors library and what docs/checkpoints.md says of `state.json`."""
+"""Reads checkpoints from disk by hand: with the safetensors library and by the description of `state.json` in docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def stored_tensors(path: Path, *, random: bool = False) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, put together; each element must be in one piece. Random states, which are each rank's own, if asked
-    for."""
+    """Put every tensor of a checkpoint together; each element must be in exactly one piece. `random` includes each rank's own random
+    states."""
     state = json.loads((path / "state.json").read_text())
     files = {name: load_file(path / name) for name in state["files"]}
     found = {}
@@ -39,12 +39,12 @@ def stored_tensors(path: Path, *, random: bool = False) -> dict[str, Tensor]:
 
 
 def same_bits(path: Path, expected: Path) -> bool:
-    """Weights, buffers and optimizer state."""
+    """Whether weights, buffers and optimizer state are equal to the bit."""
     found, wanted = stored_tensors(path), stored_tensors(expected)
     assert found.keys() == wanted.keys()
     return all(found[name].dtype == x.dtype and found[name].shape == x.shape and found[name].equal(x) for name, x in wanted.items())
 
 
 def bytes_by_file(path: Path) -> dict[str, int]:
-    """Of the tensors' pieces."""
+    """The bytes of the tensors' pieces in each file."""
     return {file.name: sum(x.nbytes for x in load_file(file).values()) for file in sorted(path.glob("rank-*.safetensors"))}

@@ -15,7 +15,7 @@ from lather.optim import SOAP, MatrixOptimizer, Muon, parameter_groups
 
 
 class Net(nn.Module):
-    """Matrices, vectors, an embedding and experts."""
+    """A module with matrices, vectors, an embedding and experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def steps(net: nn.Module, optimizer: MatrixOptimizer, numbers: range, rank: int)
 
 
 def saved_and_resumed(rank: int, world_size: int, folder: str) -> list[str]:
-    """What is not the same after an asynchronous save, further steps, and loading what was saved."""
+    """Name what differs after an asynchronous save, further steps, and loading what was saved."""
     wrong = []
     for cls in (SOAP, Muon):
         net = Net()

@@ -1,4 +1,4 @@
-"""Forks and changes on a mesh: the losses of one process that took the same change."""
+"""Forks and changes on a mesh give the losses of one process that took the same change."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`lather train` as a user starts it: ranks of its own or torchrun's, one report, and one process goes on from what they leave."""
+"""`lather train` as a user starts it: its own ranks or torchrun's, one report, and one process that goes on from their checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lather.checkpoint.folder import list_checkpoints
 from lather.files import read_rows
 from reaper import reaped
 
-pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a twentieth
+pytestmark = pytest.mark.timeout(600)  # a free machine needs a twentieth of this
 
 SECONDS = 300
-"""After which a command and its ranks are killed."""
+"""Seconds after which a command and its ranks are killed."""
 CONFIG = """
 [model]
 vocab_size = 264
@@ -75,9 +75,9 @@ COMMANDS = {
     "torchrun, no divisor": [*TORCHRUN, "--parallel.pp", "2", "--parallel.ep", "2"],
 }
 FRESH = ("stopped",)
-"""Those that are started as a user would, besides torchrun's: the others are forked."""
+"""Names of the commands that are started as a user would start them, besides torchrun's; the others are forked."""
 TOLERANCE = 1e-5
-"""fp32."""
+"""Relative rounding of fp32."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Command:
         return Ended(self.process.returncode, out, err, self.run_dir)
 
     def stop(self) -> None:
-        """SIGTERM once it trains."""
+        """Send SIGTERM once the command trains."""
         deadline = time.monotonic() + SECONDS
         while self.process.poll() is None and time.monotonic() < deadline and '"loss"' not in read(self.run_dir / "metrics.jsonl"):
             time.sleep(0.01)
         self.process.terminate()
 
     def kill(self) -> None:
-        """At once, but torchrun, whose ranks are no part of its process group and which ends them itself, within 30 s."""
+        """Kill at once; but torchrun gets time to end its ranks, which are no part of its process group: up to 30 s."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Iterator[dict[str, Ended]]:
-    """All commands, started at once: most of the time is spent on that. They find one data set, or make it at the same time."""
+    """Start all commands at once, as most of their time is the start, and wait. They find one data set, or make it at the same time."""
     commands = {name: Command(folder, name.replace(" ", "_"), *arguments) for name, arguments in COMMANDS.items()}
     try:
         commands["stopped"].stop()
@@ -168,22 +168,22 @@ def test_two_ranks_train_what_one_process_does(ended: dict[str, Ended], name: st
     assert one.status == 0, one.err
     assert [path.name for path in list_checkpoints(found.run_dir / "checkpoints")] == ["step-00000003"]
     assert found.validation_losses() == pytest.approx(one.validation_losses(), rel=TOLERANCE)
-    assert one.validation_losses()[1] < one.validation_losses()[0] - 1e-2  # so that a rank that learns nothing is seen
+    assert one.validation_losses()[1] < one.validation_losses()[0] - 1e-2  # so that a rank that learns nothing is noticed
     assert [row["step"] for row in found.rows()] == [1, 2, 3]
     for row, expected in zip(found.rows(), one.rows(), strict=True):
-        assert row["tokens"] == expected["tokens"] == 8 * 16  # of all ranks
+        assert row["tokens"] == expected["tokens"] == 8 * 16  # the tokens of all ranks
         for key in ("loss", "balance_loss", "grad_norm", "expert_load_max"):
             assert row[key] == pytest.approx(expected[key], rel=1e-4), (row["step"], key)
 
 
 @pytest.mark.parametrize("name", ["two", "torchrun"])
 def test_one_rank_reports(ended: dict[str, Ended], name: str) -> None:
-    """Everything that one process shows, once."""
+    """The ranks together show everything that one process shows, once."""
 
     def kinds(text: str) -> list[str]:
         lines = [
             line for line in text.splitlines() if not line.startswith(("tokenizer:", "train:", "validation:", "waiting"))
-        ]  # of whoever made it
+        ]  # whichever process made the data prints these
         return [line.split(":")[0].split(" ")[0] for line in lines]
 
     out = ended[name].out
@@ -221,7 +221,7 @@ def test_ranks_that_the_mesh_does_not_divide_are_refused(ended: dict[str, Ended]
 
 
 def test_under_torchrun_one_rank_says_what_is_wrong(ended: dict[str, Ended]) -> None:
-    """Torchrun then has a report of its own."""
+    """Torchrun adds a report of its own."""
     found = ended["torchrun, no divisor"]
     assert found.status == 1
     assert found.out == ""

@@ -1,4 +1,4 @@
-"""`lather doctor` in two real ranks: what it measures, and that nothing is left of it."""
+"""`lather doctor` in two real ranks: what it measures, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
     assert [links[name, largest]["sent"] / largest for name in ("all-reduce", "all-to-all", "to the next rank")] == [1, 0.5, 1]
     first, second = found["ranks"]
     assert (first["rank"], second["rank"], first["clock"]) == (0, 1, 0.0)
-    assert 0 < abs(second["clock"]) < 0.5  # one clock, asked for over gloo
+    assert 0 < abs(second["clock"]) < 0.5  # both ranks have one clock, and ask for it over gloo
     assert first["disk"]["write"] > 0
     assert second["disk"] is None
     assert first["sees_run_dir"]
     assert second["sees_run_dir"]
     assert "nothing is wrong" in done.stdout
-    assert done.stdout.count("\n     links, gloo") == 1  # one rank speaks
+    assert done.stdout.count("\n     links, gloo") == 1  # only one rank prints
     for name in ("python", "torch", "CPU", "one for all ranks", "all-to-all"):
         assert f"  {name} " in done.stdout

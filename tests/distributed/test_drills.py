@@ -1,4 +1,5 @@
-"""kill -9 of one or of all ranks at random moments, most in a save: what is there is complete, and the next start goes on from it."""
+"""kill -9 of one or of all ranks at random moments, most of them in a save: checkpoints are complete, and the next start goes on from
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     newest = [names[-1] if names else "step-00000000" for names in result["found"]]
     assert newest == sorted(newest)
     assert len(set(newest)) > len(newest) / 2
-    assert all(len(names) <= 3 + 1 for names in result["found"])  # the oldest goes when the newest has its name
+    assert all(len(names) <= 3 + 1 for names in result["found"])  # the oldest is deleted when the newest has its name
     ends = [folder / run / "checkpoints" / f"step-{result['end']:08d}" for run in ("run", "undisturbed")]
     assert same_bits(*ends)
     assert not list((folder / "run" / "checkpoints").glob(".tmp-*"))

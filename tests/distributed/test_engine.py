@@ -55,7 +55,8 @@ FOUR_RANKS = [
 
 
 def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """Of the loss and of this rank's gradients. Meshes, and what one process computes, are made once for cases that share them."""
+    """Return the errors of the loss and of this rank's gradients. Cases with the same mesh share it, and share what one process
+    computes."""
     errors = []
     meshes: dict[Any, Mesh] = {}
     plain: dict[Any, tuple[float, list[Tensor | None]]] = {}
@@ -123,7 +124,7 @@ def test_the_whole_grid(family: str, pp: int, ep: int, fsdp: int, dtype: torch.d
 
 
 def parameter_errors(rank: int, world_size: int, cases: list[tuple[Case, str]], num_steps: int) -> list[tuple[float, float]]:
-    """Of this rank's parameters after so many steps of both, and of the last step's gradient norm."""
+    """Return the errors of this rank's parameters after so many steps, and of the last step's gradient norm."""
     errors = []
     for case, name in cases:
         pair = make_pair(case)
@@ -167,7 +168,7 @@ TRAINED_IN_THE_GRID = {
     ],
 )
 def test_after_some_steps_every_parameter_is_that_of_one_process(world_size: int, cases: list[tuple[Case, str]], num_steps: int) -> None:
-    """Seven are enough for SOAP to renew its bases twice."""
+    """Seven steps are enough for SOAP to renew its bases twice."""
     for rank, errors in enumerate(run_ranks(parameter_errors, world_size, cases, num_steps, timeout=220)):
         for (case, name), (value, norm) in zip(cases, errors, strict=True):
             assert value < 1e-10, (rank, name, case.name(), value)
@@ -178,8 +179,8 @@ def test_after_some_steps_every_parameter_is_that_of_one_process(world_size: int
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Of batches that do not fit, by every rank alike and before anything travels: the next step still works. Validation takes any number
-    of sequences."""
+    """Give batches that do not fit: every rank refuses them before anything travels, so that the next step works. Validation takes any
+    number of sequences."""
     pair = make_pair(Case(pp=2))
     found = []
     tokens, engine = pair.tokens(), pair.engine
@@ -228,7 +229,7 @@ def test_rounded_weights_are_those_that_were_gathered() -> None:
 
 
 def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype], float, float]:
-    """Dtypes of what was sent and received, and errors relative to one process in fp32."""
+    """Return the dtypes of what was sent and received, and errors relative to one process in fp32."""
     pair = make_pair(case)
     tokens = pair.tokens()
     loss = pair.plain_gradients(tokens)
@@ -239,7 +240,7 @@ def travelling(rank: int, world_size: int, case: Case) -> tuple[set[torch.dtype]
 
 
 def test_a_pipeline_in_bf16_sends_bf16() -> None:
-    """Poisoned: what was narrowed to be sent is not read again."""
+    """Buffers are poisoned, so that a tensor is not read again after it was rounded to be sent."""
     case = Case(pp=2, dtype=torch.float32, precision="bf16", poison=True)
     for dtypes, loss, gradients in run_ranks(travelling, 2, case):
         assert dtypes == {torch.bfloat16}

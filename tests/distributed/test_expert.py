@@ -1,6 +1,6 @@
-"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks against all of them on one.
+"""The exchange of expert parallelism against loops over tokens, and sliced experts on several ranks against all experts on one.
 
-Ranks are started once for a number of cases; a rank makes every rank's inputs from seeds, and so knows what it has to receive.
+Ranks are started once for several cases; a rank makes every rank's inputs from seeds, and so knows what it has to receive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECOMPUTED = ("mixed", "a rank without tokens", "everything to rank 1")
 
 
 def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
-    """Every bit has to be right, and every buffer to be gone."""
+    """Compare every phase to the bit, and check that buffers are gone afterwards."""
     ranks = range(len(case.tokens))
     x, routing = transposed(case.x(me)), case.routing(me)
     pending = exchange.start_dispatch(x, routing)
@@ -65,7 +65,7 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The same numbers, another way round in memory."""
+    """Return the same numbers in another order of memory."""
     return x.T.contiguous().T
 
 
@@ -74,7 +74,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def rounded(actual: Tensor, wide: Tensor, dtype: torch.dtype) -> bool:
-    """Rounded once, to the nearest; the sum of two bf16 numbers is often in the middle, where a kernel may go either way."""
+    """Whether a sum was rounded once, to the nearest. The sum of two bf16 numbers is often half-way, where a kernel may go either way."""
     nearest = (wide.to(dtype).to(wide.dtype) - wide).abs()
     return actual.dtype == dtype and actual.shape == wide.shape and bool(((actual.to(wide.dtype) - wide).abs() <= nearest).all())
 
@@ -83,7 +83,7 @@ def rounded(actual: Tensor, wide: Tensor, dtype: torch.dtype) -> bool:
 
 
 def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, Any]:
-    """The autograd forms against the phases, and both sides of <A x, y> = <x, A^T y>, to be summed over ranks."""
+    """Compare the autograd forms with the phases, and return both sides of <A x, y> = <x, A^T y>, which have to be summed over ranks."""
     x, routing, saved = case.x(me).requires_grad_(), case.routing(me), []
     weights = routing.weights_TK.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -131,7 +131,8 @@ def sliced(whole: Experts, rank: int, num_ranks: int) -> Experts:
 
 
 def expert_layer(case: Case, me: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Dispatch, sliced experts, combine against all experts: this rank's outputs and gradients, and its experts' from all ranks' tokens."""
+    """Compare dispatch, sliced experts and combine with all experts: this rank's outputs and gradients, and its experts' from all ranks'
+    tokens."""
     whole = Experts(case.e, case.d, F_EXPERT, bias=True).double()
     whole.memory = memory
     for seed, p in enumerate(whole.parameters()):
@@ -174,7 +175,7 @@ def whole_decoder(memory: str) -> Decoder:
 
 
 def loss_of(model: Decoder, rank: int, exchange: Exchange) -> Tensor:
-    """Ranks have different numbers of tokens."""
+    """The loss of a rank; ranks have different numbers of tokens."""
     tokens = random_tokens(1, 9 + 4 * rank, seed=rank)
     output = model(tokens, tokens.roll(-1, 1), exchange=exchange)
     assert output.loss is not None
@@ -182,7 +183,7 @@ def loss_of(model: Decoder, rank: int, exchange: Exchange) -> Tensor:
 
 
 def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[str, float]:
-    """Loss, and every gradient: dense ones summed over ranks, experts' as they are."""
+    """Return the errors of the loss and of every gradient: dense ones summed over ranks, experts' as they are."""
     model, whole = sliced_decoder(me, num_ranks, memory), whole_decoder(memory)
     loss = loss_of(model, me, exchange)
     loss.backward()
@@ -205,7 +206,7 @@ def decoder(me: int, num_ranks: int, exchange: Exchange, memory: str) -> dict[st
 
 
 def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
-    """Two dispatches and then two combines under way at a time, waited for in another order."""
+    """Keep two dispatches and then two combines under way at a time, and wait for them in another order."""
     cases = [TWO["mixed"], replace(TWO["K = 1"], d=3)]
     pending = [exchange.start_dispatch(case.x(me), case.routing(me)) for case, exchange in zip(cases, exchanges, strict=True)]
     dispatched: list[Dispatched] = [item.wait() for item in reversed(pending)][::-1]
@@ -217,7 +218,7 @@ def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
 
 
 def plans_first(me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGroup) -> dict[str, bool]:
-    """Two plans under way at a time, and the numbers of rows in a group of their own."""
+    """Keep two plans under way at a time, whose numbers of rows travel in a group of their own."""
     cases, groups, original = [TWO["mixed"], replace(TWO["K = 1"], d=3)], [], dist.all_to_all_single
 
     def note(*args: Any, group: dist.ProcessGroup, **options: Any) -> Any:
@@ -238,7 +239,7 @@ def plans_first(me: int, group: dist.ProcessGroup, sizes_group: dist.ProcessGrou
 
 
 def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
-    """Every rank makes the mistake; none has sent anything, or what runs afterwards would not fit."""
+    """Make each mistake on every rank; none sends anything, or what runs afterwards would not fit."""
     case = TWO["mixed"]
     x, routing = case.x(me), case.routing(me)
     dispatched = exchange.start_dispatch(x, routing).wait()
@@ -265,7 +266,7 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
 
 
 def alone(me: int, group: dist.ProcessGroup) -> bool:
-    """With one rank in the group everything is as `LocalExchange` has it, by copying or by not travelling at all."""
+    """With one rank in the group everything equals `LocalExchange`, whether rows are copied or stay where they are."""
     case = replace(TWO["mixed"], tokens=(7,))
     x, routing = case.x(0), case.routing(0)
     exchange = ExpertExchange(group, case.e)
@@ -391,14 +392,15 @@ def test_buffers_are_poisoned_or_held_as_the_engine_is_told(two: list[dict[str, 
 def test_under_autocast_rows_travel_and_are_kept_in_half_the_bytes(two: list[dict[str, Any]]) -> None:
     for result in two:
         found = result["autocast"]
-        assert len(found["wide"]) == len(found["narrow"]) == 4  # rows, partial sums and the gradients of either
+        assert len(found["wide"]) == len(found["narrow"]) == 4  # rows, partial sums, and the gradients of both
         assert [dtype for dtype, _ in found["wide"] + found["full"]] == [torch.float32] * 8
         assert found["narrow"] == [(torch.bfloat16, size // 2) for _, size in found["wide"]]
         assert found["kept"] == 0
 
 
 def test_under_autocast_what_travelled_is_what_the_experts_round_anyway(two: list[dict[str, Any]]) -> None:
-    """The sum of a token whose experts are all on one rank has the same bits; others are two bf16 numbers instead of one."""
+    """If all experts of a token are on one rank, its sum has the same bits; another token's is the sum of two bf16 numbers instead of
+    one."""
     for result in two:
         found = result["autocast"]
         assert found["alone"] > 0

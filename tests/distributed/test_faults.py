@@ -1,4 +1,4 @@
-"""Fault drills on real training: wherever a rank dies, the job ends in seconds, says who it was, and leaves whole checkpoints."""
+"""Fault drills on real training: wherever a rank dies, the job ends in seconds, names the rank, and leaves whole checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lather.models.families import build_model
 
 LOST = "ArithmeticError: rank one has lost count"
 RAISED = {"raise": LOST, "save": LOST, "save beside": LOST, "shape": "ValueError: the batch's inputs have shape (2, 7), not (2, 8): "}
-"""Where rank 1 raises, how its last line begins; elsewhere it is killed."""
+"""The places where rank 1 raises, and how its last line then begins; at the other places it is killed."""
 
 
 IN_THE_GRID = ("save beside",)
@@ -27,7 +27,7 @@ PLACES = [pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID))
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """All that are asked for are started at once: most of the time is spent on that."""
+    """Start all jobs that the selected tests ask for at once, as most of their time is the start."""
     folder = tmp_path_factory.mktemp("faults")
     asked = [item.callspec.params["place"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     jobs = {}

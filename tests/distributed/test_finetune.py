@@ -1,4 +1,5 @@
-"""Fine-tuning on meshes: adapters and frozen parameters give the rows and the weights of one process, from the same Hugging Face folder."""
+"""Fine-tuning on meshes: with adapters and frozen parameters the rows and weights are those of one process, from the same Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from lather.train.loop import RunOutcome, train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
-pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
+pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["attention", "experts", "shared_experts", "dense"]}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -31,7 +32,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "soap": {**LORA, "optim": {"name": "soap", "precondition_frequency": 2}},
     "one layer": {"train": {"trainable": ["layers.0.*"]}},
 }
-"""Each is done by one process and by meshes. On two pipeline ranks the second one has layers 1 and 2: of "one layer" it trains nothing."""
+"""Runs that one process and meshes do. With two pipeline ranks the second one has layers 1 and 2, so that it trains nothing in "one
+layer"."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "pp2 adapters": ("adapters", {"pp": 2, "poison": True}),
@@ -78,7 +80,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
 
 
 def start(config: Config, stop_after: int = 99) -> RunOutcome:
-    """On a mesh of all ranks; ends after so many steps."""
+    """Train on a mesh of all ranks, for so many steps at most."""
     left = stop_after
 
     def stop() -> bool:
@@ -90,7 +92,7 @@ def start(config: Config, stop_after: int = 99) -> RunOutcome:
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> list[int]:
-    """All runs of this number of ranks; the steps that they ended at."""
+    """Do all runs of this number of ranks; returns the steps at which they ended."""
     steps = []
     for name, (run, parallel) in MESHES[world_size].items():
         steps.append(start(make_config(folder, name, RUNS[run], {"parallel": parallel})).step)
@@ -130,7 +132,7 @@ def assert_same_run(run_dir: Path, expected: Path, rtol: float) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) -> None:
-    """SOAP's state is in fp32."""
+    """SOAP's state is in fp32, hence its tolerance."""
     for steps in run_ranks(trainings, world_size, folder, timeout=500):
         assert steps == [3] * len(MESHES[world_size]) + [1, 3] * (world_size == 2)
     for name, (run, _) in MESHES[world_size].items():

@@ -1,4 +1,4 @@
-"""How the process groups of GPUs are made, and the stream on which numbers of rows come to the host; with stand-ins for the GPU."""
+"""How the process groups of GPUs are made, and the stream on which numbers of rows come to the host, with stand-ins for the GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Gpu:
-    """What stands in for `torch.cuda`: streams are counted, and everything is done at once."""
+    """Stands for `torch.cuda`: it counts streams, and everything is done at once."""
 
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
@@ -87,7 +87,7 @@ def test_other_numbers_of_connections_are_fine(device: torch.device, value: str 
 
 
 def groups_that_met(rank: int, world_size: int) -> list[tuple[bool, int]]:
-    """For pp = 2 and ep = 2: of which of the mesh's groups every rank took part in a collective operation while it was built."""
+    """Build a mesh of pp = 2 and ep = 2; returns for each of its groups whether an all-reduce ran on it meanwhile, and how many did."""
     met: list[Any] = []
     original = dist.all_reduce
 
@@ -112,14 +112,14 @@ def test_the_ranks_of_every_group_meet_while_the_mesh_is_built() -> None:
 
 
 def groups_beside_a_bound_one(rank: int, world_size: int) -> list[Any]:
-    """What `new_group_of` makes where the default group is bound to a device, of ranks 0 and 2 and of rank 1 alone."""
+    """Return what `new_group_of` makes of ranks 0 and 2 and of rank 1 alone, where the default group is bound to a device."""
     default: Any = dist.group.WORLD
     default.bound_device_id = bound = torch.device("cuda", 0)
     control = dist.new_group(backend="gloo")
     ranks = (0, 2) if rank != 1 else (1,)
     group: Any = new_group_of(ranks)
     found = [dist.get_process_group_ranks(group) == list(ranks), group.bound_device_id is None, default.bound_device_id == bound]
-    default.bound_device_id = None  # the barrier at the end of a test would want a tensor there
+    default.bound_device_id = None  # otherwise the barrier at the end of a test would want a tensor there
     total = torch.tensor(rank)
     dist.all_reduce(total, group=group)
     world = torch.tensor(rank)
@@ -132,7 +132,7 @@ def test_a_group_that_only_its_ranks_make_is_not_split_from_a_bound_one() -> Non
 
 
 def plans_on_one_stream(rank: int, world_size: int) -> tuple[int, list[Any], list[Any]]:
-    """The streams that two plans under way take, and what they say with the stand-in and without."""
+    """Return the streams that two plans under way take, and their results with the stand-in and without."""
     group = dist.group.WORLD
     assert group is not None
     gpu = Gpu()

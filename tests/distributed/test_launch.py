@@ -1,4 +1,4 @@
-"""Ranks that are started, asked to stop, or die: the whole job ends within seconds and says why, and no process is left behind."""
+"""Ranks that are started, asked to stop, or die: the whole job ends within seconds and says why, and no process stays behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slurm(num_ranks: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """All of them are started at once: most of the time is spent on that."""
+    """Start all jobs at once, as most of their time is the start."""
     folder = tmp_path_factory.mktemp("jobs")
     jobs = {
         "raises": Job.start(launch_workers.__file__, folder / "raises", "raise_on_one", 2),
@@ -41,7 +41,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
 
 
 def nothing(job: Job, pids: list[int]) -> None:
-    """The ranks end the job themselves."""
+    """Do nothing: the ranks end the job themselves."""
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_alone(jobs: dict[str, Job]) -> None:

@@ -19,7 +19,7 @@ BROKEN = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by 
 
 
 class Rank:
-    """The other end of a line."""
+    """The rank's end of a line to the hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
@@ -43,7 +43,7 @@ class Rank:
 
 
 class Ended:
-    """A hub with three ranks, and what it gave as the cause of the end."""
+    """A hub with three ranks, and the causes of an end that it reported."""
 
     def __init__(self) -> None:
         self.causes: list[Failure] = []
@@ -53,7 +53,7 @@ class Ended:
         self.ranks = [Rank(self.hub, rank) for rank in range(3)]
 
     def cause(self) -> Failure:
-        """Once every rank that is left has been told."""
+        """Wait until the hub has told every rank that is left; returns the cause."""
         deadline = time.monotonic() + 10
         while not self.causes:
             assert time.monotonic() < deadline
@@ -125,7 +125,7 @@ def test_a_broken_connection_alone_is_the_cause(job: Ended) -> None:
 
 
 def test_a_process_that_dies_before_it_has_a_line_is_noticed(job: Ended) -> None:
-    time.sleep(0.3)  # for the hub to have heard who is there
+    time.sleep(0.3)  # so that the hub has heard who is there
     job.deaths = {1001: "known", 77: "ended with exit status 1"}
     assert job.cause().rank == -1
     assert job.cause().describe().startswith("lather: stopped: a rank that was starting ended with exit status 1")

@@ -19,11 +19,12 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 ep2": (4, {"ep": 2}),
 }
 TOLERANCE = 0.002
-"""A tenth of what is promised: experts have an even load here, so that bytes follow from shapes, but where a refresh is done twice."""
+"""Relative error that is allowed, a tenth of what is promised: the load is even here, so that bytes follow from shapes, but where a refresh
+is done twice."""
 
 
 def largest_error(config: Config, world_size: int) -> float:
-    """Relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
+    """The relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
     planned = plan(config, world_size, "cpu")
     layers = None if planned.partition is None else planned.partition.stages
     if world_size == 1:
@@ -49,7 +50,7 @@ def test_planned_peaks_with_layers_dealt_by_memory() -> None:
 
 
 def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
-    """Where everything is recomputed, chunks that wait for weight gradients hold most: without them real ranks and plans need less."""
+    """Where everything is recomputed, the chunks that wait for weight gradients hold most: without them real ranks and plans need less."""
     recompute = ("attention", "experts", "shared_experts")
     normal, early = (
         run_config(recompute=recompute, length=560, parallel={"pp": 2, "schedule_memory": memory}) for memory in ("normal", "least")
@@ -64,7 +65,7 @@ def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_memory_mode_and_optimizer(mesh: str, memory: str, rule: str) -> None:
     world_size, parallel = MESHES[mesh]
-    optim = {"refresh_method": "qr"} if rule == "klsoap" else {}  # its factors are far from full rank here: "auto" chooses by values
+    optim = {"refresh_method": "qr"} if rule == "klsoap" else {}  # "auto" would choose by values: factors lack rank
     assert largest_error(run_config(rule, memory=memory, parallel=parallel, optim=optim), world_size) < TOLERANCE
 
 

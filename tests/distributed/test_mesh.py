@@ -1,4 +1,4 @@
-"""The mesh's ranks and groups against lists written out by loops, on every rank."""
+"""The mesh's ranks and groups on every rank, against lists written out by loops."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lather.parallel.mesh import CONTROL_TIMEOUT, Mesh
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 1, 2)]
-"""pp, ep and replicas of four ranks."""
+"""pp, ep and replicas of the meshes of four ranks."""
 
 Groups = dict[str, list[int] | list[list[int]]]
 
 
 def layout(pp: int, dp: int, ep: int) -> list[tuple[int, int, int]]:
-    """The coordinates of each rank, in order."""
+    """List the coordinates of each rank, in order."""
     return list(itertools.product(range(pp), range(dp), range(ep)))
 
 
@@ -39,7 +39,7 @@ def gathered(group: dist.ProcessGroup | None, rank: int) -> list[int]:
 
 
 def patience(group: dist.ProcessGroup | None) -> float:
-    """Seconds for which a rank of a group waits."""
+    """The seconds for which a rank of the group waits."""
     assert group is not None
     timeout: timedelta = group._get_backend(CPU).options._timeout
     return timeout.total_seconds()
@@ -69,14 +69,14 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
 
 
 def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
-    """By the definition: every group is the ranks that share the coordinates it does not run over."""
+    """The expected groups by definition: a group has the ranks that share the coordinates over which it does not run."""
     dp = 4 // (pp * ep)
     shards = dp // replicas
     ranks = layout(pp, dp, ep)
     mine = ranks[rank]
 
     def where(*same: Any) -> list[int]:
-        """Ranks whose keys equal this rank's."""
+        """The ranks whose keys equal this rank's."""
         return [other for other, at in enumerate(ranks) if all(key(at) == key(mine) for key in same)]
 
     def pp_(at: tuple[int, int, int]) -> int:

@@ -1,4 +1,4 @@
-"""Parameters of equal shape whose rules do different things, and rules that refuse, over ranks."""
+"""Over ranks: parameters of equal shape under rules that do different things, and rules that refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parameters(seed: int, num: int) -> list[torch.Tensor]:
 
 
 def mixed_differences(rank: int, world_size: int) -> list[str]:
-    """A matrix with statistics and one without, alike in all else."""
+    """Train two matrices, alike but that only one has statistics; name what differs from one process."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def make(params: list[nn.Parameter]) -> MatrixOptimizer:
@@ -40,7 +40,7 @@ def test_statistics_of_some_of_an_exchange() -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """Errors of a step, also on ranks that own nothing of what is refused; and again, when the same is asked once more."""
+    """Collect the errors of a step, also on ranks that own nothing of what is refused, and again when the same is asked once more."""
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
 

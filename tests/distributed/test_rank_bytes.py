@@ -1,4 +1,5 @@
-"""What `lather profile` expects of a rank, without starting any, against bytes counted on real ranks, after every action of a step."""
+"""The bytes that `lather profile` expects of a rank without starting any, against bytes counted on real ranks after every action of a
+step."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from lather.pipeline.segments import MicroBatch
 from models.tiny import tiny_family_model
 
 LENGTH = 60
-"""Tokens of a micro-batch, so many that the experts' load is about even."""
+"""Tokens of a micro-batch: so many that the experts' load is about even."""
 CASES = {
     "saved": Case(pp=2, num_micro_batches=8),
     "recomputed attention": Case(pp=2, num_micro_batches=8, recompute=("attention",)),
@@ -35,7 +36,7 @@ ON_FOUR = {name: replace(CASES[name], ep=2) for name in ("saved", "recomputed at
 
 
 class Watch:
-    """A recorder that looks at the bytes after every action, gradients of gathered parameters left out."""
+    """A recorder that counts the bytes after every action, without the gradients of gathered parameters."""
 
     def __init__(self, alive: PeakBytes, part: nn.Module) -> None:
         self.alive, self.part, self.largest = alive, part, 0
@@ -45,7 +46,7 @@ class Watch:
     def action(self, action: Action) -> Iterator[None]:
         yield
         whole = [p for name, p in self.part.named_parameters() if name in self.sharded and not isinstance(p, DTensor)]
-        summed = sum(p.grad.nbytes for p in whole if p.grad is not None)  # parameters are gathered into storages of the first step
+        summed = sum(p.grad.nbytes for p in whole if p.grad is not None)  # parameters are gathered into storages that the first step made
         self.largest = max(self.largest, self.alive.now - summed)
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -59,7 +60,7 @@ def counted(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, int
         for name, case in cases.items():
             pair = make_pair(case)
             tokens = pair.tokens()
-            pair.engine.gradients(pair.engine.share_of(tokens))  # makes tables and gradients
+            pair.engine.gradients(pair.engine.share_of(tokens))  # this makes tables and gradients
             for p in pair.engine.part.parameters():
                 p.grad = torch.zeros_like(p)
             with PeakBytes() as alive:
@@ -82,7 +83,8 @@ def expected(case: Case) -> list[int]:
 
 
 def tolerance(case: Case) -> float:
-    """Which rows an expert rank gets is chance; without early frees what was sent is held, too, which nobody expects."""
+    """The relative error that is allowed: chance decides which rows an expert rank gets; and without early frees what was sent is held,
+    too, which the profile does not count."""
     return 0.05 if case.ep > 1 else 0.01 if case.frees else 0.03
 
 

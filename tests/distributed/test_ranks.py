@@ -1,4 +1,4 @@
-"""The helper that starts ranks: results by rank, errors with the rank's traceback, nothing left behind."""
+"""The helper that starts ranks: results by rank, errors with the rank's traceback, no process left behind."""
 
 from __future__ import annotations
 

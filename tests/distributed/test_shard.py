@@ -1,6 +1,6 @@
 """Sharded parameters and gradients against one process: plain sums over data ranks, whatever the mesh; local rows, norm, count, clip.
 
-Four ranks are started once and run every case; what each rank has is put together here by its `ShardInfo`, and compared with a model that
+Four ranks are started once and run every case. The ranks' rows are put together here by their `ShardInfo`, and compared with a model that
 saw the data of all ranks.
 """
 
@@ -42,7 +42,7 @@ CASES = {
 
 @dataclass
 class Reference:
-    """What one process has after each step."""
+    """The results of one process after each step."""
 
     losses: list[float]
     counts: list[int]
@@ -77,17 +77,17 @@ Rows = list[tuple[ShardInfo, Tensor]]
 
 @dataclass
 class Seen:
-    """What a rank has after each step."""
+    """The results of a rank after each step."""
 
     losses: list[float]
     validation: float
-    """Of the last step, by a forward pass of its own."""
+    """Validation loss at the last step, by a forward pass of its own."""
     counts: list[int]
     norms: list[float]
     grads: list[Rows]
     params: list[Rows]
     clipped: list[float]
-    """Norm after a clip to half of it."""
+    """The norm after clipping to half of it."""
 
 
 def run_case(case: Case) -> Seen:
@@ -98,7 +98,7 @@ def run_case(case: Case) -> Seen:
     before = {name: p for name, p in part.named_parameters() if ".experts." not in name}
     stages = shard(part, mesh)
     own = dict(part.named_parameters())
-    assert all((own[name] is p) == (case.data_size == 1) for name, p in before.items())  # whole once, not twice
+    assert all((own[name] is p) == (case.data_size == 1) for name, p in before.items())  # else it was replaced
     local = local_parameters(part, mesh)
     optimizer = torch.optim.AdamW([p for _, p in local.named()], lr=LR)
     seen = Seen([], 0.0, [], [], [], [], [])
@@ -137,7 +137,7 @@ def run_case(case: Case) -> Seen:
 
 
 def check_nothing_was_reduced(part: Part, args: Any) -> None:
-    """No hook ran: parameters are still whole, and gradients are this rank's alone, of all micro-batches."""
+    """Check that no hook ran: parameters are still whole, and gradients are this rank's alone, of all micro-batches."""
     seen = {name: p.grad for name, p in part.named_parameters()}
     assert not any(isinstance(p, DTensor) for p in part.parameters())
     params = {name: p for name, p in part.named_parameters() if seen[name] is not None}
@@ -147,7 +147,7 @@ def check_nothing_was_reduced(part: Part, args: Any) -> None:
 
 
 def check_gathered(part: Part, stages: list[list[FsdpUnit]], local: Any) -> None:
-    """Whole parameters have the rows of the last optimizer step; what was gathered is freed."""
+    """Check that whole parameters have the rows of the last optimizer step, and that what was gathered is freed."""
     gather(stages, async_op=False)
     whole = dict(part.named_parameters())
     for entry in local:
@@ -170,7 +170,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Seen]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Seen]]:
-    """Of each rank, by case."""
+    """The results of each rank, by case."""
     return run_ranks(run_cases, 4)
 
 
@@ -180,7 +180,7 @@ def references() -> dict[str, Reference]:
 
 
 def put_together(rows: list[Rows]) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' rows: every row is there once in replica 0, and copies are equal."""
+    """Make whole tensors from all ranks' rows: every row is there once in replica 0, and copies are equal."""
     infos = {info.name: info for one in rows for info, _ in one}
     whole = {name: torch.full(info.shape, torch.nan, dtype=rows[0][0][1].dtype) for name, info in infos.items()}
     for first in (True, False):

@@ -1,4 +1,4 @@
-"""Sharding in one process: everything is there, and does nothing but fill in gradients of zero."""
+"""Sharding in one process is complete, and only fills in gradients of zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class TestOneProcess:
-    """Everything is there, and does nothing but fill in gradients of zero."""
+    """Sharding in one process is complete, and only fills in gradients of zero."""
 
     case = Case(tied=True)
 

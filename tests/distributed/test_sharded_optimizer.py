@@ -1,4 +1,4 @@
-"""Second-order optimizers of parameters that are spread over ranks: the same bits as one process, and nothing done twice."""
+"""Second-order optimizers of parameters that are spread over ranks have the bits of one process, and do nothing twice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_of_strangers_have_the_bits_of_one_process(world_size: int) -> None:
-    """On every mesh, whole and cut along other dims, under FSDP2 and over tensor parallelism."""
+    """This holds on every mesh, whole and cut along other dims, under FSDP2 and over tensor parallelism."""
     assert run_ranks(differences, world_size, 4, STRANGERS) == [[]] * world_size
     assert run_ranks(fsdp2_differences, world_size, STRANGERS) == [[]] * world_size
 

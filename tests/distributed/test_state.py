@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of meshes: what any mesh saves are one process's tensors, and any mesh goes on from it.
+"""Checkpoints know nothing of meshes: any mesh saves one process's tensors, and goes on from any checkpoint.
 
 One process trains two steps, saves, and trains six more. Every mesh loads its checkpoint, saves it again (the same bits), trains the same
 three steps, and saves; other meshes and one process load that and train the last three.
@@ -34,10 +34,10 @@ from lather.engine.step import StepResult, TrainStep
 from lather.errors import CheckpointError
 from lather.parallel.mesh import Mesh
 
-pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
+pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
 SEQUENCES = 8
-"""Of a global batch; one per micro-batch, so that a step has the same balance losses on every mesh."""
+"""Sequences in a global batch; a micro-batch has one, so that a step has the same balance losses on every mesh."""
 TIED = {"tie_word_embeddings": True}
 MESHES = {
     2: {
@@ -56,26 +56,26 @@ MESHES = {
 ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap")
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
-"""From each of these to the next one (SOAP: to the one before), in the grid to each other one, for steps 6 to 8."""
+"""Layouts of runs that change in step 6: from each to the next one (SOAP: to the one before), in the grid from each to each other."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
-"""Of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
+"""Relative rounding of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
 STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
 FILE = "rank-00000.safetensors"
 
 
 def cases(world_size: int) -> list[tuple[str, str]]:
-    """Optimizer and mesh."""
+    """The pairs of optimizer and mesh."""
     return list(itertools.product(RUNS, MESHES[world_size]))
 
 
 def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:
-    """Optimizer, from and to; every mesh is each once."""
+    """The changes (optimizer, from, to), in which every mesh is each once."""
     names = {optimizer: [name for other, name in cases(world_size) if other == optimizer] for optimizer in RUNS}
     return [(optimizer, *pair) for optimizer in RUNS for pair in itertools.pairwise([*names[optimizer], names[optimizer][0]])]
 
 
 def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]]:
-    """Optimizer, from and to, where the latter are meshes of so many ranks."""
+    """The changes (optimizer, from, to) whose `to` is a mesh of so many ranks."""
     own = {1: {"alone": ALONE}, **MESHES}[world_size]
     if every:
         pairs = {optimizer: list(itertools.permutations(LAYOUTS, 2)) for optimizer in RUNS}
@@ -87,18 +87,18 @@ def changes_of_layout(world_size: int, every: bool) -> list[tuple[str, str, str]
 
 @functools.cache
 def mesh_like(pp: int, ep: int, replicas: int) -> Mesh:
-    """Made once by the ranks of a start: each has groups, and threads, of its own."""
+    """The mesh, which the ranks of a start make once, because each mesh has groups, and threads, of its own."""
     return mesh_of(Case(pp=pp, ep=ep, replicas=replicas))
 
 
 class Trainee:
-    """An engine on a mesh with other weights than everybody else's, so that only loading makes it the same."""
+    """An engine on a mesh whose weights differ from everybody else's, so that only loading makes them the same."""
 
     def __init__(self, case: Case, name: str, world_size: int, **changes: Any) -> None:
         data_ranks = world_size // case.pp
         settings = {
             **vars(case),
-            "experts": 6,  # over four ranks two, two, two and none
+            "experts": 6,  # four ranks have two, two, two and none
             "num_micro_batches": SEQUENCES // data_ranks,
             "changes": {**TIED, **changes},
         }
@@ -121,10 +121,10 @@ def assert_close(found: list[tuple[float, float]], expected: list[tuple[float, f
 
 
 def largest_difference(path: Path, expected: Path) -> float:
-    """Relative to the largest value of each tensor; names, shapes and dtypes must be equal.
+    """The largest difference relative to the largest value of each tensor; names, shapes and dtypes must be equal.
 
-    Eigenvectors have no sign, and those of nearly equal eigenvalues are any two of their plane. So momentum is compared in the parameter's
-    coordinates, and second moments where both runs have the same eigenvectors.
+    Eigenvectors have no sign, and those of nearly equal eigenvalues may be any two of their plane. So momentum is compared in the
+    parameter's coordinates, and second moments where both runs have the same eigenvectors.
     """
     found, wanted = stored_tensors(path), stored_tensors(expected)
     assert found.keys() == wanted.keys()
@@ -150,14 +150,14 @@ def in_parameter_coordinates(tensors: Mapping[str, torch.Tensor], owner: str) ->
     for dim in (0, 1):
         basis = tensors.get(f"{owner}/basis_{dim}")
         if basis is not None:
-            x = torch.tensordot(x, basis, dims=([0], [1]))  # to the last place; after two of them the order is the old one
+            x = torch.tensordot(x, basis, dims=([0], [1]))  # the new dim is the last; after two turns the order is the old one
         elif x.dim() == 2:
             x = x.T
     return x
 
 
 def same_eigenvectors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], owner: str, x: torch.Tensor) -> torch.Tensor:
-    """1 for each coordinate of x in both of whose dims the two have the same eigenvector but for its sign, else 0; most are 1."""
+    """Return 1 for each coordinate of x in both of whose dims the two have the same eigenvector up to its sign, else 0; most are 1."""
     same = torch.ones_like(x)
     for dim in range(x.dim()):
         bases = [tensors.get(f"{owner}/basis_{dim}") for tensors in (one, other)]
@@ -169,7 +169,7 @@ def same_eigenvectors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch
 
 
 def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """What each mesh made of the checkpoint of one process, and of the other meshes' checkpoints."""
+    """Load the checkpoint of one process and those of the other meshes; returns what each mesh made of them."""
     found: dict[str, Any] = {}
     for optimizer, name in cases(world_size):
         case = MESHES[world_size][name]
@@ -190,14 +190,14 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         )
     for optimizer, first, second in changes_of_mesh(world_size):
         trainee = Trainee(MESHES[world_size][second], optimizer, world_size)
-        trainee.train(*[1] if optimizer == "adamw" else [])  # state of its own, which must go
+        trainee.train(*[1] if optimizer == "adamw" else [])  # so that it has state, which loading must replace
         load_checkpoint(folder / optimizer / first / "step-00000005", trainee.state)
         trainee.save(folder / optimizer / f"{first} to {second}", 5)
     return found
 
 
 def resharded(rank: int, world_size: int, folder: Path, every: bool = False) -> dict[str, list[tuple[float, float]]]:
-    """Loss and gradient norm of steps 6 to 8 on meshes of this size, each begun with the others' step 5; their ends are saved."""
+    """Take steps 6 to 8 on meshes of this size, each from another layout's step 5, and save; returns losses and gradient norms."""
     found = {}
     for optimizer, first, second in changes_of_layout(world_size, every):
         trainee = Trainee(ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size)
@@ -208,7 +208,7 @@ def resharded(rank: int, world_size: int, folder: Path, every: bool = False) -> 
 
 
 def round_one(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], dict[str, list[tuple[float, float]]]]:
-    """Of four ranks both, when two ranks have saved theirs."""
+    """Run `resumed`, and on four ranks `resharded`, too, when two ranks have saved their checkpoints."""
     return resumed(rank, world_size, folder), resharded(rank, world_size, folder) if world_size == 4 else {}
 
 
@@ -219,7 +219,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Loss and gradient norm of the uninterrupted run's steps 3 to 8."""
+    """The loss and gradient norm of the uninterrupted run's steps 3 to 8."""
     found = {}
     for optimizer in RUNS:
         trainee = Trainee(ALONE, optimizer, 1)
@@ -249,7 +249,7 @@ def test_a_mesh_saves_one_processs_tensors_bit_for_bit(meshes: tuple[int, object
 
 
 def test_every_rank_writes_its_share(meshes: tuple[int, object], folder: Path) -> None:
-    """Of replicated parameters, too: what many ranks have is written by one, another one each time."""
+    """This includes replicated parameters: if many ranks have one, a single rank writes it, and another rank writes the next one."""
     world_size = meshes[0]
     for optimizer, name in cases(world_size):
         sizes = bytes_by_file(folder / optimizer / name / "step-00000005")
@@ -319,7 +319,7 @@ def check_resharded(
     alone: dict[str, list[tuple[float, float]]],
     folder: Path,
 ) -> None:
-    """Saved on the first, loaded on the second; by rounding apart, since meshes add up in other orders."""
+    """Check runs saved on the first layout and loaded on the second. They differ by rounding, as meshes add up in other orders."""
     assert changes
     for optimizer, first, second in changes:
         name = f"{first} to {second}"
@@ -335,7 +335,7 @@ def test_every_rank_has_the_same_keys_even_without_rows(meshes: tuple[int, list[
     for found, (optimizer, name) in itertools.product(by_rank, cases(world_size)):
         assert found[f"{optimizer} {name}"][2], (optimizer, name)
     if world_size == 4:
-        assert max(found["adamw dp4"][3] for found in by_rank) > 0  # somebody has no experts
+        assert max(found["adamw dp4"][3] for found in by_rank) > 0  # a rank has no experts
         assert max(found["soap dp4"][3] for found in by_rank) > 0
 
 
@@ -343,7 +343,7 @@ def test_every_rank_has_the_same_keys_even_without_rows(meshes: tuple[int, list[
 
 
 def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """What every rank raises."""
+    """Return what every rank raises."""
     trainee = Trainee(Case(pp=2, layers=4), "adamw", world_size)
     trainee.train(1)
     trainee.save(folder, 1)
@@ -351,7 +351,7 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     write = checkpoint_save.write_safetensors
 
     def fill_the_disk(file: Path, tensors: Any, pieces: Any, digest: Any) -> None:
-        """On the second rank, after some pieces were taken."""
+        """Fail on the second rank, after some pieces were taken."""
         write(file, tensors[:3] if rank == 1 else tensors, pieces, digest)
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

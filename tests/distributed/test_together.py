@@ -1,4 +1,4 @@
-"""An error of one rank is everybody's, whatever its class."""
+"""An error on one rank reaches every rank, whatever its class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lather.parallel.mesh import Mesh
 
 
 class LocalError(Exception):
-    """Cannot be made again from what `pickle` keeps of it."""
+    """An error that `pickle` cannot make again from what it keeps."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
@@ -49,13 +49,13 @@ def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
                     raise errors[rank]
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-        assert len(list(folder.glob(f"{name}?"))) == world_size  # nobody leaves before all have come
+        assert len(list(folder.glob(f"{name}?"))) == world_size  # no rank leaves before all have come
         dist.barrier()
     return found
 
 
 def control_group(rank: int, world_size: int, folder: Path, seconds: float) -> dist.ProcessGroup | None:
-    """Of a mesh in whose steps ranks wait for each other for so long."""
+    """The control group of a mesh in whose steps ranks wait for each other for so long."""
     dist.destroy_process_group()
     timeout = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout)

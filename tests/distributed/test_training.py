@@ -1,4 +1,4 @@
-"""`train` from a configuration to the end of a run, on meshes: what a run writes is what one process writes."""
+"""`train` from a configuration to the end of a run, on meshes: a run writes the same files' contents as one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lather.train.loop import DivergedError, RunOutcome, train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 
-pytestmark = pytest.mark.timeout(600)  # of which a free machine needs a tenth
+pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
 MODEL: dict[str, Any] = {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": True}
 EVERYTHING: dict[str, Any] = {
@@ -52,7 +52,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "deep": {"model": {"num_hidden_layers": 7}, "train": {"steps": 2, "sequence_length": 64}},
     "soap_muon": {"optim": {"name": "soap_muon", "precondition_frequency": 2, "experts": {"rule": "muon"}, "rest": {"betas": [0.8, 0.9]}}},
 }
-"""Each is done by one process and by meshes."""
+"""Runs that one process and meshes do."""
 MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "pp2": ("plain", {"pp": 2}),
@@ -94,7 +94,7 @@ def make_config(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
 
 
 def start(config: Config, stop_after: int = 0) -> RunOutcome:
-    """Training on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so many steps."""
+    """Train on a mesh of all ranks. With `stop_after` this rank asks for a stop once it has done so many steps."""
     mesh = Mesh.build(config.parallel, torch.device("cpu"))
     asked = 0
 
@@ -107,7 +107,7 @@ def start(config: Config, stop_after: int = 0) -> RunOutcome:
 
 
 def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """All runs of this number of ranks; what `train` returned or raised in this one."""
+    """Do all runs of this number of ranks; returns what `train` returned or raised on this rank."""
     found: dict[str, Any] = {}
     for name, (run, parallel) in MESHES[world_size].items():
         outcome = start(make_config(folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}}))
@@ -123,7 +123,7 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def diverge(rank: int, folder: Path) -> str:
-    """In steps 2, 4 and 5 one gradient on the second rank is not a number; two such steps in a row are too many."""
+    """Make one gradient on the second rank NaN in steps 2, 4 and 5; two such steps in a row are too many."""
     collect = LocalParameters.collect_gradients
     calls = 0
 
@@ -145,7 +145,7 @@ def diverge(rank: int, folder: Path) -> str:
 
 
 def dealt_by_memory(rank: int, folder: Path) -> bool:
-    """A run with the layers of the stages as rank 0, and it alone, finds them. The search itself is left out: a rank here may not have
+    """Train with the layers of the stages that rank 0, and it alone, finds. The search itself is left out, as a rank here may not have
     processes of its own."""
 
     def search(config: Config, world_size: int, assumed: Assumed) -> Partition:
@@ -157,7 +157,7 @@ def dealt_by_memory(rank: int, folder: Path) -> bool:
 
 
 def without_pieces(config: Config) -> bool:
-    """A run whose refreshes are all done at the end of the step that begins them."""
+    """Train with all refreshes done at the end of the step that begins them."""
     put_off = MatrixOptimizer.put_off_refreshes
     MatrixOptimizer.put_off_refreshes = lambda optimizer: optimizer._pending  # type: ignore[method-assign]
     try:
@@ -167,7 +167,7 @@ def without_pieces(config: Config) -> bool:
 
 
 class Pieces:
-    """Work that takes a millisecond a piece."""
+    """Work whose pieces take a millisecond each."""
 
     is_busy = False
 
@@ -186,7 +186,8 @@ class Pieces:
 
 
 def slow_neighbour(rank: int) -> tuple[float, int]:
-    """Seconds that this rank computes in a step in which the second rank is slow, and pieces of other work that the rank did in between."""
+    """Return the seconds that this rank computes in a step in which the second rank is slow, and how many pieces of other work it did
+    meanwhile."""
     pair = make_pair(Case(pp=2, layers=4))
     recorder = pair.engine._executor.record = TimelineRecorder(torch.device("cpu"), rank, 2)
     if rank == 1:
@@ -235,7 +236,7 @@ def four(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_rows(run_dir: Path, expected: Path, rel: float = 1e-4) -> None:
-    """In fp32 SOAP turns rounding into other decisions of some router; in fp64 it is compared in test_engine.py."""
+    """Compare the rows of two runs. In fp32 SOAP turns rounding into other choices of a router; test_engine.py compares SOAP in fp64."""
     rows, wanted = ([timeless(row) for row in read_rows(path / "metrics.jsonl")] for path in (run_dir, expected))
     assert [row.keys() for row in rows] == [row.keys() for row in wanted]
     for row, other in zip(rows, wanted, strict=True):
@@ -307,7 +308,7 @@ def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path)
 
 
 def test_waiting_for_a_slow_neighbour_is_no_computing_and_other_work_is_done_in_it(two: list[dict[str, Any]]) -> None:
-    """The second rank attends in 5 micro-batches and 2 layers, at 0.1 s each; in that time the first one mostly waits."""
+    """The second rank attends in 5 micro-batches and 2 layers, for 0.1 s each; the first rank mostly waits meanwhile."""
     (fast, filled), (slow, _) = (found["slow neighbour"] for found in two)
     assert slow > 1.0
     assert fast < slow / 2
@@ -324,4 +325,4 @@ def test_refreshes_in_the_gaps_of_a_pipeline_have_the_same_bits_and_are_in_the_t
         assert all(value.equal(expected[name]) for name, value in saved.items() if not name.startswith("random/"))
     pieces = [row for row in read_rows(run / "timeline.jsonl") if row["action"].endswith("REFRESH")]
     assert {row["rank"] for row in pieces} == {0, 1}
-    assert {row["step"] for row in pieces} == {4}  # KL-SOAP has its first bases after step 2
+    assert {row["step"] for row in pieces} == {4}  # KL-SOAP makes its first bases after step 2

@@ -1,4 +1,4 @@
-"""The checks of `lather doctor` find what is wrong in made-up facts, and say what to do; the disk is probed on real folders."""
+"""The checks of `lather doctor` find what is wrong in made-up facts and name the remedy; the disk is probed on real folders."""
 
 from __future__ import annotations
 

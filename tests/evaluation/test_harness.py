@@ -1,4 +1,4 @@
-"""The model for lm-evaluation-harness: a task made on the spot, and what it is given against direct computation."""
+"""The model for lm-evaluation-harness, on a task made on the spot; its answers against direct computation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 @torch.no_grad()
 def expected(model: HarnessModel, before: list[int], after: list[int]) -> tuple[float, bool]:
-    """By the logits of this one text, of which the last inputs are read."""
+    """Compute the expected score from the logits of this one text, of which the last inputs are read."""
     inputs = [*before, *after][:-1][-CONTEXT:]
     logits = model._decoder(torch.tensor([inputs])).logits_BSV[0, -len(after) :].double()
     labels = torch.tensor(after)
@@ -142,7 +142,7 @@ def test_conversations_are_written_by_the_template(run: Path) -> None:
 
 @pytest.fixture
 def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A task of four questions with choices, and one of texts, over JSONL files. The harness's own thousands take seconds to find."""
+    """Make a task of four questions with choices, and one of texts, over JSONL files. Finding the harness's own thousands takes seconds."""
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"question": f"def f{n}(x):\n    return x +", "choices": [" 1", " None", " y if x"], "answer": n % 3} for n in range(4)]

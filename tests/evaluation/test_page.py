@@ -1,4 +1,4 @@
-"""The page docs/evaluation.md: its Python runs, and the options that it names are there."""
+"""docs/evaluation.md: its Python runs, and the options that it names exist."""
 
 from __future__ import annotations
 

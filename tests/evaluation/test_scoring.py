@@ -44,7 +44,7 @@ def test_scores_are_those_of_all_logits(model_type: str, packed: bool, logits_at
 
 
 class Numbered:
-    """Sequence i is that of seed i; nothing of sequence 3 is learned."""
+    """Sequences that are drawn with their number as seed; nothing of sequence 3 is learned."""
 
     length = 6
 

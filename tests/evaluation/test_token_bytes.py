@@ -1,4 +1,4 @@
-"""Bytes of tokens against the texts themselves."""
+"""The bytes of tokens against the bytes of the texts themselves."""
 
 from __future__ import annotations
 

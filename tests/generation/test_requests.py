@@ -1,4 +1,4 @@
-"""Files of prompts."""
+"""Files of prompts: what is read from them, and what is refused."""
 
 from __future__ import annotations
 

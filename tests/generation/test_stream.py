@@ -26,7 +26,7 @@ def test_pieces_add_up_to_the_text(text: str, prompt_length: int) -> None:
 
 
 def test_whatever_the_tokens_they_become_what_they_decode_to_together() -> None:
-    """Also where they are no valid UTF-8."""
+    """This holds also for tokens that make no valid UTF-8."""
     tokenizer, draw = byte_level(), random.Random(0)
     for _ in range(200):
         tokens = [draw.randrange(tokenizer.get_vocab_size()) for _ in range(draw.randrange(1, 20))]

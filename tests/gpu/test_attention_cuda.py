@@ -1,4 +1,4 @@
-"""Attention on a CUDA device, through the fused kernels and compiled flex attention, against the CPU's in fp64, gradients included."""
+"""Attention on a CUDA device, through the fused kernels and compiled flex attention, against the CPU's in fp64, with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 def run(
     device: str, dtype: torch.dtype, *, packed: bool, window: int | None, has_sinks: bool, widths: tuple[int, int], length: int = 500
 ) -> dict[str, Tensor]:
-    """Output and gradients, in fp64 on the CPU."""
+    """Return output and gradients, in fp64 on the CPU."""
     width, value_width = widths
     draw = torch.Generator().manual_seed(0)
     shapes = {"q": (B, length, H, width), "k": (B, length, G, width), "v": (B, length, G, value_width), "sinks": (H,)}
@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """More kinds of masks are compiled here than one process may."""
+    """Reset the compiler, because these tests compile more kinds of masks than one process may."""
     torch.compiler.reset()
 
 
@@ -58,7 +58,7 @@ def test_cuda_agrees_with_the_cpu(dtype: torch.dtype, widths: tuple[int, int], p
 def test_windows_and_documents_take_no_memory_that_is_quadratic_in_the_length() -> None:
     length = 16384
     q = torch.randn(1, length, 2, 64, device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):  # compilation is done in the first
+    for _ in range(2):  # the first pass compiles
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         layout = SequenceLayout(1, length, q.device, torch.tensor([0, 5000, length]))

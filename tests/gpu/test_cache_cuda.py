@@ -1,4 +1,4 @@
-"""The key-value cache on a CUDA device against the pass over everything on the CPU, in fp64."""
+"""The key-value cache on a CUDA device against a pass over all tokens on the CPU, in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on one GPU, the first-class case of one process: the CPU's numbers, flat memory, no waiting for the device."""
+"""The engine on one GPU, in one process: the CPU's numbers, memory that does not grow, no waiting for the device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def same_routing(reference: Engine, *others: Engine) -> None:
-    """Rounding must not turn a near-tie: routers see large differences between experts."""
+    """Make routers see large differences between experts, so that rounding does not turn a near-tie into another choice."""
     for engine in (reference, *others):
         with torch.no_grad():
             for router in engine.part.routers():
@@ -109,10 +109,10 @@ def test_bf16_is_fp32_within_rounding(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
-    """Experts of one process need no sizes of an exchange. In fp32 grouped products have no kernel and do wait."""
+    """One process needs no sizes of an exchange. In fp32, where grouped products have no kernel, the walk does wait."""
     engine = engine_on(cuda(), config(schedule, precision="bf16"))
     batch = tokens(config())
-    engine.gradients(engine.share_of(batch))  # compiles kernels
+    engine.gradients(engine.share_of(batch))  # this compiles kernels
     engine.clear_gradients()
     number = engine.schedule.num_micro_batches
     micro_batches = engine._micro_batches(engine.share_of(batch), 1.0, [1 / number] * number)
@@ -173,7 +173,7 @@ def nccl(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.ProcessGroup) -> None:
-    """With itself alone, but through the all-to-alls, their stream and the early frees."""
+    """The only rank exchanges with itself, but through the all-to-alls, their stream and the early frees."""
     plain, exchanging = (engine_on(cuda(), config(schedule, poison=True)) for _ in range(2))
     give_back, sizes_group = exchanging._segments.frees.give_back, dist.new_group([0])
     exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, give_back=give_back, sizes_group=sizes_group)

@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """Anything that waits for the device raises."""
+    """Raise an error, inside the block, if something waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
@@ -138,7 +138,7 @@ def test_a_label_out_of_range_is_a_device_side_assert(module: str, name: str) ->
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Bytes that the allocator gave out at most, beyond those of before."""
+    """Return the most bytes that the allocator gave out during `work`, beyond those before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -150,7 +150,7 @@ def peak_of(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_linear_cross_entropy_is_within_a_twentieth_of_the_logits(dtype: torch.dtype) -> None:
     x, weight, labels = inputs(4096, 102400, 2048, dtype)
-    linear_cross_entropy(x[:8], weight[:600], labels[:8] % 600).backward()  # cuBLAS takes its workspace
+    linear_cross_entropy(x[:8], weight[:600], labels[:8] % 600).backward()  # cuBLAS allocates its workspace
     x.grad = weight.grad = None
     logits = 4096 * 102400 * dtype.itemsize
     losses: list[Tensor] = []
@@ -165,7 +165,7 @@ def test_memory_of_cross_entropy_in_place() -> None:
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of `work` on the device."""
+    """Return the median time of `work` on the device."""
     times = []
     for _ in range(repeats + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

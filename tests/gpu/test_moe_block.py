@@ -1,4 +1,4 @@
-"""The MoE layer on CUDA in bf16: against the CPU in fp32, in every memory mode, without waiting for the device."""
+"""The MoE layer on CUDA in bf16 against the CPU in fp32, in every memory mode, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layer(gate: Gate, bias: bool, memory: str = "saved") -> MoE:
 
 
 def results(moe: MoE, x_TD: Tensor) -> dict[str, Tensor]:
-    """With routing fixed, so that a near-tie cannot turn it."""
+    """Return output and gradients with fixed routing, so that a near-tie cannot turn into another choice."""
     forced = (
         torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K] for t in range(len(x_TD))]) if len(x_TD) else None
     )
@@ -60,7 +60,7 @@ def test_bf16_on_cuda_is_the_cpus_fp32_within_rounding(name: str, memory: str, t
 def test_forward_and_backward_do_not_wait_for_the_device(name: str, memory: str) -> None:
     moe = layer(*LAYERS[name], memory=memory).to("cuda", torch.bfloat16)
     x_TD = torch.randn(500, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    moe(x_TD)[0].sum().backward()  # kernels are compiled
+    moe(x_TD)[0].sum().backward()  # this compiles kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -34,7 +34,7 @@ COMBINES = [(63, 3, 33, 200), (500, 2, 4, 1000), (2, 6, 1100, 12), (1, 1, 1, 1),
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Memory that nobody wrote to holds NaN (the largest integer, in integer tensors)."""
+    """Fill uninitialised memory with NaN (integer tensors with the largest integer)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3, device="cuda").isnan().all()
     yield
@@ -127,7 +127,7 @@ def test_combines(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 
 def public_operations(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
-    """A layer of experts that multiply by one, and its gradients."""
+    """Run a layer of experts that multiply by one, forward and backward."""
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     plan = route.plan_route(ids, 8, 16)
     rows = gather.padded_index_gather(x, plan.token_G)
@@ -140,7 +140,7 @@ def test_public_operations_agree_with_the_cpu_and_do_not_wait() -> None:
     generator = torch.Generator().manual_seed(0)
     arguments = torch.randn(63, 64, generator=generator), random_experts(63, 3, 8), torch.rand(63, 3, generator=generator)
     there = to_cuda(*arguments)
-    public_operations(*there)  # compiles
+    public_operations(*there)  # this compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         actual = public_operations(*there)
@@ -159,7 +159,7 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_wrong_indices_are_asserted_on_the_device(name: str) -> None:
-    """In a process of its own: a device assertion ends the use of the device."""
+    """A process of its own makes the mistake, because a device assertion ends the use of the device."""
     code = f"import torch\nfrom lather.kernels import combine, gather, route\n{BAD_CALLS[name]}\ntorch.cuda.synchronize()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode != 0
@@ -182,8 +182,9 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -> None:
-    """DeepSeek-V2-Lite's layer at 8192 tokens in bf16: GB/s of what has to be read and written, and of a device copy of as much."""
-    torch.use_deterministic_algorithms(False)  # poisoning would be timed too
+    """The sizes are DeepSeek-V2-Lite's layer at 8192 tokens in bf16: GB/s of the bytes that have to be read and written, and of a device
+    copy of as many."""
+    torch.use_deterministic_algorithms(False)  # otherwise the poisoning would be timed, too
     t, d, f, k, e = 8192, 2048, 1408, 6, 64
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -194,7 +195,7 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
     plan, x, rows = route.plan_route(ids, e), randn(t, d), randn(t * k, d)
     weights, gate_up, grad_h = torch.rand(t, k, generator=generator, device="cuda"), randn(t * k, 2 * f), randn(t * k, f)
     scale = weights.flatten()
-    g = 2 * t * k  # bytes of one column of all rows
+    g = 2 * t * k  # the bytes of one column of all rows
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "swiglu forward": (lambda: swiglu.gate_forward(gate_up, SWIGLU), g * 3 * f),
         "swiglu gradient": (lambda: swiglu.gate_gradient(grad_h, gate_up, SWIGLU), g * 5 * f),
@@ -220,7 +221,7 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(dtype: torch.dtype) -> None:
     grad, x = (torch.randn(500, width, generator=torch.Generator().manual_seed(width)).to("cuda", dtype) for width in (64, 48))
-    found = weight_product(grad[:, :32], x, torch.float32)  # a part of wider rows, as of gate/up
+    found = weight_product(grad[:, :32], x, torch.float32)  # part of the columns of wider rows, as in gate/up
     assert found.dtype == torch.float32
     assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)
 
@@ -242,7 +243,7 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("turn", [rotate_pairs, rotate_halves])
 def test_rotary(turn: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    """Of a part of each head, there and back."""
+    """A part of each head is turned, and turned back."""
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(2, 63, 3, 20, generator=generator).to(dtype), torch.randn(2, 63, 3, 12, generator=generator).to(dtype)
     angles = 6 * torch.rand(1, 63, 6, generator=generator, dtype=torch.promote_types(dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The optimizers on a CUDA device: the same numbers as on the CPU, whatever the streams, and no waiting for the device per parameter."""
+"""The optimizers on a CUDA device: the CPU's numbers, whatever the streams, and no waiting for the device for each parameter."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SHAPES = [(64, 128)] * 6 + [(4, 48, 32), (64,), (70, 33), (70, 33)]
 
 
 def shapes_for(cls: type[MatrixOptimizer]) -> list[tuple[int, ...]]:
-    """A stack is of matrices."""
+    """The shapes for an optimizer; stacks have to be of matrices."""
     return [shape for shape in SHAPES if len(shape) > 1 or cls is not StackedSOAP]
 
 
@@ -34,7 +34,7 @@ def trained(cls: type[MatrixOptimizer], device: str, steps: int = 8, **options: 
     "options", [{}, {"refresh_method": "qr"}, {"refresh_method": "cholesky_qr"}, {"first_bases": "iteration"}, {"num_streams": 3}], ids=str
 )
 def test_cuda_agrees_with_the_cpu(cls: type[MatrixOptimizer], options: dict[str, Any]) -> None:
-    options = {"first_bases": "eigh", "fp32_matmul_prec": "highest", **options}  # "auto" is another one on another kind of device
+    options = {"first_bases": "eigh", "fp32_matmul_prec": "highest", **options}  # "auto" means something else on another kind of device
     on_cuda, _ = trained(cls, "cuda", **options)
     on_cpu, _ = trained(cls, "cpu", **options)
     for p, expected in zip(on_cuda, on_cpu, strict=True):
@@ -73,7 +73,7 @@ def test_temporary_memory_keeps_to_the_bound() -> None:
 
 
 def trained_with_streams(cls: type[MatrixOptimizer], *, async_refresh: bool, busy: bool) -> tuple[list[torch.Tensor], MatrixOptimizer]:
-    """`busy`: the caller's stream has work, and takes and frees memory, between the steps."""
+    """Train, and return parameters and state. If `busy`, the caller's stream works, and takes and frees memory, between the steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = [*shapes_for(cls), (768, 1024), (768, 1024)]  # a QR of these takes far longer than the host needs for a step
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to("cuda")) for shape in shapes]
@@ -114,7 +114,7 @@ def test_the_host_does_not_wait_for_a_refresh_beside_the_forward() -> None:
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
-    optimizer.state_dict()  # nothing is under way
+    optimizer.state_dict()  # afterwards nothing is under way
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()

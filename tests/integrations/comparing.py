@@ -1,4 +1,4 @@
-"""Comparisons of what two ways to train have made."""
+"""Compares the results of two ways to train."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ Weights = Mapping[str, Tensor]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters by name, sharded ones whole."""
+    """Copy the parameters by name, sharded ones whole."""
     return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
 
 
@@ -23,19 +23,21 @@ def difference(one: Weights, other: Weights) -> float:
 
 
 def assert_same_training(trained: Weights, plain: Callable[[float], Weights], tolerance: float) -> None:
-    """`plain(factor)`: the weights of a plain loop whose learning rates are `factor` times as high. One per cent more has to be seen."""
+    """Compare trained weights with `plain(factor)`, those of a plain loop with learning rates `factor` times as high. 1 % more has to be
+    noticed."""
     same, other = difference(trained, plain(1.0)), difference(trained, plain(1.01))
     assert same <= tolerance
     assert other > 10 * tolerance
 
 
 def muon(groups: Any, precondition_frequency: int, **options: Any) -> Muon:
-    """In SOAP's place where gradients differ by rounding: bases of gradients of low rank are arbitrary beyond their rank."""
+    """Make Muon in place of SOAP, for tests in which gradients differ by rounding: where a gradient has low rank, bases beyond it are
+    arbitrary."""
     return Muon(groups, **options)
 
 
 def assert_same_bits(one: object, other: object) -> None:
-    """Of nested state, tensors included."""
+    """Check that nested state, with its tensors, is equal to the bit."""
     if isinstance(one, Tensor):
         assert isinstance(other, Tensor)
         assert one.dtype == other.dtype

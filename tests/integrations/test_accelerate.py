@@ -1,4 +1,4 @@
-"""accelerate: one process, two under DDP, two under FSDP2, all as a plain loop."""
+"""accelerate, on one process, two under DDP and two under FSDP2, against a plain loop."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ def _fresh_accelerate() -> Iterator[None]:
 
 
 def plain_loop(factor: float, epochs: int = 1, parts: int = 1) -> Weights:
-    """`parts`: of a batch, whose gradients are averaged, as between processes."""
+    """Train without accelerate; the gradients of `parts` parts of a batch are averaged, as between processes."""
     model, optimizer, data, schedule = example.make(PLAIN)
     schedule.base_lrs = [factor * lr for lr in schedule.base_lrs]
     for group in optimizer.param_groups:
@@ -107,7 +107,7 @@ def join(rank: int, num_ranks: int) -> Any:
 
 
 def under_ddp(rank: int, num_ranks: int, folder: str) -> Weights:
-    """Two epochs, with a save and a load between."""
+    """Train two epochs, with a save and a load between them."""
     accelerator = join(rank, num_ranks)
     model, *others = example.make(accelerator)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
@@ -127,7 +127,7 @@ def test_two_processes_under_ddp_are_one_process(tmp_path: Path) -> None:
 
 
 def fsdp2_on_cpu(accelerator: Any) -> None:
-    """accelerate turns FSDP on for accelerators alone: do by hand what it does there."""
+    """Do by hand what accelerate does to turn FSDP on, which it does for accelerators alone."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100, state_dict_type="SHARDED_STATE_DICT"
     )
@@ -135,7 +135,7 @@ def fsdp2_on_cpu(accelerator: Any) -> None:
 
 
 def under_fsdp2(rank: int, num_ranks: int) -> tuple[Weights, int]:
-    """Weights after an epoch, and the elements of whole parameters that are still there once they have been sharded."""
+    """Return the weights after an epoch, and the elements of whole parameters that are still alive after the sharding."""
     accelerator, whole = join(rank, num_ranks), weakref.WeakSet()
 
     def noting(groups: Any, **options: Any) -> Muon:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: it clips, schedules, groups and saves as a plain loop would."""
+"""The Hugging Face Trainer clips, schedules, groups and saves as a plain loop would."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
 
 
 class Own(transformers.Trainer):
-    """The Trainer with its own groups: those that decay, and those that do not."""
+    """The Trainer with its own groups: one whose parameters decay, one whose do not."""
 
 
 def own_trainer(folder: Path, checkpoint: str | None = None, **changes: Any) -> Own:
@@ -88,7 +88,7 @@ def own_trainer(folder: Path, checkpoint: str | None = None, **changes: Any) -> 
 
 
 def test_the_trainers_own_groups_for_weight_decay(tmp_path: Path) -> None:
-    """`optimizer_cls_and_kwargs` makes SOAP of them; experts are then tensors of three dims, norms are vectors."""
+    """The Trainer makes SOAP of them by `optimizer_cls_and_kwargs`; experts are then tensors of three dims, and norms are vectors."""
     trainer = own_trainer(tmp_path)
     trainer.train()
 

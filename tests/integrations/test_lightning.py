@@ -1,4 +1,4 @@
-"""Lightning: its closure, its clipping, its checkpoints; one process, two under DDP and under FSDP2."""
+"""Lightning with its closure, its clipping and its checkpoints, on one process and on two under DDP and under FSDP2."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ from lather.optim import SOAP, parameter_groups
 
 
 def plain_loop(factor: float, parts: int = 1) -> Weights:
-    """`parts`: of a batch, whose gradients are averaged, as between processes."""
+    """Train without Lightning; the gradients of `parts` parts of a batch are averaged, as between processes."""
     torch.manual_seed(0)
     module = example.Regression()
     optimizer = example.SOAP(parameter_groups(module), lr=factor * 1e-2, weight_decay=0.01, precondition_frequency=5)
@@ -38,7 +38,7 @@ def plain_loop(factor: float, parts: int = 1) -> Weights:
 
 
 def in_parts(x: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Rows in turn, as a DistributedSampler deals them."""
+    """Deal rows in turn, as a DistributedSampler does."""
     return [x[part::parts] for part in range(parts)]
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
 
 
 class ByHand(example.Regression):
-    """Manual optimization: the step is called on Lightning's wrapper."""
+    """Uses manual optimization, in which Lightning's wrapper takes the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ByHand(example.Regression):
 
 
 def test_the_wrapper_of_manual_optimization(tmp_path: Path) -> None:
-    """It is a class that is made of ours, and has our state, our counters and our saved form."""
+    """The wrapper's class is made of ours, and has our state, our counters and our saved form."""
     torch.manual_seed(0)
     module = ByHand()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -92,19 +92,19 @@ def test_the_wrapper_of_manual_optimization(tmp_path: Path) -> None:
 
 
 def join(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Options of a Trainer whose processes are there already."""
+    """Make the options of a Trainer whose processes exist already."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     rows = example.make_data().dataset
-    sampler = DistributedSampler(rows, num_ranks, rank, shuffle=False)  # Lightning's own shuffles
+    sampler = DistributedSampler(rows, num_ranks, rank, shuffle=False)  # Lightning's own sampler shuffles
     data = DataLoader(rows, batch_size=example.BATCH // num_ranks, sampler=sampler)
     own = {"data": data, "use_distributed_sampler": False}
     return {"accelerator": "cpu", "devices": num_ranks, "plugins": [TorchElasticEnvironment()], **own}
 
 
 def under_ddp(rank: int, num_ranks: int, folder: str) -> tuple[Weights, Weights]:
-    """The weights of a whole run, and those of one that was resumed."""
+    """Return the weights of a whole run, and of one that was resumed."""
     whole = example.fit(folder, strategy="ddp", **join(rank, num_ranks))
     second = example.fit(folder, f"{folder}/epoch=0.ckpt", strategy="ddp", **join(rank, num_ranks))
     return weights_of(whole), weights_of(second)

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: they alone are trained and have state, however many frozen weights stand beside them in a group."""
+"""LoRA adapters of peft: only they are trained and have state, however many frozen weights stand beside them in a group."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_saved_adapters_and_optimizer_go_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_another_adapter_takes_over() -> None:
-    """`set_adapter` freezes the first and thaws the second, which gets state then."""
+    """`set_adapter` freezes the first adapter and thaws the second, which gets its state then."""
     model = example.make_model()
     model.add_adapter("second", model.peft_config["default"])
     optimizer, schedule = example.make_optimizer(model)

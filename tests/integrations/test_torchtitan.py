@@ -1,4 +1,4 @@
-"""torchtitan: its real Trainer on gloo, with a train spec whose optimizers are ours."""
+"""torchtitan's real Trainer on gloo, with a train spec whose optimizers are ours."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.integrations
-pytest.importorskip("torchtitan_on_cpu")  # has to be imported before torchtitan is
+pytest.importorskip("torchtitan_on_cpu")  # this has to be imported before torchtitan
 pytest.importorskip("torchtitan")
 
 from comparing import Weights, assert_same_bits, assert_same_training, difference, weights_of
@@ -22,7 +22,7 @@ Trained = tuple[Weights, list[float]]
 
 
 def train(rank: int, num_ranks: int, folder: str) -> Trained:
-    """Weights and losses of the example under torchtitan's Trainer."""
+    """Run the example under torchtitan's Trainer; returns weights and losses."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     example = _example()
     trainer = example.Trainer(example.make_config(folder, STEPS))
@@ -46,7 +46,7 @@ def _example() -> Any:
 
 @torch.no_grad()
 def set_weights(model: torch.nn.Module) -> None:
-    """The same on any number of ranks, which torchtitan's own are not."""
+    """Set the same weights on any number of ranks, which torchtitan does not do."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         whole = torch.randn(p.shape, generator=generator) * 0.1
@@ -66,7 +66,7 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
         model = spec.model_cls(arguments)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        model.init_weights()  # of buffers
+        model.init_weights()  # this initialises the buffers
     set_weights(model)
     groups = example.parameter_groups(model, adam_names=("output",))
     optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, weight_decay=config.optimizer.weight_decay)

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote to holds NaN."""
+"""Fills memory that nobody wrote to with NaN."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Uninitialised memory is NaN (the largest integer, in integer tensors)."""
+    """Fill uninitialised memory with NaN (integer tensors with the largest integer)."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

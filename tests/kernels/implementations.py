@@ -1,4 +1,4 @@
-"""What the tests of every kernel share: which implementations there are, and when their results are the expected ones."""
+"""Says, for the tests of every kernel, which implementations there are and when their results are the expected ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ModuleNotFoundError:
 INTERPRETER = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter; tests/gpu has the devices"
 )
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts off where bf16 should be rounded
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter cuts bits off where bf16 should be rounded
 
 
 def on_each(reference: ModuleType, kernels: ModuleType | None) -> pytest.MarkDecorator:
@@ -26,14 +26,14 @@ def on_each(reference: ModuleType, kernels: ModuleType | None) -> pytest.MarkDec
 
 
 def is_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether they differ, in norm, by no more than what computing in `dtype` explains."""
+    """Whether two tensors differ, in norm, by no more than computing in `dtype` explains."""
     assert actual.shape == expected.shape
     error = (actual.double() - expected.double()).norm()
     return bool(error <= TOLERANCE[dtype] * expected.double().norm())
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """And 1 % more would not be."""
+    """Check that two tensors are close, and would not be if one were 1 % larger."""
     assert is_close(actual, expected, dtype)
     if expected.abs().sum() > 0:
         assert not is_close(1.01 * expected.double(), expected, dtype)

@@ -1,4 +1,4 @@
-"""Adam in the basis: the reference has the bits of torch's own operations; Triton is the reference to 1e-6; the optimizers on it."""
+"""Adam in the basis: the reference has the bits of torch's own operations, Triton is the reference to 1e-6, and the optimizers use it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OPTIONS = [{"correct_bias": c, "nesterov": n} for c, n in itertools.product([Tru
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, moments: torch.dtype | None = None) -> list[Tensor]:
-    """A gradient and two moments that are not zero."""
+    """Draw a gradient and two moments that are not zero."""
     generator = torch.Generator().manual_seed(0)
     g, m, v = (torch.randn(shape, generator=generator) for _ in range(3))
     return [g.to(dtype), (m * 0.1).to(moments or dtype), (v.square() * 0.01).to(moments or dtype)]
 
 
 def old(g: Tensor, m: Tensor, v: Tensor, t: int, betas: tuple[float, float], eps: float, *, correct_bias: bool, nesterov: bool) -> Tensor:
-    """The operations of torch that optimizer states so far were made with."""
+    """Run the operations of torch with which earlier optimizer states were made."""
     beta1, beta2 = betas
     c1, c2, c1_next = (1 - beta1**t, 1 - beta2**t, 1 - beta1 ** (t + 1)) if correct_bias else (1.0, 1.0, 1.0)
     m.lerp_(g, 1 - beta1)
@@ -95,7 +95,7 @@ def test_a_gradient_of_zeros_on_moments_of_zeros_gives_zeros() -> None:
 
 @pytest.mark.parametrize("apart", ["gradient", "moments", "all"])
 def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a stack, a transposed gradient, moments with gaps: the same, and nothing beside them is touched."""
+    """Rows of a stack, a transposed gradient, moments with gaps: results are the same, and nothing beside the tensors is touched."""
     monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     g, m, v = tensors((6, 9, 4))
     expected_u = reference.adam_in_basis(g, m, v, 2, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)

@@ -23,7 +23,7 @@ SHAPES = [(63, 3, 33, 200), (500, 2, 4, 1000), (2, 6, 1100, 12), (1, 1, 1, 1), (
 
 
 def inputs(tokens: int, slots: int, columns: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows that no token has hold NaN; a tenth of the pairs has no row, and all of token 0's."""
+    """Draw inputs. Rows that belong to no token hold NaN; a tenth of the pairs has no row, and no pair of token 0 has one."""
     generator = torch.Generator().manual_seed(tokens + columns)
     pairs = tokens * slots
     row = torch.full((pairs,), -1)
@@ -75,7 +75,7 @@ def test_sums_and_gradients(implementation: ModuleType, shape: tuple[int, int, i
 
 @IMPLEMENTATIONS
 def test_slots_are_added_in_fp32(implementation: ModuleType) -> None:
-    """256 + 1 + ... + 1 in bf16 would stay 256; weights are not rounded to bf16 either."""
+    """256 + 1 + ... + 1 in bf16 would stay 256; weights are not rounded to bf16, either."""
     rows = torch.ones(41, 3, dtype=torch.bfloat16)
     rows[0] = 256
     row_TK = torch.arange(41).view(1, 41)
@@ -158,7 +158,7 @@ def test_rows_without_a_token_have_no_gradient_whatever_the_gradient(implementat
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_slot_without_a_row_adds_nothing_whatever_is_in_row_0(implementation: ModuleType, dtype: torch.dtype) -> None:
-    """Row 0 is what an index of -1 is clamped to."""
+    """An index of -1 is clamped to row 0."""
     rows = torch.tensor([[float("nan"), float("inf")], [2.0, 3.0]], dtype=dtype)
     row_TK = torch.tensor([[-1, 1], [-1, -1]])
     weights = torch.tensor([[4.0, 0.5], [1.0, 1.0]])

@@ -1,4 +1,4 @@
-"""The in-place loss against `F.cross_entropy` in fp64; logits that are gone must raise, in every way to read them; Triton against torch."""
+"""The in-place loss against `F.cross_entropy` in fp64; reading logits that are gone raises, whatever the way; Triton against torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytest.importorskip("triton")
 from lather.kernels.cross_entropy import triton
 
 SIZES = [(63, 500), (1, 500), (13, 63), (7, 1), (1, 1), (0, 5)]
-"""T, V."""
+"""Sizes T, V."""
 
 
 def inputs(t: int, v: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """A leaf, and labels; `leaf * 1` are logits."""
+    """Draw a leaf, of which `leaf * 1` are the logits, and labels."""
     generator = torch.Generator().manual_seed(0)
     leaf = torch.randn(t, v, generator=generator, dtype=torch.float64).mul(3).to(dtype)
     labels = torch.randint(0, v, (t,), generator=generator)
@@ -45,7 +45,7 @@ def with_gradient(loss: Tensor, leaf: Tensor) -> list[Tensor]:
 
 
 def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Relative to the largest element of each."""
+    """The largest error, relative to the largest element of each tensor."""
     assert [x.shape for x in actual] == [x.shape for x in expected]
     pairs = [(a.double(), b.double()) for a, b in zip(actual, expected, strict=True) if b.numel()]
     return max(float((a - b).abs().max() / b.abs().max()) if b.any() else float(a.abs().max()) for a, b in pairs)
@@ -99,7 +99,7 @@ def test_an_ignore_index_that_is_a_token_too_and_a_normalizer_on_the_device() ->
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_of_a_linear_layer_with_a_batch_dim(bias: bool) -> None:
-    """With a bias, torch makes them as a view of a tensor that nobody has."""
+    """With a bias, torch makes the logits as a view of a tensor that nobody holds."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
     weight = torch.randn(9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -122,7 +122,7 @@ def test_no_second_tensor_of_their_size(dtype: torch.dtype) -> None:
     with PeakBytes() as peak:
         loss.backward()
     assert leaf.grad is not None
-    assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes  # the gradient of the leaf, which is another tensor
+    assert leaf.grad.nbytes <= peak.bytes < 1.01 * leaf.nbytes  # the gradient of the leaf is another tensor
 
 
 def test_the_gradient_is_the_logits_memory() -> None:
@@ -214,9 +214,9 @@ def test_the_base_of_a_view_is_spent_with_it() -> None:
 def test_a_node_that_saved_the_logits_raises() -> None:
     leaf, labels = inputs(3, 4)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy_(leaf.tanh(), labels).backward()  # saves its result
+        cross_entropy_(leaf.tanh(), labels).backward()  # tanh saves its result
     logits = leaf * 1
-    penalty = logits.square().sum()  # saves its argument
+    penalty = logits.square().sum()  # the square saves its argument
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (cross_entropy_(logits, labels) + penalty).backward()
 
@@ -345,7 +345,7 @@ def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing
     class Kernel:
         @staticmethod
         def token_losses_and_gradient_(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-            return reference.token_losses_and_gradient_(torch.from_numpy(logits.numpy()), *args, **options)  # a version of its own
+            return reference.token_losses_and_gradient_(torch.from_numpy(logits.numpy()), *args, **options)  # its own version
 
     monkeypatch.setattr(op, "_implementation", lambda logits: Kernel)
     leaf, labels = inputs(3, 4)

@@ -34,7 +34,7 @@ def inputs(rows: int, columns: int, picked: int, dtype: torch.dtype) -> tuple[Te
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_and_their_adjoint(implementation: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, index, grad = inputs(*shape, dtype)
-    with_zeros = torch.cat([x, x.new_zeros(1, x.shape[1])])  # -1 is the last row
+    with_zeros = torch.cat([x, x.new_zeros(1, x.shape[1])])  # an index of -1 picks this last row
     assert torch.equal(implementation.gather_rows(x, index), with_zeros[index])
     padded = implementation.gather_rows(x, index, len(index) + 5)
     assert torch.equal(padded, torch.cat([with_zeros[index], x.new_zeros(5, x.shape[1])]))

@@ -1,4 +1,4 @@
-"""The loss without logits against `F.cross_entropy` on them in fp64; its tiles in Triton against the reference; its memory, counted."""
+"""The loss without logits against `F.cross_entropy` with them in fp64; its tiles in Triton against the reference; its memory, counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from lather.kernels.linear_cross_entropy import triton
 
 SIZES = [(63, 500, 16), (1, 500, 3), (13, 63, 8), (7, 1, 4), (1, 1, 1), (0, 5, 4)]
-"""T, V, D."""
+"""Sizes T, V, D."""
 
 
 def inputs(t: int, v: int, d: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +31,7 @@ def inputs(t: int, v: int, d: int, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def plain(x: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, normalizer: float = 1.0) -> Tensor:
-    """The formula in fp64, with logits."""
+    """Compute the formula in fp64, with logits."""
     logits = F.linear(x.double(), weight.double())
     total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return (total + z_loss * (logits.logsumexp(-1) * (labels != -100)).square().sum()) / normalizer
@@ -42,7 +42,7 @@ def with_gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
 
 
 def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Relative to the largest element of each."""
+    """The largest error, relative to the largest element of each tensor."""
     assert [x.shape for x in actual] == [x.shape for x in expected]
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(actual, expected, strict=True) if b.numel()]
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if b.any() else float(a.abs().max()) for a, b in pairs)
@@ -238,7 +238,7 @@ def test_inputs_that_do_not_fit_raise() -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that are a kernel on a GPU."""
+    """Counts the operations that launch a kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Launches(TorchDispatchMode):
 
 
 def extra_bytes(t: int, v: int, d: int, dtype: torch.dtype, tile: tuple[int, int]) -> int:
-    """Peak of forward and backward, beyond the gradients; shapes alone are run."""
+    """Count, on shapes alone, the peak of forward and backward beyond the gradients."""
     x, weight = (torch.empty(rows, d, dtype=dtype, device="meta", requires_grad=True) for rows in (t, v))
     labels = torch.empty(t, dtype=torch.int64, device="meta")
     with PeakBytes() as forward:
@@ -264,18 +264,18 @@ def extra_bytes(t: int, v: int, d: int, dtype: torch.dtype, tile: tuple[int, int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_is_that_of_some_tiles(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T 4096, V 102400, D 2048, of which a part of the vocabulary is gone through: the rest adds nothing. On a CPU it is a twentieth of the
-    logits, on a GPU at most two tiles of logits and of their gradient, and dx in fp32."""
+    """T 4096, V 102400, D 2048; only a part of the vocabulary is gone through, as the rest adds nothing. On a CPU the memory is a twentieth
+    of the logits; on a GPU at most two tiles of logits and of their gradient, and dx in fp32."""
     monkeypatch.setattr(op, "_has_mixed_products", lambda x: device == "cuda")
     t, v, d, tile = 4096, 102400, 2048, op.gpu_tile(4096) if device == "cuda" else op.CPU_TILE
     some, more = (extra_bytes(t, num * tile[1], d, dtype, tile) for num in (2, 4))
     assert some == more
     assert t * tile[1] < some if device == "cuda" else some <= 0.05 * t * v * dtype.itemsize
-    assert some <= 2 * (4 + dtype.itemsize) * tile[0] * tile[1] + 4 * t * d  # the reference's elementwise work has two tiles at once
+    assert some <= 2 * (4 + dtype.itemsize) * tile[0] * tile[1] + 4 * t * d  # elementwise work of the reference has two tiles at once
 
 
 def test_a_large_vocabulary_takes_few_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of T 8192, V 102400, D 2048 in bf16, with a kernel for the elementwise work on each tile."""
+    """The launches of forward and backward at T 8192, V 102400, D 2048 in bf16, with one kernel for the elementwise work on a tile."""
 
     class Kernels:
         @staticmethod
@@ -318,11 +318,11 @@ def test_the_products_are_four(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the tiles in Triton --------------------------------------------------------------------------------------------------------------
 
 TILES = [(63, 500), (5, 1), (1, 63), (3, 1500), (0, 7)]
-"""N, C."""
+"""Sizes N, C."""
 
 
 def tile_of(n: int, c: int, first: int) -> tuple[Tensor, Tensor]:
-    """Logits with -inf among them, and labels before, in and after the tile's columns, and none."""
+    """Draw a tile of logits with -inf among them; labels are before, in and after the tile's columns, and missing."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(n, c, generator=generator) * 3
     logits[::4, 1::3] = -torch.inf
@@ -358,7 +358,7 @@ def test_triton_gradient_of_a_tile_is_the_references(size: tuple[int, int], firs
     logits, labels = tile_of(*size, first)
     logsumexp = logits.exp().sum(1).add(1).log()
     scale = torch.where(labels >= 0, torch.linspace(0.5, 2, len(labels)), 0)
-    logits[3::7] = torch.nan  # rows without a label
+    logits[3::7] = torch.nan  # these rows have no label
     expected, actual = (
         module.softmax_gradient(logits.clone(), labels, first, logsumexp, scale, z_loss=0.01, dtype=dtype) for module in (reference, triton)
     )
@@ -386,5 +386,5 @@ def test_the_whole_operation_on_triton(dtype: torch.dtype, monkeypatch: pytest.M
     assert largest_error(run(), expected) < max(3e-6, torch.finfo(dtype).eps)
     assert len(calls) == 6
     x, weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    assert largest_error(run(), with_gradients(plain(x, weight, labels, 1e-3, 7.0), x, weight)) < 1e-12  # fp64 takes the reference
+    assert largest_error(run(), with_gradients(plain(x, weight, labels, 1e-3, 7.0), x, weight)) < 1e-12  # in fp64 the reference runs
     assert len(calls) == 6

@@ -22,7 +22,7 @@ SHAPES = [(63, 33), (5, 2100), (3, 1), (1, 500), (1100, 4), (0, 8)]
 
 
 def inputs(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, of rows of very different length, weight and the gradient of y."""
+    """Draw x, whose rows differ much in length, the weight and the gradient of y."""
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     x = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 2, rows).unsqueeze(1)
     wide = torch.promote_types(dtype, torch.float32)
@@ -52,7 +52,7 @@ def test_forward_and_backward_against_autograd_of_the_formula(implementation: Mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_against_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """A bf16 x under a weight in fp32 gives fp32, as under autocast."""
+    """A bf16 x with a weight in fp32 gives fp32, as under autocast."""
     x, weight, grad = inputs(*shape, dtype)
     expected, inverse_rms = reference.forward(x, weight, EPS)
     actual, actual_inverse_rms = triton.forward(x, weight, EPS)
@@ -66,7 +66,7 @@ def test_triton_against_the_reference(shape: tuple[int, int], dtype: torch.dtype
 
 @INTERPRETER
 def test_runs_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles of several programs, of which the last is not full."""
+    """Several programs do several tiles each, and the last tile is not full."""
     x, weight, grad = inputs(101, 30, torch.float32)
     _, inverse_rms = reference.forward(x, weight, EPS)
     monkeypatch.setattr(triton, "TILE", 64)
@@ -77,7 +77,7 @@ def test_runs_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @IMPLEMENTATIONS
 def test_other_layouts(implementation: ModuleType) -> None:
-    """More dims, a part of wider rows, rows that lie across, and a gradient that is one row over and over."""
+    """Layouts with more dims, part of wider rows, transposed rows, and a gradient that repeats one row."""
     x, weight, grad = inputs(30, 40, torch.float32)
     narrow = weight[:24]
     for part, of_y in (

@@ -22,7 +22,7 @@ SHAPES = [(2, 63, 3, 10), (1, 5, 1, 2), (3, 7, 16, 64), (1, 1, 2, 300), (2, 0, 3
 
 
 def inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, *, shared: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, both tables and the gradient."""
+    """Draw x, both tables and the gradient."""
     generator = torch.Generator().manual_seed(sum(shape))
     batch, positions, _, width = shape
     angles = 6 * torch.rand(1 if shared else batch, positions, width // 2, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, *, shared: bool
 
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool) -> Tensor:
-    """As a product of complex numbers."""
+    """Compute the turn as a product of complex numbers."""
     pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if halves else x.unflatten(-1, (-1, 2))
     product = torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(cos, sin).unsqueeze(-2)
     turned = torch.stack((product.real, product.imag), dim=-1)
@@ -68,7 +68,7 @@ def test_triton_against_the_reference(dtype: torch.dtype, halves: bool) -> None:
 @IMPLEMENTATIONS
 @HALVES
 def test_other_layouts(implementation: ModuleType, halves: bool) -> None:
-    """A part of wider heads, heads before positions, columns that are not neighbours, and one head for all."""
+    """Layouts: a part of wider heads, heads before positions, columns that are not neighbours, and one head for all."""
     x, cos, sin, _ = inputs((2, 6, 3, 8), torch.float32)
     wider = torch.cat((torch.full((2, 6, 3, 5), torch.nan), x), dim=-1)
     by_head, across = x.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(1, 3).contiguous().transpose(1, 3)

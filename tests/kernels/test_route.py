@@ -41,7 +41,7 @@ def experts(case: str) -> Tensor:
 
 
 def loops(experts_TK: Tensor, num_experts: int, alignment: int) -> tuple[list[int], list[list[int]], list[int], list[int]]:
-    """The definition: expert after expert, token after token, slot after slot."""
+    """Apply the definition: expert after expert, token after token, slot after slot."""
     tokens, slots = experts_TK.shape
     ids = experts_TK.tolist()
     token_of_row: list[int] = []
@@ -98,7 +98,7 @@ def test_without_alignment_every_row_has_a_token() -> None:
 def test_ends_are_the_offsets_of_grouped_mm() -> None:
     generator = torch.Generator().manual_seed(0)
     x_TD, w_EDF = torch.randn(21, 8, generator=generator), torch.randn(6, 8, 4, generator=generator)
-    experts_TK = torch.randint(-1, 5, (21, 2), generator=generator)  # expert 5 has none
+    experts_TK = torch.randint(-1, 5, (21, 2), generator=generator)  # expert 5 gets no pair
     route = plan_route(experts_TK, 6, alignment=8)
     out = F.grouped_mm(x_TD[route.token_G.clamp(min=0)], w_EDF, offs=route.end_E)
     for t in range(21):

@@ -25,7 +25,7 @@ GATE_IDS = ["swiglu", "clamped", "halves_clamped"]
 
 
 def plain(gate_up: Tensor, gate: Gate) -> Tensor:
-    """The definition, column by column, for autograd to differentiate."""
+    """Apply the definition column by column, for autograd to differentiate."""
     num_columns = gate_up.shape[-1] // 2
     columns = []
     for f in range(num_columns):
@@ -82,7 +82,7 @@ def test_blocks_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
 def test_clamped_and_saturated_values(implementation: ModuleType, gate: Gate) -> None:
-    """Values at, above and far above the limit; nothing overflows, and a NaN is not clamped away."""
+    """Values lie at, above and far above the limit; nothing overflows, and a NaN is not clamped away."""
     values = torch.tensor([-200.0, -7.0, -0.7, 0.0, 0.7, 7.0, 7.5, 200.0], dtype=torch.float64)
     gate_up = torch.cartesian_prod(values, values)
     grad = torch.ones(len(gate_up), 1, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_triton_against_the_reference(gate: Gate, rows: int, columns: int, dtype
 
 @IMPLEMENTATIONS
 def test_other_layouts(implementation: ModuleType) -> None:
-    """Three dims, and rows that do not lie one after the other."""
+    """Layouts with three dims, and with rows that do not follow each other in memory."""
     gate_up, grad, _ = inputs(30, 6, torch.float32)
     for x, g in ((gate_up.view(5, 6, 12), grad.view(5, 6, 6)), (gate_up.t().contiguous().t(), grad[:1].expand(30, 6))):
         contiguous = reference.gate_backward(g.contiguous(), x.contiguous(), CLAMPED_SWIGLU)

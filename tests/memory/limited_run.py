@@ -1,9 +1,9 @@
-"""A training run whose process may have only so many bytes more than the interpreter has. Run as a program:
+"""Trains in a process that may have only so many bytes more than the interpreter has:
 
     python limited_run.py BYTES
 
-Two steps of `limited_config()`; the exit status is 0, or 3 where memory was not enough. Bytes are those of the address space, after a tiny
-run of the same kind, so that libraries have loaded what they load."""
+It takes two steps of `limited_config()`; the exit status is 0, or 3 if memory was not enough. The bytes of the address space count, after
+a tiny run of the same kind, so that libraries have loaded what they load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_ENOUGH = 3
 
 
 def limited_config() -> Config:
-    """Most tensors are so large that the C library gives each its own pages, which go back when it is freed."""
+    """Make most tensors so large that the C library gives each its own pages, which go back when it is freed."""
     large = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     config = config_of("soap")
     return replace(

@@ -1,4 +1,4 @@
-"""Modules whose saved tensors are known, and their profiles."""
+"""Makes modules whose saved tensors are known, and their profiles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def only(profile: SavedTensors, kind: str = "activation") -> SavedStorage:
 
 @dataclass
 class Plan:
-    """What a custom function may keep as an attribute."""
+    """Tensors that a custom function keeps in an attribute."""
 
     index: Tensor
     nested: dict[str, list[Tensor]]

@@ -1,4 +1,4 @@
-"""A model in which every kind of bytes is small and known, for tests of memory plans."""
+"""Configures a model in which every kind of bytes is small and known, for tests of memory plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of `lather plan`: estimates against whole plans, what a search finds, and the work that it counts as the price."""
+"""Advice of `lather plan`: estimates against whole plans, the findings of a search, and the work that it counts as their price."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], ch
     (estimate,) = estimator.estimates([config], 2)
     assert estimate is not None
     needed = plan(config.resolved(), 2, "cpu").needed
-    assert estimate.needed == pytest.approx(needed, rel=0.15 if changes else 0.06)  # a factor of one mesh for another is rougher
+    assert estimate.needed == pytest.approx(needed, rel=0.15 if changes else 0.06)  # another mesh's factor is rougher
 
 
 def test_with_layers_keeps_the_pattern_of_layers() -> None:
@@ -64,7 +64,7 @@ def test_with_layers_keeps_the_pattern_of_layers() -> None:
 
 @pytest.fixture(scope="module")
 def needed() -> int:
-    """Bytes that a rank of two needs as it is."""
+    """Count the bytes that one of two ranks needs without changes."""
     return plan(deep_config("soap").resolved(), 2, "cpu").needed
 
 
@@ -126,18 +126,18 @@ STATES = {"soap": 60, "stacked_soap": 60, "soap_muon": 60, "muon": 20}
 
 
 class MadeUp:
-    """Stands for `Estimator`: bytes by what a configuration says, without dry runs."""
+    """Stands for `Estimator`: it computes bytes from a configuration, without dry runs."""
 
     failures = ("no dry run",)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Takes what an estimator takes."""
+        """Take the arguments that an estimator takes."""
 
     def __enter__(self) -> "MadeUp":
         return self
 
     def __exit__(self, *args: object) -> None:
-        """Nothing to end."""
+        """End nothing."""
 
     def estimates(self, configs: list[Config], world_size: int) -> list[Estimate]:
         return [Estimate(Bytes({"all": float(size_of(config, world_size))}), 0.0, work_of(config)) for config in configs]
@@ -153,8 +153,8 @@ def work_of(config: Config) -> Work:
 
 
 def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
-    """For two ranks and two-sided SOAP; whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory; if
-    `only_early`, they are too large for all but pipelines whose weight gradients come early."""
+    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory.
+    If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
 
     def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
         assert (partition is not None) == (config.parallel.partition == "memory")
@@ -193,18 +193,19 @@ def test_less_is_kept_before_the_rule_changes() -> None:
 
 
 def test_layers_are_dealt_by_memory_where_a_pipeline_nearly_fits() -> None:
-    """100 bytes for a pipeline, 95 without; 91 are there."""
+    """A pipeline needs 100 bytes, 95 with layers dealt by memory; 91 are there."""
     found = advised(91, saved=10)
     (dealt,) = [setting for setting, _ in found.settings if setting.partition is not None]
     assert dealt.changes == {"parallel.pp": 2, "parallel.partition": "memory"}
     assert dealt.estimate.needed == pytest.approx(90)
     assert dealt.bubble == bubble_of_layers((1, 2, 2, 3), 16)
     assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
-    assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # 20 % less is too much to hope for
+    assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # the search does not hope for 20 % less
 
 
 def test_weight_gradients_come_early_where_a_whole_plan_needs_it() -> None:
-    """An estimate does not see what waits for weight gradients: a pipeline that its plan finds too large by that is planned once more."""
+    """An estimate does not see what waits for weight gradients: if that makes a pipeline's plan too large, the pipeline is planned once
+    more."""
     early = [setting for setting, _ in advised(90, only_early=True).settings]
     assert early
     assert all(setting.changes["parallel.schedule_memory"] == "least" for setting in early)
@@ -246,7 +247,7 @@ def test_where_nothing_fits_the_world_that_would_is_named() -> None:
     assert not found.settings
     assert found.lightest.config.optim.name == "muon"
     assert found.lightest.config.train.recompute == ("attention", "experts", "shared_experts")
-    assert found.world_that_fits == 4  # 20 / 2 and 5 for the pipeline rank
+    assert found.world_that_fits == 4  # 20 / 2 for each rank, and 5 for the pipeline rank
 
 
 # --- changes --------------------------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_changes_read_as_options() -> None:
 
 
 def test_bytes_that_experts_exchange() -> None:
-    """Rows of hidden size to the experts of the other rank and back, and their gradients, in fp32."""
+    """Rows of hidden size travel to the other rank's experts and back, and so do their gradients, in fp32."""
     config = config_of("muon", parallel={"ep": 2}, batch_size=2)
     run = plan(config, 2, "cpu").ranks[0]
     model, tokens = config.model, 32

@@ -1,4 +1,4 @@
-"""Two layers of each kind stand for all: the same numbers as running every layer, in every family, memory mode and precision."""
+"""Two layers of each kind stand for all: the numbers equal those of running every layer, in every family, memory mode and precision."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def profile_of(model: Decoder, vocab_size: int, precision: str) -> SavedTensors:
 
 
 def totals(profile: SavedTensors) -> dict[tuple[str, str, str], int]:
-    """Bytes by layer, segment and kind."""
+    """Return the bytes by layer, segment and kind."""
     sums: dict[tuple[str, str, str], int] = {}
     for one in profile.storages:
         key = (one.layer, one.segment, one.kind)
@@ -136,7 +136,7 @@ def test_the_two_of_a_kind_share_their_parameters_and_no_two_kinds_do() -> None:
 
 
 class Settings:
-    """Without a repr of its own, so that its default one has an address."""
+    """A value whose repr has an address, as it is the default one."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -154,7 +154,7 @@ class Part(nn.Module):
 @pytest.mark.parametrize("changes", [{"size": 4}, {"value": 2}, {"flag": True}, {"buffer": 3}], ids=str)
 def test_what_makes_blocks_differ(changes: dict[str, Any]) -> None:
     blocks = nn.ModuleList(nn.Sequential(Part(**kwargs)) for kwargs in ({}, changes, {}))
-    blocks[2].eval()  # a mode, not a kind
+    blocks[2].eval()  # evaluation is a mode, and makes no other kind
     assert block_kinds(blocks) == [[0, 2], [1]]
 
 

@@ -1,4 +1,4 @@
-"""A run needs what its plan says: it is done with 5 % more beside the interpreter's own, and not with 5 % less."""
+"""A run needs as many bytes as its plan says: it ends with 5 % more besides the interpreter's own, and fails with 5 % less."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lather.planning.plan import plan
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     "PYTHONPATH": f"{HERE}:{HERE.parent}",
-    "MALLOC_MMAP_THRESHOLD_": "65536",  # larger blocks have pages of their own, and give them back
+    "MALLOC_MMAP_THRESHOLD_": "65536",  # gives larger blocks pages of their own, which go back when freed
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }

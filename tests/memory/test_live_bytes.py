@@ -1,4 +1,4 @@
-"""`PeakBytes` on sequences whose bytes are known, and against the CPU allocator as the profiler records it."""
+"""`PeakBytes` on sequences whose bytes are known, and against the CPU allocator's bytes in the profiler's record."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_tensors_from_before_do_not_count_even_when_they_come_back_as_views() ->
 def test_backward_counts_too_on_the_meta_device() -> None:
     x = torch.empty(1000, device="meta", requires_grad=True)
     with PeakBytes() as peak:
-        y = x.exp()  # 4000, saved
-        y.sum().backward()  # its gradient is a view of 4 bytes: 4000 more for x's
+        y = x.exp()  # 4000 bytes, saved
+        y.sum().backward()  # its gradient is a view of 4 bytes; x's takes 4000 more
     assert x.grad is not None
     assert 8000 <= peak.bytes <= 8016
 
@@ -120,7 +120,7 @@ def test_the_meta_device_can_be_left_out() -> None:
 
 
 def allocated(work: Callable[[], object], folder: Path) -> int:
-    """Peak of the CPU allocator's bytes over `work`, from the profiler's record of every allocation."""
+    """Return the peak of the CPU allocator's bytes during `work`, from the profiler's record of every allocation."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     profiler.export_chrome_trace(str(folder / "trace.json"))

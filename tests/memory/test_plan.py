@@ -1,4 +1,4 @@
-"""`lather plan`: each kind of bytes from first principles, what is refused, and what it shows. (Against real ranks: tests/distributed.)"""
+"""`lather plan`: each kind of bytes from first principles, refusals, and the output. (tests/distributed has plans against real ranks.)"""
 
 import json
 from dataclasses import replace
@@ -27,13 +27,13 @@ def parameters() -> dict[str, nn.Parameter]:
 
 @pytest.fixture(scope="module")
 def planned() -> MemoryPlan:
-    """SOAP, and AdamW for embedding, head, routers and norms, in one process with bf16 products."""
+    """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16 products."""
     return plan(config_of("soap", precision="bf16"), 1)
 
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
-    """fp32 parameters and gradients; two moments of each element; for each side of a matrix, of each expert one, a factor and a basis; bf16
-    copies of what products multiply with."""
+    """There are fp32 parameters and gradients; two moments for each element; for each side of a matrix, also of each expert's, a factor and
+    a basis; and bf16 copies of the operands of products."""
     timeline = planned.ranks[0].steps["a step"]
     at_end = timeline.at(timeline.curves.shape[1] - 1)
     elements = sum(p.numel() for p in parameters().values())
@@ -48,7 +48,7 @@ def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
 
 
 def test_activations_of_a_forward_from_first_principles() -> None:
-    """All that four layers keep of T tokens in fp32, by segment; numbers per token are in elements of four bytes.
+    """The tensors that four layers keep of T tokens in fp32, by segment; numbers per token count elements of four bytes.
 
     attention        queries and output (H d each), keys and values (G d each), the residual behind (D), flash attention's logsumexp (H),
                      the inverse root of each norm (2 of rows, H + G of heads); the router's scores (E), its K weights before and after they
@@ -71,8 +71,8 @@ def test_activations_of_a_forward_from_first_principles() -> None:
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_what_travels_are_micro_batches_of_activations(precision: str, width: int) -> None:
-    """32 tokens of 64 elements each: at most two sends that are under way, a receive for each of the rank's stages, and in bf16 the copy
-    that is sent next. Besides, numbers of rows per expert, of 8 bytes, may be on their way."""
+    """Micro-batches have 32 tokens of 64 elements. There are at most two sends under way, a receive for each of the rank's stages, and in
+    bf16 the copy that is sent next. Besides, numbers of rows per expert, of 8 bytes each, may be on their way."""
     for run in plan(config_of("adamw", parallel={"pp": 2}, precision=precision), 2).ranks:
         timeline = run.steps["a step"]
         tensors, rest = np.divmod(timeline.curves[KINDS.index("communication")], 32 * 64 * width)
@@ -81,7 +81,8 @@ def test_what_travels_are_micro_batches_of_activations(precision: str, width: in
 
 
 def test_gathered_parameters_are_whole() -> None:
-    """From the forward on; while they are gathered, what arrived of a unit is there beside them: last that of embedding, norm and head."""
+    """Parameters are gathered from the forward on. While they are, what arrived of a unit lies beside them; the last unit has embedding,
+    norm, head."""
     elements = sum(p.numel() for p in parameters().values())
     outside = sum(p.numel() for name, p in parameters().items() if not name.startswith("layers"))
     timeline = plan(config_of("adamw"), 2).ranks[0].steps["a step"]
@@ -103,7 +104,8 @@ def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size: int) -> None:
-    """Two moments and the weights of each element, factors and bases, a step counter per parameter, and the state of the generator."""
+    """It has two moments and the weights of each element, factors and bases, a step counter for each parameter, and the generator's
+    state."""
     config = config_of("soap", parallel={"ep": world_size // 2 or 1})
     at_once, copied = (
         plan(replace(config, checkpoint=CheckpointConfig(asynchronous=flag)), world_size, "cpu").largest for flag in (False, True)
@@ -128,29 +130,29 @@ def test_sharding_divides_parameters_gradients_and_state() -> None:
 
 
 def test_a_part_is_whole_until_it_is_sharded() -> None:
-    """Two data ranks: all parameters and the rank's half of them, whereas one process has them alone."""
+    """With two data ranks there are all parameters and the rank's half of them; one process has the parameters alone."""
     elements = sum(p.numel() for p in parameters().values())
     alone, shared = (plan(config_of("adamw"), world_size, "cpu").largest.steps[BUILDING].peak for world_size in (1, 2))
-    assert 4 * elements <= alone < 4.01 * elements  # buffers are a few bytes
+    assert 4 * elements <= alone < 4.01 * elements  # buffers take a few bytes
     assert 1.4 * alone < shared < 2 * alone
 
 
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:
-    """Tokens and labels of 8 bytes, and a few numbers of each."""
+    """Only the tokens and labels of 8 bytes grow, and a few numbers of each micro-batch."""
     few, many = (plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, "cpu") for size in (6, 24))
     for one, other in zip(few.ranks, many.ranks, strict=True):
         assert other.peak - one.peak == 18 * 2 * 8 * 32
 
 
 def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
-    """Two more than fill a pipeline of two ranks, and two for one."""
+    """They are two more than fill a pipeline of two ranks, and two for one rank."""
     config = shortened(config_of("adamw", parallel={"pp": 2}, batch_size=64), 4)
     assert config.num_micro_batches(2) == 6
     assert shortened(config_of("adamw", batch_size=2), 1).num_micro_batches(1) == 2
 
 
 def test_rows_of_an_even_load() -> None:
-    """4 experts on 2 ranks, 2 of them per token: C(2, 2) / C(4, 2) of the tokens have none of a rank's."""
+    """With 4 experts on 2 ranks and 2 experts per token, C(2, 2) / C(4, 2) of the tokens have no expert of a rank's."""
     load = Load(config_of("adamw", parallel={"ep": 2}), tokens=600, imbalance=1.0)
     assert load.rows == 500
     assert load.pairs == 600

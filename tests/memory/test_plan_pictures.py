@@ -1,4 +1,4 @@
-"""Pictures of a memory plan, from a plan made by hand: what the page's data say, and that both files are whole."""
+"""Pictures of a memory plan that is made by hand: the data of the page are right, and both files are whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = picture.COLORS[Kind.FORWARD], picture.COLORS[Kind.BACKWARD]
 
 
 def timeline(activations: list[int], marks: dict[int, str]) -> MemoryTimeline:
-    """10 MiB of parameters, and these of activations."""
+    """Make a timeline of 10 MiB of parameters and these activations."""
     curves = np.zeros((len(KINDS), len(activations)), np.int64)
     curves[KINDS.index("parameters")] = 10 * MIB
     curves[KINDS.index("activations")] = np.array(activations) * MIB
@@ -69,7 +69,7 @@ def test_the_page_says_what_the_plan_says(plan: MemoryPlan) -> None:
 
 
 class Sources(HTMLParser):
-    """Whatever a page would load."""
+    """Collects the addresses that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_the_page_is_one_file_whatever_the_names(plan: MemoryPlan, tmp_path: Pat
     assert sources.found == []
     assert "<b>run" not in page
     assert "alert(1)</script>" not in page
-    assert page.count("{{") == 2  # of the title, which stays as it was given
+    assert page.count("{{") == 2  # those in the title, which stays as it was given
     (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     assert json.loads(block) == json.loads(json.dumps(page_data(plan, None)))
 

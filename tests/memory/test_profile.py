@@ -1,4 +1,4 @@
-"""What a forward pass keeps, counted by hand: bytes, kinds and names on modules whose saved tensors are known."""
+"""The tensors that a forward pass keeps, counted by hand: bytes, kinds and names on modules whose saved tensors are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_linear_keeps_its_input_once_and_its_weight_as_weight() -> None:
     profile = profile_of(model, leaf(7, 5))
     assert {(one.kind, one.bytes, one.shape, one.weight) for one in profile.storages} == {
         ("activation", 7 * 5 * F32, (7, 5), ""),
-        ("weight", 5 * 3 * F32, (5, 3), "0.weight"),  # as saved: transposed
+        ("weight", 5 * 3 * F32, (5, 3), "0.weight"),  # transposed, as it is saved
     }
     assert only(profile).dtype == "float32"
     assert profile.bytes() == 7 * 5 * F32 + 5 * 3 * F32
@@ -77,12 +77,12 @@ def test_two_slices_of_a_storage_count_it_once() -> None:
 
 
 def test_different_storages_at_one_address_are_told_apart() -> None:
-    """Each product is freed before the next is made, so that they may get the same memory; what is kept of them is not freed."""
+    """Each product is freed before the next is made, so that both may lie at one address; the tensors that they save are not freed."""
 
     def many(x: Tensor) -> Tensor:
         for _ in range(5):
-            (x * 2).cos()  # saved by a graph that is dropped at once
-            x = x.exp()  # keeps its result
+            (x * 2).cos()  # this graph saves, and is dropped at once
+            x = x.exp()  # exp saves its result
         return x
 
     profile = profile_of(Act(many), leaf(7, 5))
@@ -154,7 +154,7 @@ def test_autocast_copies_of_weights_are_told_from_weights_and_activations() -> N
 
 
 def test_what_is_computed_from_a_weight_with_data_is_an_activation() -> None:
-    """Every activation of a language model comes from an embedding alone, as far as autograd can see."""
+    """As far as autograd can see, every activation of a language model comes from an embedding alone."""
     model = nn.Sequential(nn.Embedding(11, 5), Act(square))
     profile = profile_saved_tensors(model, lambda: model(torch.arange(7)).sum())
     assert [(one.kind, one.bytes) for one in profile.storages] == [("activation", 7 * 8), ("activation", 7 * 5 * F32)]
@@ -191,7 +191,7 @@ def test_a_custom_function_keeps_what_it_saves_and_its_attributes() -> None:
 
 @pytest.mark.parametrize("first", ["0", "1"])
 def test_attributes_are_filed_under_the_module_that_was_running(first: str) -> None:
-    """Under the first of two, too, and although nodes are made between the modules."""
+    """The module is the first of two, too, although nodes are made between the modules."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +229,7 @@ def test_a_checkpointed_region_keeps_its_input_alone() -> None:
         return x.exp().sin().cos()
 
     model = Act(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False))
-    (one,) = (one for one in profile_of(model, leaf(7, 5)).storages if one.bytes)  # torch 2.11 keeps an empty tensor besides
+    (one,) = (one for one in profile_of(model, leaf(7, 5)).storages if one.bytes)  # torch 2.11 also keeps an empty tensor
     assert (one.bytes, one.saved_by) == (7 * 5 * F32, "")
     assert len(calls) == 1, "the profile ran the region again"
 

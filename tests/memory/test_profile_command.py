@@ -20,7 +20,7 @@ from memory.written_profile import from_json
 from tiny_run import command, write_config
 
 ROWS = 2 * 16
-"""Tokens of a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
+"""Tokens in a micro-batch of the tiny configuration: D = 16, F = 8, E = 4, K = 2, one dense and one MoE block with a shared expert."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], str]:
-    """Status, lines of output, errors."""
+    """Run the command; returns status, lines of output, and errors."""
     capsys.readouterr()
     status = main(["profile", *map(str, arguments)])
     out, err = capsys.readouterr()
@@ -58,7 +58,7 @@ def test_tables_json_and_picture(config: Path, tmp_path: Path, capsys: pytest.Ca
     profile = from_json(written["profiles"]["saved"])
     assert profile.num_tokens == ROWS
     gate_up = [one for one in profile.storages if one.layer == "layers.1" and one.segment == "run_experts" and one.shape[-1:] == (2 * 8,)]
-    assert [one.bytes for one in gate_up if one.kind == "activation"] == [ROWS * 2 * 2 * 8 * 4]  # T K 2F in fp32
+    assert [one.bytes for one in gate_up if one.kind == "activation"] == [ROWS * 2 * 2 * 8 * 4]  # T K 2F elements in fp32
     assert profile.bytes("activation", segment="dispatch") == 0
     assert profile.bytes("weight", segment="run_experts") == (3 * 16 * 24 + 4 * 3 * 16 * 8) * 4
 
@@ -80,7 +80,7 @@ def test_comparison_of_all_modes(config: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 MESH = ("--model.num-hidden-layers", 5, "--parallel.pp", 2, "--parallel.ep", 2, "--train.batch-size", 16, "--train.micro-batch-size", 0)
-"""8 sequences of a data rank: 4 micro-batches of 2."""
+"""Options that give a data rank 8 sequences in 4 micro-batches of 2."""
 
 
 def test_a_mesh_adds_what_each_rank_keeps(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_overrides_change_batch_precision_and_mode(config: Path, tmp_path: Path,
     assert before["bytes"]["weight copy"] == 0 < after["bytes"]["weight copy"]
     assert list(document(other)["profiles"]) == ["reference"]
     shapes = {tuple(one["shape"]) for one in after["storages"]}
-    assert (4, 8) in shapes  # the tokens
+    assert (4, 8) in shapes  # these are the tokens
 
 
 def test_documents_stay_apart_where_attention_is_packed(
@@ -188,7 +188,8 @@ def test_documents_stay_apart_where_attention_is_packed(
 
 
 def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
-    """`lather profile ... | head`: here before the first line, so that the pipe is closed whatever the machine's speed."""
+    """The reader of `lather profile ... | head` leaves; here before the first line, so that the pipe is closed whatever the machine's
+    speed."""
     arguments = ("profile", config, "--json", tmp_path / "p.json", "--out", tmp_path / "p.png")
     process = fresh_python(command(*arguments)[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Where a profile files what a forward pass keeps: layers, modules and segments; and what it leaves behind: nothing."""
+"""The places under which a profile files kept tensors (layers, modules, segments), and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memory.modules import F32, Act, Plan, leaf, profile_of, square
 
 
 class TinyBlock(nn.Module):
-    """Five segments, each of which keeps a tensor of its own size; and one that its forward keeps between them."""
+    """A block whose five segments keep a tensor of its own size each; its forward keeps one more between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_the_model_is_as_before_also_after_an_error(fails: str) -> None:
     if fails == "mlp":
         block.mlp.function = error
     elif fails in BLOCK_SEGMENTS:
-        setattr(block, fails, error)  # in the instance: must be there again afterwards
+        setattr(block, fails, error)  # on the instance; it must be there again afterwards
     before = attributes_of(model)
 
     def run() -> Tensor:
@@ -213,7 +213,7 @@ def test_the_graph_is_freed_afterwards() -> None:
         return y
 
     model = nn.Sequential(Act(watched), Act(square))
-    gc.disable()  # by counting alone: a cycle through autograd would not be found later either
+    gc.disable()  # reference counts alone must free it: a cycle through autograd would never be found
     try:
         profile = profile_of(model, leaf(7, 5))
         assert profile.bytes() == 7 * 5 * F32

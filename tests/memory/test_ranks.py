@@ -1,4 +1,4 @@
-"""What pipeline ranks keep: the walk along tables with numbers that are known; chunks of layers against the profile of a whole model."""
+"""The bytes that pipeline ranks keep: the walk along tables with known numbers; chunks of layers against the profile of a whole model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 def walked(schedule: Schedule, kept: int, waiting: int, boundary: int, head: int = 0) -> list[RankBytes]:
-    """One layer per stage, all alike."""
+    """Walk a schedule with one layer per stage, all alike."""
     chunks = ModelChunks((ChunkBytes(kept, waiting),) * schedule.num_stages, ChunkBytes(head), boundary)
     return rank_bytes(schedule, chunks, stages_of(uniform(schedule.num_stages, schedule.num_stages)))
 
@@ -52,7 +52,7 @@ def test_chunks_of_one_byte_are_the_schedule_s_live_chunks(num_ranks: int, micro
 
 
 def test_which_chunks_are_alive_at_the_peak_depends_on_their_sizes() -> None:
-    """On the second of 3 ranks, by hand from the table: before the first backward, or with one more of the later stage in the overlaps."""
+    """Worked by hand for the second of 3 ranks: before the first backward, or with one more chunk of the later stage in the overlaps."""
     layers = stages_of(uniform(6, 6))
     for heavy, expected in ((1, [5, 1]), (4, [4, 2])):
         chunks = ModelChunks(tuple(ChunkBytes(1000 if stage == heavy else 1) for stage in range(6)), ChunkBytes(), 0)
@@ -106,7 +106,7 @@ def batch_of(tokens: torch.Tensor, boundaries: torch.Tensor | None = None) -> Mi
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """One dense block, then three MoE blocks."""
+    """A model of one dense block and three MoE blocks."""
     return tiny_family_model("deepseek_v2", num_hidden_layers=4, n_routed_experts=4)
 
 
@@ -117,7 +117,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("memory", ["saved", "recompute", "reference"])
 def test_chunks_of_all_layers_are_the_profile_of_the_model(model: Decoder, tokens: torch.Tensor, memory: str) -> None:
-    """By another way of counting, for what autograd alone holds of the same model without cuts."""
+    """The profile counts in another way, and only what autograd holds of the same model without cuts."""
     chunks = ChunkMeter(model, layer_places(model, None), batch_of(tokens)).measure(MemoryLevers(memory))
     saved = profile_saved_tensors(model, lambda: model(tokens[:, :-1], tokens[:, 1:]).loss)
     (kept,) = (one.kept for one in chunks.of_stages([range(4)]))
@@ -155,7 +155,7 @@ def test_masks_of_documents_are_counted_once_per_chunk(model: Decoder, tokens: t
     plain = ChunkMeter(model, places, batch_of(tokens)).measure(MemoryLevers("reference"))
     packed = ChunkMeter(model, places, batch_of(tokens, torch.tensor([0, 7, 60]))).measure(MemoryLevers("reference"))
     assert plain.tables == 0
-    mask = 2 * 31 * 31  # of booleans; besides, cosines and sines
+    mask = 2 * 31 * 31  # of booleans; cosines and sines come on top
     assert mask < packed.tables < 2 * mask + 60 * 24 * 4
     grown = [one.of_stages([range(4)])[0].kept - sum(layer.kept for layer in one.layers) - one.head.kept for one in (plain, packed)]
     assert grown == [0, packed.tables]
@@ -173,9 +173,9 @@ def test_expert_ranks_that_are_not_there_send_what_is_sent_to_them(model: Decode
     assert isinstance(exchange._launch(normed_TD, (), (), own=False), Arrived)
 
     one, two = (ChunkMeter(model, layer_places(model, None), batch_of(tokens), ep).measure(MemoryLevers()) for ep in (1, 2))
-    assert two.layers[0] == one.layers[0]  # dense
+    assert two.layers[0] == one.layers[0]  # the dense layer
     received = two.layers[1].kept - one.layers[1].kept
-    assert 60 * 24 * 4 < received < 2 * 60 * 24 * 4 + 60 * 200  # a row per token at least, two at most, and indices
+    assert 60 * 24 * 4 < received < 2 * 60 * 24 * 4 + 60 * 200  # each token has one row at least and two at most, and indices
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def storage(layer: str, segment: str, size: int, kind: Kind = "activation", **ch
 
 
 def example(scale: int = 1) -> SavedTensors:
-    """Layers 1 and 2 keep the same, layer 0 something else."""
+    """A profile in which layers 1 and 2 keep the same, and layer 0 something else."""
     storages = [
         storage("embed_tokens", "embedding", 1 * MIB),
         storage("layers.0", "attend_and_route", 2 * scale * MIB, also_saved_in=("layers.0 aggregate", "layers.1 aggregate")),
@@ -57,7 +57,7 @@ def example(scale: int = 1) -> SavedTensors:
 
 
 def printed(show: Callable[[Console], None]) -> list[list[str]]:
-    """Words of each line."""
+    """Return the words of each printed line."""
     console = Console(file=io.StringIO(), width=150)
     show(console)
     assert isinstance(console.file, io.StringIO)
@@ -140,7 +140,7 @@ def test_names_of_alike_layers(layers: list[str], name: str) -> None:
 
 
 def test_storages_that_differ_in_rows_alone_make_one_line() -> None:
-    """Plain autograd keeps a few tensors per expert; how many rows each has is chance."""
+    """Plain autograd keeps a few tensors for each expert; chance decides how many rows each has."""
 
     def experts(layer: str, *rows: int) -> list[SavedStorage]:
         return [storage(layer, "run_experts", 4 * 6 * n, shape=(n, 6)) for n in rows]
@@ -166,7 +166,7 @@ def test_the_list_has_every_tensor_of_distinct_layers() -> None:
     assert ["mlp:", "Mm.self", "8388608", "float32", "weight", "copy", "32.00", "MiB", "mlp.w"] in lines
     assert ["run_experts", "51.00", "MiB"] in lines
     assert ["mlp:", "Mm.self", "524288", "float32", "activation", "2.00", "MiB", "2", "other", "segments"] in lines
-    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(["aggregate", "8.00", "MiB"])  # in the order of the pass
+    assert lines.index(["run_experts", "51.00", "MiB"]) < lines.index(["aggregate", "8.00", "MiB"])  # segments are in the order of the pass
     assert sum("layers.2" in line for line in lines) == 0
 
 
@@ -200,7 +200,7 @@ def test_a_segment_that_the_baseline_does_not_have_has_no_ratio() -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[Path], None]], Figure]:
-    """The figure that would have been saved."""
+    """Catch the figure that would have been saved."""
 
     def figure_of(draw: Callable[[Path], None]) -> Figure:
         figures: list[Figure] = []
@@ -227,7 +227,7 @@ def test_the_picture_has_a_bar_per_layer_and_a_part_per_segment(drawn: Callable[
         "run_experts": [0, 0, 3, 3],
         "aggregate": [0, 0, 8, 8],
     }
-    assert [bar.get_y() for bar in axes.containers[-1]] == [1, 2, 3, 3]  # on top of the others
+    assert [bar.get_y() for bar in axes.containers[-1]] == [1, 2, 3, 3]  # bars lie on top of others
     assert [label.get_text() for label in axes.get_xticklabels()] == ["embed", "0", "1", "2"]
     assert axes.get_title() == "a title\n25.00 KiB of activations per token, 25.00 MiB in all; weight copies 64.00 MiB"
     assert axes.get_ylabel() == "KiB per token"
@@ -244,14 +244,14 @@ def test_the_comparison_has_a_bar_per_mode(drawn: Callable[..., Figure]) -> None
     texts = [text.get_text() for text in axes.texts]
     assert "25.00 KiB\n0.51 x" in texts
     assert "49.00 KiB" in texts
-    assert "16.00" in texts  # in the larger parts
-    assert "1.00" not in texts  # not in small ones
+    assert "16.00" in texts  # larger parts have numbers
+    assert "1.00" not in texts  # small parts have none
     assert axes.get_ylabel() == "KiB of activations per token"
     assert_starts_at_0(axes, highest=49)
 
 
 def test_every_number_in_a_picture_is_in_the_unit_of_its_axis(drawn: Callable[..., Figure]) -> None:
-    """Which the highest bar decides: whole modes have MiB, single layers KiB."""
+    """The highest bar decides about the unit: whole modes have MiB, single layers KiB."""
     profiles = {name: SavedTensors(example(scale).storages, 16) for name, scale in (("lean", 1), ("plain", 4))}
     (axes,) = drawn(lambda out: report.draw_comparison(profiles, "plain", "a title", out)).axes
     assert axes.get_ylabel() == "MiB of activations per token"
@@ -274,7 +274,7 @@ def assert_starts_at_0(axes: Axes, highest: float) -> None:
     low, high = axes.get_ylim()
     assert low == 0
     assert 0 in axes.get_yticks()
-    assert 1.02 * highest < high < 1.3 * highest  # room above the highest bar
+    assert 1.02 * highest < high < 1.3 * highest  # there is room above the highest bar
 
 
 def test_every_segment_has_a_color_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""What each layer adds to a rank, and the partition by memory: from made-up bytes, and held against plans of all layers."""
+"""The bytes that each layer adds to a rank, and the partition by memory: from made-up bytes, and against plans of all layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 10
 
 
 def deep_config(partition: str, **parallel: Any) -> Config:
-    """Sequences so long that most of a rank's bytes are activations, of which the first stage has more chunks than the last."""
+    """Make sequences so long that most of a rank's bytes are activations; the first stage has activations of more chunks than the last."""
     config = config_of("adamw", parallel={"pp": 2, "partition": partition, **parallel})
     model = FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": LAYERS})
     return replace(config, model=model, train=replace(config.train, sequence_length=256))
@@ -51,7 +51,7 @@ def test_what_was_dealt_is_shown_with_its_price(plans: dict[str, MemoryPlan]) ->
     found = plans["memory"]
     assert found.partition is not None
     bubble, uniform_bubble = found.bubbles(found.partition)
-    assert uniform_bubble > bubble > 0  # each rank has five layers, not four and six
+    assert uniform_bubble > bubble > 0  # each rank has five layers, instead of four and six
     line = dealt(found, found.partition)
     assert " ".join(map(str, found.partition.layers)) in line
     assert f"bubble {bubble:.1%} instead of {uniform_bubble:.1%}" in line
@@ -62,7 +62,7 @@ def test_what_was_dealt_is_shown_with_its_price(plans: dict[str, MemoryPlan]) ->
 def test_nothing_is_searched_where_there_is_nothing_to_deal() -> None:
     assert memory_partition(deep_config("uniform"), 2, Assumed("cpu")) is None
     assert memory_partition(deep_config("memory", pp=1), 1, Assumed("cpu")) is None
-    one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})  # four layers on four stages
+    one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})  # four stages have four layers
     assert memory_partition(one_way, 2, Assumed("cpu")) is None
 
 
@@ -95,7 +95,7 @@ def test_samples_have_a_layer_in_each_stage_and_one_more() -> None:
 
 
 def test_sums_over_layers_give_back_every_sample() -> None:
-    """Bytes made of 10 for the rank, 1 and 2 for a layer of the kinds 0 and 1 in the first stage, 3 and 5 in the second."""
+    """The bytes are made of 10 for the rank, 1 and 2 for a layer of kinds 0 and 1 in the first stage, 3 and 5 for one in the second."""
     kinds = (0, 0, 0, 1)
     samples = _samples(kinds, position=0, pp=1)
     adds = ({0: 1, 1: 2}, {0: 3, 1: 5})

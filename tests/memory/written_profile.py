@@ -1,4 +1,4 @@
-"""A profile from the JSON that `lather profile --json` writes."""
+"""Reads a profile from the JSON that `lather profile --json` writes."""
 
 from __future__ import annotations
 

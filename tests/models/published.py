@@ -1,4 +1,4 @@
-"""Tiny models as Hugging Face's `transformers` saves them, one per family, every size another and every weight drawn anew."""
+"""Makes tiny models as Hugging Face's `transformers` saves them, one of each family; all sizes differ, and every weight is drawn anew."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TOKENS = torch.randint(VOCAB_SIZE, (2, 13), generator=torch.Generator().manual_s
 
 
 def make_model(family: str, **changes: Any) -> nn.Module:
-    """With weights that all differ: norms about 1, the others about 0."""
+    """Make a model whose weights all differ: norms about 1, the others about 0."""
     config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def make_model(family: str, **changes: Any) -> nn.Module:
 
 
 def read_back(folder: Path) -> nn.Module:
-    """What `transformers` makes of a folder; nothing may be missing from it or left over."""
+    """Read a folder with `transformers`; nothing may be missing from it or left over."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -1,4 +1,5 @@
-"""Attention against a plain softmax, a head and a position at a time, in fp64; packed documents; what is made once per forward pass."""
+"""Attention against a plain softmax, a head and a position at a time, in fp64; packed documents; tensors that are made once in a forward
+pass."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from models.tiny import error, random_normal, random_tokens, tiny_family_model
 CPU = torch.device("cpu")
 B, S, H, N = 2, 7, 6, 5
 PACKED = [0, 3, 4, 4, 9, 14]
-"""Over two rows of 7: documents of 3, 1, none, 3 and then, in the next row, 2 and 5 tokens."""
+"""Ends of documents over two rows of 7 tokens: documents of 3, 1, no, 3 and then, in the next row, 2 and 5 tokens."""
 DOCUMENTS = [[0, 0, 0, 1, 2, 2, 2], [3, 3, 4, 4, 4, 4, 4]]
 
 
@@ -27,7 +28,7 @@ def layout(packed: bool = False, length: int = S) -> SequenceLayout:
 
 
 def inputs(num_kv_heads: int = H, value_width: int = N, length: int = S) -> list[Tensor]:
-    """Queries, keys, values and sinks."""
+    """Draw queries, keys, values and sinks."""
     shapes = [(B, length, H, N), (B, length, num_kv_heads, N), (B, length, num_kv_heads, value_width), (H,)]
     return [random_normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
@@ -40,7 +41,7 @@ def sees(b: int, query: int, key: int, window: int | None, packed: bool) -> bool
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None = None, packed: bool = False, scale: float = N**-0.5
 ) -> Tensor:
-    """Softmax over the keys that are seen, and the sink, a head and a position at a time."""
+    """Apply a softmax over the visible keys and the sink, a head and a position at a time."""
     rows = []
     for b, s, h in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
         group = h // (q.shape[2] // k.shape[2])
@@ -114,7 +115,7 @@ def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 def test_flex_attention_gives_the_same(num_kv_heads: int, packed: bool, window: int | None, has_sinks: bool) -> None:
-    """The path for CUDA, here without its kernel. (tests/gpu has that one, and gradients.)"""
+    """This is CUDA's path, here without its kernel. (tests/gpu has the kernel, and gradients.)"""
     q, k, v, sinks = inputs(num_kv_heads)
     sink = sinks if has_sinks else None
     heads = [x.transpose(1, 2).float() for x in (q, k, v)]
@@ -128,7 +129,7 @@ def test_flex_attention_gives_the_same(num_kv_heads: int, packed: bool, window: 
     ("width", "dtype", "fits"), [(192, torch.float32, True), (128, torch.float32, False), (192, torch.bfloat16, False)]
 )
 def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(width: int, dtype: torch.dtype, fits: bool) -> None:
-    """Of query, key and value, in memory that every GPU's blocks have."""
+    """The tiles of query, key and value fit the memory that a block has on every GPU."""
     options = flex_options(torch.empty(1, 1, 4, width, dtype=dtype))
     assert (options is not None) == fits
     if options is not None:
@@ -137,7 +138,7 @@ def test_flex_attention_takes_smaller_tiles_for_wide_heads_in_fp32(width: int, d
 
 
 def test_grouped_queries_keep_no_more_than_the_formula_says() -> None:
-    """q/k norm and biases have parameters where asked for, and only there."""
+    """Norms of queries and keys, and biases, have parameters only where they are asked for."""
     sizes: dict[str, Any] = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "rotary": Rotary(6, 10.0)}
     plain = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
     biases = {name.replace("weight", "bias") for name in plain}

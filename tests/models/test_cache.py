@@ -1,4 +1,4 @@
-"""The key-value cache against the forward pass that reads everything at once: every family, in pieces, in batches, in fp32 and fp64."""
+"""The key-value cache against the forward pass that reads all tokens at once: every family, in pieces, in batches, in fp32 and fp64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float64) -> Decoder:
 
 @torch.no_grad()
 def read(model: Decoder, tokens_BS: Tensor, pieces: list[int], cache: KeyValueCache) -> Tensor:
-    """Logits of all positions, the tokens read in pieces of these lengths."""
+    """Read the tokens in pieces of these lengths; returns the logits of all positions."""
     parts = [model(piece_BS, cache=cache).logits_BSV for piece_BS in tokens_BS.split(pieces, dim=1)]
     return torch.cat(parts, dim=1)  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ def test_tokens_read_in_pieces_have_the_logits_of_one_pass(name: str, pieces: li
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(name: str, dtype: torch.dtype) -> None:
-    """Whatever stands in the padding, which is left of the tokens; then two more tokens, one at a time."""
+    """The padding, left of the tokens, does not matter; after it two more tokens come one at a time."""
     model, tokens_BS = model_of(name, dtype), random_tokens(LENGTH, LENGTH + 2)
     padding_B = torch.arange(LENGTH)
     results = []
@@ -74,7 +74,7 @@ def test_rows_of_all_lengths_in_one_batch_are_what_each_is_alone(name: str, dtyp
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16 weights"])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bf16_it_is_as_far_off_as_bf16_is(name: str, autocast: bool) -> None:
-    """Most logits: a choice of experts that turns on rounding changes a few."""
+    """This holds for most logits: a few change more, because rounding turns a choice of experts."""
     model, tokens_BS = model_of(name, torch.float32), random_tokens(4, LENGTH)
     expected = whole(model, tokens_BS)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -97,7 +97,7 @@ def test_some_rows_go_on_alone_in_another_order(name: str) -> None:
 
 
 def test_windows_end_where_they_do_without_a_cache() -> None:
-    """A window of 4 of which a token that it leaves behind is changed: no difference in a model of one layer, whose layer has it."""
+    """A token changes that a window of 4 has left behind: in a model of one layer, which has that window, this makes no difference."""
     model = tiny_family_model("gpt_oss", num_hidden_layers=1).double()
     assert model.layers[0].self_attn.window == 4  # type: ignore[union-attr]
     tokens_BS = random_tokens(1, LENGTH)
@@ -130,7 +130,7 @@ def test_the_room_grows_seldom_and_keeps_what_is_there() -> None:
 
 @pytest.mark.parametrize("length", range(1, 8))
 def test_attention_sees_the_same_in_one_piece_or_two(length: int) -> None:
-    """Also where the first piece is longer than the window, or shorter."""
+    """The first piece may be longer than the window, or shorter."""
     model, tokens_BS = model_of("gpt_oss"), random_tokens(1, 8)
     expected = whole(model, tokens_BS)
     assert error(read(model, tokens_BS, [length, 8 - length], KeyValueCache()), expected) < 1e-10

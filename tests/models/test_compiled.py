@@ -1,4 +1,5 @@
-"""Compiled parts give the model's numbers, each as one graph. In a process of its own: annotations checked at run time break graphs."""
+"""Compiled parts give the model's numbers, each as one graph. They run in a process of their own: annotations checked at run time break
+graphs."""
 
 from __future__ import annotations
 
@@ -49,5 +50,5 @@ def test_the_compiled_parts_are_the_model() -> None:
     assert [line[:3] for line in lines] == [
         ["4", "0", "8"],
         ["4", "0", "4"],
-    ]  # attention and three norms; a graph of each kind, one more for what is made again in backward, and more for other sizes
+    ]  # attention and three norms: a graph of each kind, one more for recomputation in backward, and more for other sizes
     assert max(float(line[3]) for line in lines) < 1e-6

@@ -1,4 +1,4 @@
-"""`config.json` in and out: the published models, what is supported, and what is refused by name."""
+"""Reading and writing `config.json`: the published models, what is supported, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILY_NAMES = list(FAMILIES)
 # --- The published models ---------------------------------------------------------------------------------------------------------------
 
 PUBLISHED_COUNTS = {"deepseek-v2-lite": 15_706_484_224, "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184}
-"""Published as 15.7, 30.5 and 20.9 billion."""
+"""Parameters of the models, published as 15.7, 30.5 and 20.9 billion."""
 PRESETS = {name: load_config(Path(__file__).parents[2] / "configs" / f"{name}.toml").model for name in PUBLISHED_COUNTS}
 
 COMMON_FILE = {
@@ -215,7 +215,7 @@ def test_a_configuration_comes_back_from_its_file(model_type: str, changed: bool
 @pytest.mark.parametrize("changed", [False, True], ids=["defaults", "all changed"])
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_a_configuration_comes_back_from_transformers(model_type: str, changed: bool) -> None:
-    """What transformers makes of our file and writes itself."""
+    """transformers reads our file and writes its own."""
     transformers = pytest.importorskip("transformers")
     config = tiny_family_config(model_type, **(OTHER_VALUES[model_type] | COMMON_VALUES if changed else {}))
     theirs = transformers.AutoConfig.for_model(**config_to_hugging_face(config))

@@ -1,4 +1,4 @@
-"""Causality, the five segments on their own, bf16, and what a forward pass reports."""
+"""Causality, the five segments on their own, bf16, and the numbers that a forward pass reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lather.models.moe import LOCAL_EXCHANGE
 from models.tiny import error, gradients, largest_error, layout_of, next_token_loss, random_normal, random_tokens, tiny_model
 
 EVEN_EXPERTS = {"num_experts_per_tok": 5}
-"""Every expert has every token: no product changes its number of rows, and with it the order of its sums, with the routing."""
+"""Options under which every expert has every token: routing then changes no product's number of rows, and so no order of sums."""
 
 
 @pytest.mark.parametrize("position", [1, 4, 8])
@@ -136,7 +136,7 @@ def run_in(precision: torch.dtype, **changes: int) -> tuple[DecoderOutput, dict[
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the Frobenius norm: roundings are independent, the largest of thousands says little."""
+    """The relative difference in the Frobenius norm: roundings are independent, and the largest of thousands would say little."""
     return ((actual - expected).norm() / expected.norm()).item()
 
 
@@ -145,8 +145,8 @@ BF16_ROUNDING = 2**-9
 
 def test_bf16_autocast_stays_within_rounding_of_fp32() -> None:
     """About 20 products lie on the way to a logit, with input, weight and output rounded by 2^-9: 60 roundings, 120 for a gradient.
-    Independent ones add up like a random walk, to sqrt(60) and sqrt(120); twice that, as some sums cancel.
-    Every expert has every token here: near-ties between experts would turn."""
+    Independent roundings add up like a random walk, to sqrt(60) and sqrt(120); twice that is allowed, as some sums cancel. Every expert has
+    every token, as near-ties between experts could turn."""
     narrow, narrow_grads = run_in(torch.bfloat16, **EVEN_EXPERTS)
     wide, wide_grads = run_in(torch.float32, **EVEN_EXPERTS)
     assert narrow.logits_BSV.dtype == torch.bfloat16

@@ -1,6 +1,7 @@
-"""Logits, loss and every gradient against Hugging Face's implementation, with the same weights.
+"""DeepSeek-V2: logits, loss and every gradient against Hugging Face's implementation, with the same weights.
 
-Not compared: `norm_topk_prob`, which transformers ignores (test_moe.py has it), and odd `kv_lora_rank`, which it cannot run.
+Two options are not compared: `norm_topk_prob`, which transformers ignores (test_moe.py tests it), and odd `kv_lora_rank`, which it cannot
+run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every field of the configuration refuses what cannot be built, in words that say what to change; fresh weights."""
+"""The configuration of DeepSeek-V2: every field refuses values that cannot be built, and says what to change; fresh weights."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_balance_loss_is_of_each_sequence_alone_if_asked() -> None:
 
 
 def test_a_lone_expert_keeps_its_score_as_weight() -> None:
-    """A weight of 1 whatever the score is would teach the router nothing."""
+    """With a weight of 1 whatever the score is, the router would learn nothing."""
     assert tiny_config(norm_topk_prob=True, num_experts_per_tok=2).normalizes
     assert not tiny_config(norm_topk_prob=True, num_experts_per_tok=1).normalizes
     model = build_deepseek_v2(tiny_config(norm_topk_prob=True, num_experts_per_tok=1), torch.Generator().manual_seed(0))

@@ -1,4 +1,5 @@
-"""Routed experts in every memory mode against the plain formula; what they keep for backward; padding, poison, frozen weights."""
+"""Routed experts in every memory mode against the plain formula; the tensors that they keep for backward; padding, poison, frozen
+weights."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ROUTINGS = {
     "all experts": [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]],
     "no token": torch.zeros(0, 2, dtype=torch.int64).tolist(),
 }
-"""Experts of each token."""
+"""The experts of each token."""
 WIDTHS = {"odd": (9, 7), "grouped_mm": (16, 8)}
 
 
@@ -107,7 +108,7 @@ def test_runs_padded_as_on_cuda_change_nothing(routing: str, memory: str) -> Non
 
 @pytest.fixture
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory is NaN."""
+    """Fill fresh memory with NaN."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     yield
@@ -139,7 +140,7 @@ def test_a_frozen_parameter_gets_no_gradient_and_the_others_theirs(frozen: str) 
 
 
 def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
-    """Floating-point elements that backward keeps, each storage once, parameters and inputs left out."""
+    """Count the floating-point elements that backward keeps, each storage once, without parameters and inputs."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *arguments)}
     kept: dict[int, Tensor] = {}
 
@@ -150,7 +151,7 @@ def kept_elements(module: nn.Module, *arguments: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = module(*arguments)
-    for value in attributes_of_the_graph(y):  # what a Function keeps beside save_for_backward passes no hook
+    for value in attributes_of_the_graph(y):  # hooks do not see what a Function keeps beside save_for_backward
         keep(value)
     return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values())
 

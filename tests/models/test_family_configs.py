@@ -1,4 +1,4 @@
-"""The families' configurations: every field refuses what cannot be built; fresh weights."""
+"""The families' configurations: every field refuses values that cannot be built; fresh weights."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_smallest_allowed_values_build_a_model_that_runs(model_type: str) ->
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_fresh_weights(model_type: str) -> None:
-    """Norms 1, biases 0, all else normal with the given deviation; the seed fixes every bit."""
+    """Norms are 1, biases 0, all else normal with the given deviation; the seed fixes every bit."""
     std = 0.02
     config = tiny_family_config(model_type, initializer_range=std)
     first, again = (build_model(config, torch.Generator().manual_seed(0)).state_dict() for _ in range(2))
@@ -119,7 +119,7 @@ def test_fresh_weights(model_type: str) -> None:
 
 
 def test_published_balance_coefficients_weigh_blocks_as_transformers_weighs_their_mean() -> None:
-    """Its loss is K when the load is even, however many blocks there are; ours 1 per block, summed."""
+    """With an even load transformers' loss is K, whatever the number of blocks; ours is 1 for each block, summed."""
     qwen = Qwen3MoeConfig(router_aux_loss_coef=0.3, num_experts_per_tok=4, num_hidden_layers=6, mlp_only_layers=(1,))
     assert qwen.balance_loss_coef * 5 == pytest.approx(0.3 * 4)
     gpt_oss = GptOssConfig(router_aux_loss_coef=0.9, num_experts_per_tok=4, num_hidden_layers=6)
@@ -127,7 +127,7 @@ def test_published_balance_coefficients_weigh_blocks_as_transformers_weighs_thei
 
 
 def test_gpt_oss_has_a_kind_of_attention_for_each_layer_whatever_their_number() -> None:
-    """Lists that alternate are as good as none; all others are kept, and have to have an entry for each layer."""
+    """A list that alternates counts as none. Every other list is kept, and has to have an entry for each layer."""
     explicit = tiny_family_config("gpt_oss", layer_types=("sliding_attention", "full_attention", "sliding_attention"))
     assert explicit == tiny_family_config("gpt_oss")
     fewer = dataclasses.replace(explicit, num_hidden_layers=2)

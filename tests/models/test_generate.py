@@ -95,7 +95,7 @@ def test_an_empty_prompt_or_window_is_refused(model: Decoder, prompt: list[int],
 
 
 def plain_greedy(model: Decoder, prompt: list[int], num_tokens: int, context: int) -> list[int]:
-    """Reading the window anew for every token, without a cache."""
+    """Read the window again for every token, without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(int(model(torch.tensor([tokens[-context:]])).logits_BSV[0, -1].argmax()))
@@ -115,7 +115,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 2]]
 @pytest.mark.parametrize("context", [3, 8, 12, 100])
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_rows_side_by_side_are_each_row_alone_without_a_cache(model_type: str, context: int) -> None:
-    """Prompts shorter and longer than the context, and texts that grow beyond it."""
+    """Prompts are shorter and longer than the context, and texts grow beyond it."""
     model = tiny_family_model(model_type, initializer_range=0.3).double()
     rows = Continuations(model, PROMPTS, context=context, sampling=Sampling(0))
     for _ in range(9):
@@ -178,7 +178,7 @@ def test_choices_that_cannot_be_made_are_refused(bad: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_greedy_text_is_that_of_transformers(model_type: str) -> None:
-    """Longer than the sliding window, token by token, from a model whose text varies."""
+    """The text is longer than the sliding window; the model's text varies, and is compared token by token."""
     pytest.importorskip("transformers")
     from models.twins import greedy, twin
 

@@ -86,7 +86,7 @@ def test_tolerance_rejects_a_field_that_is_a_little_off(change: dict[str, Any]) 
 
 @torch.no_grad()
 def test_bf16_logits_are_as_near_the_fp32_ones_as_those_of_transformers_are() -> None:
-    """All experts are taken, so that no rounding flips a choice."""
+    """Every token goes to all experts, so that rounding cannot change a choice."""
     changes = {**ALL_AT_ONCE, "num_experts_per_tok": 5}
     ours, exact = (tiny_family_model("gpt_oss", **changes) for _ in range(2))
     theirs = twin(ours, tiny_family_config("gpt_oss", **changes)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Products of rows grouped by expert against one product per expert, with `F.grouped_mm` and with the loop."""
+"""Products of rows grouped by expert, with `F.grouped_mm` and with the loop, against one product for each expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 class Case:
-    """Rows of `counts`, three free ones after them where `counts` leave room, all NaN there: nobody may read them."""
+    """Rows of experts in numbers `counts`, and free rows after them up to 14, which hold NaN, because nobody may read them."""
 
     def __init__(self, counts: list[int], dtype: torch.dtype, i: int, o: int) -> None:
         self.end_E = torch.tensor(counts).cumsum(0).to(torch.int32)
@@ -70,7 +70,7 @@ def test_what_a_kernel_leaves_for_experts_without_rows_is_overwritten(capability
 
 @pytest.mark.parametrize(("capability", "sound"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)], ids=str)
 def test_grouped_mm_is_for_gpus_that_have_its_kernel(capability: tuple[int, int], sound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On others it loops over experts, and the host waits for the ends of their runs."""
+    """On other GPUs a loop over experts runs, and the host waits for the ends of their rows."""
     monkeypatch.setattr(grouped, "is_gpu", lambda x: True)
     monkeypatch.setattr(grouped, "gpu_module", lambda x: SimpleNamespace(get_device_capability=lambda device: capability))
     assert grouped._sound(torch.ones(8, 16, dtype=torch.bfloat16)) == sound

@@ -1,4 +1,4 @@
-"""In and out against `transformers`: what either saved, the other reads, to the bit."""
+"""Import and export against `transformers`: each reads what the other has saved, to the bit."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_no_shared_experts(tmp_path: Path) -> None:
 
 
 def quantized_folder(folder: Path) -> dict[str, Tensor]:
-    """A GPT-OSS folder with packed experts; the dequantized tensors as `transformers` makes them, in its layout."""
+    """Make a GPT-OSS folder with packed experts; returns the dequantized tensors as `transformers` makes them, in its layout."""
     generator = torch.Generator().manual_seed(3)
     model = make_model("gpt_oss", hidden_size=64, intermediate_size=32).to(torch.bfloat16)
     model.save_pretrained(folder)

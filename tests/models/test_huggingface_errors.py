@@ -1,4 +1,4 @@
-"""Folders that cannot be read or written: one clear error each, and nothing changed; `transformers` is not needed here."""
+"""Folders that cannot be read or written give one clear error each, and nothing changes; `transformers` is not needed here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def cut(file: str, keep: int) -> Damage:
 
 
 class Trap:
-    """Unpickling this leaves a file behind."""
+    """An object that leaves a file behind when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -236,7 +236,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
 def test_a_head_that_is_not_the_embedding_it_is_tied_to(
     make_head: Callable[[Tensor], Tensor], expected: list[str], elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many elements are compared at a time."""
+    """The result does not depend on how many elements are compared at a time."""
     monkeypatch.setattr(model_folder, "COMPARED_ELEMENTS", elements)
     save_hugging_face(tiny_model(tie_word_embeddings=True), tiny_config(tie_word_embeddings=True), tmp_path / "in")
     file = tmp_path / "in" / WEIGHTS
@@ -253,7 +253,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_head_that_is_the_embedding_in_the_same_or_another_dtype(stored: torch.dtype, tmp_path: Path) -> None:
-    """Not even a value that is not a number makes a difference."""
+    """A value that is not a number makes no difference, either."""
     config = tiny_config(tie_word_embeddings=True)
     save_hugging_face(tiny_model(tie_word_embeddings=True), config, tmp_path / "in", dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "in" / WEIGHTS)
@@ -374,7 +374,7 @@ def test_two_writers_of_one_folder_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_written_files_are_what_the_library_reads(tmp_path: Path) -> None:
-    """Mixed dtypes, odd sizes, no elements, no dims: values, metadata and alignment."""
+    """Tensors have mixed dtypes, odd sizes, no elements or no dims: values, metadata and alignment must be right."""
     from safetensors import safe_open
 
     from lather.models.hf.safetensors_folder import TensorToWrite

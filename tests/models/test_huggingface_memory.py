@@ -1,4 +1,4 @@
-"""How much is in memory while weights go in and out: bytes counted at every operation, and the process's own peak."""
+"""Memory while weights are read and written: bytes counted at every operation, and the process's own peak."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from lather.models.hf.safetensors_folder import SafetensorsFolder, open_safetens
 from models.tiny import tiny_config, tiny_model
 
 SHARD = 300_000
-"""Bytes."""
+"""Bytes of a shard."""
 
 
 def make(family: str) -> tuple[ModelConfig, Decoder]:
-    """In bf16. DeepSeek-V2's largest tensor is the embedding; GPT-OSS's are the stacked experts, of which one at a time is in memory."""
+    """Make a model in bf16. DeepSeek-V2's largest tensor is the embedding; GPT-OSS's are the stacked experts, of which one at a time is in
+    memory."""
     config: ModelConfig
     if family == "deepseek_v2":
         config = tiny_config(vocab_size=2000, hidden_size=64, moe_intermediate_size=80, n_routed_experts=16, num_hidden_layers=4)
@@ -49,7 +50,7 @@ def test_one_tensor_at_a_time(family: str, way: str, tmp_path: Path, monkeypatch
     read = SafetensorsFolder.read
 
     def counted_read(*arguments: Any) -> torch.Tensor:
-        """Memory that a file was read into is no operation's, so it is not seen: its copy is."""
+        """Count the copy: no operation makes the memory that a file is read into, so it would not be seen."""
         tensor = read(*arguments)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor.clone()

@@ -20,7 +20,7 @@ def test_rms_norm_is_its_formula() -> None:
 
 
 def test_rms_norm_squares_in_fp32() -> None:
-    """1000^2 is beyond fp16."""
+    """1000^2 is beyond fp16's range."""
     normed = RMSNorm(4, eps=1e-6).half()(torch.tensor([[1000.0, -1000.0, 1000.0, 1000.0]], dtype=torch.float16))
     assert normed.dtype == torch.float16
     assert normed.tolist() == [[1, -1, 1, 1]]
@@ -38,7 +38,7 @@ def test_rms_norm_squares_in_fp32() -> None:
     ids=str,
 )
 def test_a_weights_gradient_is_added_up_in_the_wider_dtype(operands: torch.dtype, weight: torch.dtype, tolerance: float) -> None:
-    """Of the rounded operands; x is rounded to the gradient's dtype."""
+    """The gradient is that of the rounded operands; x is rounded to the gradient's dtype."""
     grad, x = random_normal(500, 7).to(operands), random_normal(500, 11, seed=1)
     found = weight_product(grad, x, weight)
     assert found.dtype == torch.promote_types(operands, weight)

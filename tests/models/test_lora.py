@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: the same function and gradients as W + s B A in plain autograd, without its copies and its products."""
+"""Adapters beside frozen weights compute the function and gradients of W + s B A in plain autograd, without its copies and products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANK = 3
 
 
 def make(name: str, memory: str = "saved", *, dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
-    """With adapters of which B is not zero, and nothing else to train."""
+    """Make a model in which only adapters, with B other than zero, are trained."""
     family = name.partition(" ")[0]
     model = tiny_family_model(family, **FAMILIES[name], **changes).to(dtype)
     add_adapters(model, LoraConfig(rank=RANK, alpha=4.0, targets=TARGETS.get(family, ("attention", "experts"))))
@@ -108,7 +108,7 @@ def test_gradients_put_off_have_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
 def test_no_product_is_as_large_as_a_frozen_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient of one is made, neither to be thrown away nor to make those of A and B from it."""
+    """No gradient of a frozen weight is made, neither to throw it away nor to make those of A and B from it."""
     shapes: list[tuple[int, ...]] = []
 
     def recorded(function: Any) -> Any:
@@ -130,7 +130,7 @@ def test_no_product_is_as_large_as_a_frozen_weight(name: str, monkeypatch: pytes
 
 
 def kept(memory: str) -> int:
-    """Bytes that autograd keeps besides parameters and what belongs to them, of a wide model with few tokens."""
+    """Count the bytes that autograd keeps besides parameters and their storages, in a wide model with few tokens."""
     model = make("qwen3_moe", memory, dtype=torch.float32, hidden_size=96, moe_intermediate_size=64)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -188,7 +188,7 @@ def test_patterns_choose_weights_by_name() -> None:
 
 
 class Tensors:
-    """A checkpoint in memory: experts one by one."""
+    """A checkpoint in memory, with one entry for each expert."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors: Any = tensors

@@ -1,4 +1,4 @@
-"""The MoE block, in every memory mode, against a loop over tokens and experts in fp64; experts spread over ranks."""
+"""The MoE block in every memory mode against a loop over tokens and experts in fp64; experts spread over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ D, E, F_EXPERT, F_SHARED, EPS = 8, 5, 3, 6, 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """One way of routing; `favour[e]` is the part of expert e's score that all tokens share."""
+    """A way of routing; `favour[e]` is the part of expert e's score that all tokens share."""
 
     favour: tuple[float, ...] = (0.0,) * E
     k: int = 2
@@ -79,7 +79,7 @@ def gated(x_D: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tenso
 
 
 def naive_block(x_BSD: Tensor, block: Block, case: Case) -> Tensor:
-    """The block's formula, one token and one expert at a time."""
+    """Apply the block's formula, one token and one expert at a time."""
     p = dict(block.named_parameters())
     y = []
     for x in x_BSD.flatten(0, 1):
@@ -101,7 +101,7 @@ def gradients_of(y: Tensor, x: Tensor, block: Block) -> dict[str, Tensor]:
     x.grad = None
     block.zero_grad()
     (y * random_normal(*y.shape, seed=2)).sum().backward()
-    block.input_layernorm.weight.grad = torch.zeros_like(block.input_layernorm.weight)  # not read: there is no attention
+    block.input_layernorm.weight.grad = torch.zeros_like(block.input_layernorm.weight)  # not read, as there is no attention
     assert x.grad is not None
     return {"x": x.grad, **gradients(block)}
 
@@ -159,7 +159,7 @@ def test_descending_the_balance_loss_spreads_the_tokens() -> None:
 
 @pytest.mark.parametrize("shape", [(7, D), (2, 3, D), (0, D)], ids=str)
 def test_a_call_of_the_layer_alone_is_the_blocks_feed_forward(shape: tuple[int, ...]) -> None:
-    """With fresh weights of its own, which are finite and not all alike."""
+    """Fresh weights are finite and not all alike."""
     torch.manual_seed(0)
     moe = MoE(Router(D, E, 2), Experts(E, D, F_EXPERT, bias=True), GatedMLP(D, F_SHARED)).double()
     assert all(p.isfinite().all() for p in moe.parameters())
@@ -175,7 +175,7 @@ def test_a_call_of_the_layer_alone_is_the_blocks_feed_forward(shape: tuple[int, 
 
 
 class TwoRanks:
-    """Both ranks of an exchange in one process: each gets the tokens that have an expert there, once, and returns a partial sum."""
+    """Both ranks of an exchange in one process: each gets every token that has an expert there once, and returns a partial sum."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
@@ -192,7 +192,7 @@ class TwoRanks:
         return y_TD, received
 
     def part(self, start: int, stop: int) -> Experts:
-        """Experts `start` to `stop`, with views of the whole's weights, so that gradients arrive there."""
+        """Make experts `start` to `stop` with views of the whole's weights, so that gradients arrive there."""
         part = Experts(stop - start, D, F_EXPERT)
         part.memory = self.experts.memory
         for name in ("gate_up_proj", "down_proj"):
@@ -214,7 +214,7 @@ def test_partial_sums_of_two_ranks_are_the_whole(name: str, memory: str) -> None
     expected = torch.autograd.grad((whole * cotangent).sum(), parameters)
     routing = moe.gate(x)
     parts, received = TwoRanks(moe.experts)(x, routing.experts_TK, routing.weights_TK)
-    assert max(received) <= case.tokens  # each token once, however many of its experts are there
+    assert max(received) <= case.tokens  # each token arrives once, however many of its experts are there
     assert error(parts, whole) < 1e-14
     for mine, theirs in zip(torch.autograd.grad((parts * cotangent).sum(), parameters), expected, strict=True):
         assert error(mine, theirs) < 1e-13

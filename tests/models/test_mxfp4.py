@@ -1,4 +1,4 @@
-"""MXFP4 against its definition, element by element; test_huggingface.py has it against `transformers`."""
+"""MXFP4 against its definition, element by element; test_huggingface.py compares it with `transformers`."""
 
 import math
 
@@ -9,7 +9,7 @@ from lather.models.hf.mxfp4 import dequantize_mxfp4
 
 
 def by_definition(code: int, scale: int) -> float:
-    """E2M1 with bias 1, times E8M0 with bias 127."""
+    """Compute E2M1 with bias 1, times E8M0 with bias 127."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = 0.5 * mantissa if exponent == 0 else (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1)
     return (-1) ** sign * magnitude * 2.0 ** (scale - 127)

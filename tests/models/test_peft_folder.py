@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them: PEFT loads them, and computes what Lather does."""
+"""Adapters in PEFT's format: PEFT loads them, and computes what Lather does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = {
 
 
 def model_and_weights(family: str, lora: LoraConfig, folder: Path) -> tuple[Decoder, ModelConfig, TensorSource]:
-    """The model's own weights are in `folder`/base, in Hugging Face's format; adapters whose B is not zero are added."""
+    """Write the model's own weights to `folder`/base, in Hugging Face's format; return the model with adapters whose B is not zero."""
     model, config = tiny_family_model(family), tiny_family_config(family)
     save_hugging_face(model, config, folder / "base")
     add_adapters(model, lora)

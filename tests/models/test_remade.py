@@ -1,4 +1,4 @@
-"""What is made again in backward is what was there: the same gradients to the bit, less kept, and nothing hidden from hooks outside."""
+"""Tensors that backward makes again have the same bits: the same gradients, less is kept, and hooks outside see the rest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, ch
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             y_BSD = run(block, x_BSD, enabled=enabled)
-        results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])  # backward outside autocast, as everybody does it
+        results.append([y_BSD, *gradients(block, y_BSD, x_BSD)])  # backward runs outside autocast, as everybody does it
     assert len(results[0]) == len(results[1]) >= 6
     for again, kept in zip(*results, strict=True):
         assert again.equal(kept)
@@ -61,7 +61,8 @@ def test_gradients_have_the_bits_of_kept_tensors(family: str, autocast: bool, ch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_less_is_kept(family: str) -> None:
-    """Latent attention: keys, values and the norms' outputs; with norms on heads: queries and keys; everywhere o_proj's input."""
+    """Latent attention then does not keep keys, values and the norms' outputs; norms on heads not queries and keys; no family o_proj's
+    input."""
     block = attention_of(family)
     x_BSD = random_normal(2, 70, 24).requires_grad_()
     kept = []
@@ -77,7 +78,7 @@ def test_less_is_kept(family: str) -> None:
 
 
 class Product(nn.Module):
-    """A norm whose output two products keep."""
+    """A module with a norm whose output two products keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Product(nn.Module):
 
 
 def test_hooks_outside_see_the_rest() -> None:
-    """All that is kept without it, but for the norm's output; and what they unpack is what is used."""
+    """They see everything that is kept without recomputation, but for the norm's output; and what they unpack is used."""
     module, x_TI = Product(), torch.randn(3, 6, requires_grad=True)
     seen: dict[bool, list[Tensor]] = {True: [], False: []}
     for enabled, tensors in seen.items():
@@ -107,16 +108,17 @@ def test_hooks_outside_see_the_rest() -> None:
     normed_TI = module.norm(x_TI)
     assert any(x.equal(normed_TI) for x in seen[False] if x.shape == normed_TI.shape)
     assert not any(x.equal(normed_TI) for x in seen[True] if x.shape == normed_TI.shape)
-    assert len(seen[True]) == len(seen[False]) - 2 + 1  # the products' two; and its source
+    assert len(seen[True]) == len(seen[False]) - 2 + 1  # less the two products' inputs, and plus the source of both
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_keeps_no_normed_rows(family: str) -> None:
-    """Of its two norms; the router, the experts and the shared experts read those of the second. Bits: those of a block that keeps all."""
+    """It has two norms, of which the router, the experts and the shared experts read the second. Its bits are those of a block that keeps
+    all."""
     block = attention_of(family, first_k_dense_replace=0) if family == "deepseek_v2" else attention_of(family)
     x_BSD = random_normal(2, 7, 24).requires_grad_()
     layout, results, kept = layout_of(x_BSD), [], []
-    block(x_BSD, layout)  # makes the rotary tables
+    block(x_BSD, layout)  # this makes the rotary tables
     for not_kept in (True, False):
         with pytest.MonkeyPatch.context() as patch, PeakBytes() as alive:
             if not not_kept:
@@ -134,7 +136,7 @@ def test_a_block_keeps_no_normed_rows(family: str) -> None:
 
 
 def test_several_graphs_have_it_made_once() -> None:
-    """By the first that runs backward; it goes with the last."""
+    """The first graph that runs backward makes it, and it goes with the last."""
     norm, layers = RMSNorm(6, 1e-6), [Linear(6, size) for size in (5, 4, 3)]
     x_TI = torch.randn(3, 6, requires_grad=True)
     remaking, calls = Remaking(), []

@@ -24,13 +24,13 @@ def tables_at(position: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def rotate_at(rotate: Any, x_R: Tensor, position: int, theta: float = 100.0) -> Tensor:
-    """One head's vector, rotated at this position."""
+    """Rotate one head's vector at this position."""
     turned: Tensor = rotate(x_R[None, None, None], *tables_at(position, Rotary(len(x_R), theta)))
     return turned.flatten()
 
 
 def as_halves(x: Tensor) -> Tensor:
-    """Neighbouring pairs' coordinates in the places of pairs across the halves."""
+    """Move the coordinates of neighbouring pairs to the places of pairs across the halves."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

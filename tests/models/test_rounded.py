@@ -1,4 +1,5 @@
-"""Weights rounded once in a step: the bits of rounding them for each product, as often as there are weights, and nothing kept after."""
+"""Weights that are rounded once in a step: the bits of rounding them for each product, once for each weight, and nothing kept
+afterwards."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class Roundings(TorchDispatchMode):
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=str)
 def test_steps_have_the_bits_of_rounding_each_time(family: str, options: dict[str, Any]) -> None:
-    """Two steps, so that a copy of the first step's weights would show in the second."""
+    """There are two steps, because a copy of the first step's weights would show in the second."""
     engines = [engine_of(family, keep, **options) for keep in ("step", "product")]
     for seed in (3, 4):
         kept, plain = (step(engine, seed) for engine in engines)
@@ -109,7 +110,7 @@ def test_a_weight_that_changes_or_goes_is_rounded_again() -> None:
         with torch.no_grad():
             weight.add_(1)
         assert rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
-        with torch.no_grad():  # as FSDP2 gathers: without a new version
+        with torch.no_grad():  # as FSDP2 gathers: no version is counted
             weight.data.add_(1)
         assert not rounded(kept, weight, torch.bfloat16).equal(weight.detach().bfloat16())
         kept.forget([weight])

@@ -208,7 +208,7 @@ def test_a_step_that_failed_counts_no_longer() -> None:
 
 @pytest.mark.parametrize("level", ["micro_batch", "sequence", "global_batch"])
 def test_a_recomputed_routing_has_the_same_bits_and_counts_nothing(level: str) -> None:
-    """As under activation checkpointing: a step of three micro-batches without autograd, each made again later with it."""
+    """Under activation checkpointing a step of three micro-batches runs without autograd, and each is made again later with it."""
     plain, again = (router(normalize=True, score="sigmoid") for _ in range(2))
     batches = [random_normal(6, D, seed=seed) + seed for seed in range(3)]
     for made in (plain, again):
@@ -218,7 +218,7 @@ def test_a_recomputed_routing_has_the_same_bits_and_counts_nothing(level: str) -
         expected = [plain(x, 3) for x in batches]
         with torch.no_grad():
             first = [again(x, 3) for x in batches]
-        again.update_correction_bias(torch.arange(E), rate=10.0)  # would change the choice
+        again.update_correction_bias(torch.arange(E), rate=10.0)  # this would change the choice
         recomputed = []
         for x, routing in zip(batches, first, strict=True):
             with again.recompute(routing):

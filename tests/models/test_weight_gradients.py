@@ -1,4 +1,4 @@
-"""Weight gradients put off: the same bits as at once for whole models, and what waits keeps no more than it says."""
+"""Weight gradients that are put off have the bits of those made at once, for whole models; and what waits keeps no more than it says."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize(("precision", "memory"), [*((one, "saved") for one in PRECISIONS), ("bf16 autocast", "recompute")])
 @pytest.mark.parametrize("model", MODELS)
 def test_micro_batches_with_gradients_put_off_have_the_same_bits(model: str, precision: str, memory: str) -> None:
-    """Backward, backward, weights of the first, backward, weights of the second and third."""
+    """The order is backward, backward, weights of the first, backward, weights of the second and third."""
     expected, actual = make(model, precision), make(model, precision)
     for one in (expected, actual):
         one.set_memory(memory)
@@ -180,7 +180,7 @@ def without_routing(block: Block, x: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
-    """Attention and router run without autograd first; what the later segments sent back goes through a second run of them."""
+    """Attention and router run without autograd first; what the later segments send back goes through a second run of them."""
     expected, actual = make("deepseek_v2").layers[1], make("deepseek_v2").layers[1]
     x, cotangent = (random_normal(2, 7, 24, seed=seed).float() for seed in (1, 2))
     layout, queue = SequenceLayout(2, 7, x.device), deferring(actual)
@@ -211,7 +211,8 @@ def test_a_segment_made_again_in_backward_gives_the_same_bits() -> None:
 
 
 def test_the_parameter_of_the_forward_pass_gets_the_gradient_even_if_its_values_are_gone() -> None:
-    """As under FSDP2: the module has another parameter outside its forward and backward, and the whole one's memory is given back."""
+    """This happens under FSDP2: outside its forward and backward the module has another parameter, and the whole one's memory is given
+    back."""
     expected, actual = make("gpt_oss"), make("gpt_oss")
     backward(expected, 0)
     queue, stand_ins = deferring(actual), {}
@@ -236,7 +237,7 @@ T, D, F_, E, K = 13, 8, 6, 5, 2
 
 
 def held_bytes(module: nn.Module, call: Callable[[], Tensor]) -> tuple[int, WeightGradients]:
-    """Bytes that were made in forward and backward and are still there, and the queue that keeps them."""
+    """Return the bytes that were made in forward and backward and are still alive, and the queue that keeps them."""
     queue = deferring(module)
     with PeakBytes() as peak:
         y = call()
@@ -264,7 +265,7 @@ def test_linear_layers_share_what_they_keep() -> None:
 def test_a_gated_mlp_keeps_the_product_and_the_gradient_of_gate_up() -> None:
     mlp, x = GatedMLP(D, F_), torch.randn(T, D)
     held, queue = held_bytes(mlp, lambda: mlp(x))
-    assert held == 4 * T * (3 * F_ + D)  # and the output's gradient, made there
+    assert held == 4 * T * (3 * F_ + D)  # and the output's gradient, which was made there
     assert len(queue.take()) == 3
 
 
@@ -291,7 +292,7 @@ def test_a_router_keeps_the_gradient_of_its_logits() -> None:
 
 
 class Witness(torch.autograd.Function):
-    """Something that is there as long as the graph is."""
+    """An object that lives as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, thing: object) -> Tensor:
@@ -329,7 +330,7 @@ def test_each_entry_lets_go_when_it_is_done() -> None:
     mlp, x = GatedMLP(D, F_), torch.randn(T, D)
     _, queue = held_bytes(mlp, lambda: mlp(x))
     entries = queue.take()
-    product = weakref.ref(entries[2].compute.args[1])  # h, which only the last one needs
+    product = weakref.ref(entries[2].compute.args[1])  # only the last one needs h
     WeightGradients.run(entries[:2])
     assert product() is not None
     WeightGradients.run(entries[2:])
@@ -384,7 +385,7 @@ def test_a_weight_that_is_no_leaf_gets_its_gradient_at_once() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_linear_layer_is_torchs_to_the_bit(precision: str, bias: bool, shape: tuple[int, ...]) -> None:
-    """But for gradients of weights under autocast, which torch rounds to bf16."""
+    """Gradients of weights under autocast are the exception: torch rounds them to bf16."""
     ours, theirs = Linear(D, 5, bias=bias), nn.Linear(D, 5, bias=bias)
     theirs.load_state_dict(ours.state_dict())
     x = random_normal(*shape)
@@ -415,7 +416,7 @@ def test_a_linear_layers_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_gradients_of_a_shared_input_are_added_in_its_own_dtype() -> None:
-    """An output that nobody read adds nothing."""
+    """An output that nobody reads adds nothing."""
     layers, x = [Linear(D, 40, bias=False) for _ in range(4)], torch.randn(63, D)
     grads = []
     for together in (True, False):
@@ -425,7 +426,7 @@ def test_gradients_of_a_shared_input_are_added_in_its_own_dtype() -> None:
             outputs = project(x_, *layers) if together else [F.linear(x_, layer.weight) for layer in layers]
         sum((i + 1) * y.float().square().sum() for i, y in enumerate(outputs[:3])).backward()
         grads.append(leaf.grad)
-    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[1].abs().max()  # sums of the same bf16 products; bf16 sums are off by 4e-3
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[1].abs().max()  # sums of the same bf16 products; sums in bf16 are off by 4e-3
     assert layers[3].weight.grad is None
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family, whose sizes all differ, and how far apart two results are."""
+"""Makes tiny models of every family, whose sizes all differ, and measures how far apart two results are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.15,
     },
 }
-"""In GPT-OSS the limit is one that some values are beyond."""
+"""Sizes of the families' models. GPT-OSS's limit is one that some values exceed."""
 
 
 def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
@@ -65,7 +65,7 @@ def tiny_family_config(model_type: str, /, **changes: Any) -> ModelConfig:
 
 
 def tiny_family_model(model_type: str, /, *, seed: int = 0, **changes: Any) -> Decoder:
-    """Norm weights differ from 1 and biases from 0, so that a forgotten one is seen."""
+    """Make a model with norm weights other than 1 and biases other than 0, so that a forgotten one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     model = build_model(tiny_family_config(model_type, **changes), generator)
     for name, p in model.named_parameters():
@@ -81,7 +81,7 @@ def tiny_config(**changes: Any) -> DeepseekV2Config:
 
 
 def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    """Norm weights differ from 1, so that a norm that forgot its weight is seen."""
+    """Make a model with norm weights other than 1, so that a norm that forgot its weight is noticed."""
     generator = torch.Generator().manual_seed(seed)
     model = build_deepseek_v2(tiny_config(**changes), generator)
     for name, p in model.named_parameters():
@@ -95,7 +95,7 @@ def random_tokens(batch: int, length: int, *, seed: int = 0) -> Tensor:
 
 
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
-    """In fp64."""
+    """Draw normal numbers in fp64."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -108,14 +108,14 @@ def next_token_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter must have one."""
+    """Return the gradients of all parameters; every parameter must have one."""
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert all(grad is not None for grad in grads.values())
     return grads  # type: ignore[return-value]
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest expected value (or to 1e-3, where zeros are expected)."""
+    """The largest difference, relative to the largest expected value (or to 1e-3, where zeros are expected)."""
     assert actual.shape == expected.shape
     assert actual.isfinite().all()
     if expected.numel() == 0:
@@ -124,11 +124,11 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """And the name of the tensor that has it; the names must be the same."""
+    """The largest error and the name of the tensor that has it; both sides must have the same names."""
     assert actual.keys() == expected.keys()
     return max((error(actual[name], expected[name]), name) for name in expected)
 
 
 def whole_part(model: Decoder) -> ModelPart:
-    """All of a model, its own modules, in one stage."""
+    """Make a part of all of a model, with the model's own modules, in one stage."""
     return ModelPart(model, PartLayers((range(len(model.layers)),)))

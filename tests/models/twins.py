@@ -1,6 +1,6 @@
-"""Our models' twins in Hugging Face transformers, with the same weights, and the results of both by our names.
+"""Makes our models' twins in Hugging Face transformers, with the same weights, and returns the results of both by our names.
 
-fp64 is out of reach: transformers computes norms, rotation and router scores in fp32 whatever the weights are.
+Results are not compared in fp64, because transformers computes norms, rotation and router scores in fp32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from models.tiny import FAMILY_SIZES, gradients, next_token_loss, tiny_family_co
 
 TOLERANCE = 1e-5
 TOKENS = (torch.randperm(3 * 21, generator=torch.Generator().manual_seed(0)) % FAMILY_SIZES["gpt_oss"]["vocab_size"]).view(3, 21)
-"""Every token occurs."""
+"""Tokens among which every token of the vocabulary occurs."""
 
 
 def twin(ours: Decoder, config: ModelConfig) -> nn.Module:
-    """transformers' model with our weights; eager attention and experts."""
+    """Make transformers' model with our weights, and with eager attention and experts."""
     fields = config_to_hugging_face(config)
     architecture = getattr(transformers, fields.pop("architectures")[0])
     fields.pop("model_type")
@@ -42,13 +42,13 @@ def published_name(name: str, config: ModelConfig) -> str:
 
 
 def _lay(weight: Tensor, theirs: str, config: ModelConfig) -> Tensor:
-    """GPT-OSS's experts multiply from the other side."""
+    """Transpose the weights of GPT-OSS's experts, which multiply from the other side."""
     turned = config.model_type == "gpt_oss" and theirs.endswith(("gate_up_proj", "down_proj"))
     return weight.transpose(1, 2) if turned else weight
 
 
 def expected_results(model_type: str, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Logits, loss and every gradient of the twin."""
+    """Return logits, loss and every gradient of the twin."""
     config, ours = tiny_family_config(model_type, **changes), tiny_family_model(model_type, **changes)
     model = twin(ours, config)
     output = model(TOKENS, labels=TOKENS)
@@ -69,7 +69,7 @@ def actual_results(model: Decoder) -> dict[str, Tensor]:
 
 
 def greedy(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers' own generation continues the prompt with."""
+    """Continue the prompt with transformers' own generation."""
     tokens_BS = torch.tensor([prompt])
     whole: Tensor = model.generate(  # type: ignore[operator]
         tokens_BS, attention_mask=torch.ones_like(tokens_BS), do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0

@@ -1,4 +1,4 @@
-"""The package's optimizers side by side with the NumPy reference, on the same parameters and gradients.
+"""Runs the package's optimizers beside the NumPy reference, on the same parameters and gradients, and compares them.
 
 Two right implementations agree only where the step is well-conditioned: the eigenvectors of a null space are arbitrary, and an entry
 of the projected gradient that is zero but for rounding has an arbitrary sign. Shapes and warm-ups of the fixed tests are therefore such
@@ -22,10 +22,11 @@ from lather.optim import KLSOAP, REKLS, SOAP, MatrixOptimizer, Muon, SOAPMuon, S
 
 Shape = tuple[int, ...]
 Gradients = list[list[Array | None]]
-"""Per step, per parameter; None: it has no gradient."""
+"""Gradients by step, then by parameter; None: the parameter has no gradient."""
 
 TOLERANCE = 1e-7
-"""Of lr for parameters (a step is of its order), of the largest entry for state; rounding gives 1e-13 before eigenvectors amplify it."""
+"""Largest difference that is allowed: of parameters in units of lr (a step has that size), of state relative to its largest entry. Rounding
+gives 1e-13 before eigenvectors amplify it."""
 
 CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon], dict[str, Any]]] = {
     "SOAP": (SOAP, ReferenceSOAP, {}),
@@ -35,7 +36,7 @@ CLASSES: dict[str, tuple[type[MatrixOptimizer], type[Reference | ReferenceOfMuon
     "Muon": (Muon, ReferenceMuon, {}),
     "SOAPMuon": (SOAPMuon, ReferenceSOAPMuon, {}),
 }
-"""Name -> the package's class, the reference's, and what the reference calls it."""
+"""By name, the package's class, the reference's class, and the reference's options that make it the same rule."""
 
 OF_THE_PACKAGE_ALONE = (
     "batched",
@@ -55,7 +56,7 @@ OF_THE_PACKAGE_ALONE = (
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with options of their own, on top of those of all groups."""
+    """Parameters with options of their own, besides the options of all groups."""
 
     shapes: Sequence[Shape]
     options: dict[str, Any] = field(default_factory=dict)
@@ -65,12 +66,12 @@ class Group:
 
 @dataclass
 class Difference:
-    """The largest over all parameters and steps."""
+    """The largest differences over all parameters and steps."""
 
     params: float = 0.0
-    """In units of lr."""
+    """Difference of parameters in units of lr."""
     state: float = 0.0
-    """Relative to each tensor's largest entry."""
+    """Difference of state relative to each tensor's largest entry."""
 
     @property
     def is_rounding(self) -> bool:
@@ -79,12 +80,12 @@ class Difference:
 
 @contextmanager
 def without_type_checks() -> Iterator[None]:
-    """Annotations of the package unchecked inside the block: checking them takes ten times as long as what they annotate."""
+    """Leave the package's annotations unchecked inside the block: checking takes ten times as long as the checked code."""
     config = jaxtyping.config
     before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     try:
-        with mock.patch.object(jaxtyping, "jaxtyped", _leave_alone):  # what decorates functions inside functions, at every call
+        with mock.patch.object(jaxtyping, "jaxtyped", _leave_alone):  # this decorates functions inside functions, at every call
             yield
     finally:
         config.update("jaxtyping_disable", before)
@@ -95,19 +96,19 @@ def _leave_alone(**_: Any) -> Callable[[Any], Any]:
 
 
 def described(options: dict[str, Any]) -> str:
-    """An id for pytest, the same in every process."""
+    """Describe the options by an id for pytest that is the same in every process."""
     return ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items()) or "defaults"
 
 
 def gradients(
     shapes: Sequence[Shape], steps: int, *, seed: int = 1, idle: bool = False, missing: tuple[int, ...] = (1,), scale: float = 1.0
 ) -> Gradients:
-    """Ill-scaled Gaussians, a scale per step and one per column.
+    """Draw ill-scaled Gaussians, with a scale for each step and one for each column.
 
     Args:
         idle: in every step but the second, one slice along the leading dim of each parameter with more than two dims is zero.
         missing: indices of the parameters that have no gradient in the fourth and tenth step.
-        scale: of all.
+        scale: a factor on all gradients.
     """
     rng = np.random.default_rng(seed)
     plan: Gradients = []
@@ -128,7 +129,8 @@ def starting_points(shapes: Sequence[Shape], seed: int = 0) -> list[Array]:
 
 
 def optimizer_of(kind: str, groups: Sequence[Group], start: Sequence[Array], **options: Any) -> tuple[MatrixOptimizer, list[torch.Tensor]]:
-    """The package's optimizer, with fp64 parameters and state unless `options` say otherwise, and its parameters in order."""
+    """Make the package's optimizer, with fp64 parameters and state unless `options` say otherwise; returns it and its parameters in
+    order."""
     params = [torch.nn.Parameter(torch.tensor(p)) for p in start]
     remaining = iter(params)
     own = [{"params": [next(remaining) for _ in group.shapes], **group.options} for group in groups]
@@ -137,7 +139,7 @@ def optimizer_of(kind: str, groups: Sequence[Group], start: Sequence[Array], **o
 
 
 def reference_of(kind: str, start: Sequence[Array], options: dict[str, Any]) -> Reference | ReferenceOfMuon:
-    """The reference with the meaning of the package's options."""
+    """Make the reference with the package's options, translated."""
     _, reference, preset = CLASSES[kind]
     known = {key: value for key, value in {"lr": 1e-2, **preset, **options}.items() if key not in OF_THE_PACKAGE_ALONE}
     if known.get("refresh_method") in ("cholesky_qr", "auto"):
@@ -155,14 +157,14 @@ def compare(
     steps: int = 12,
     checked: bool = False,
 ) -> Difference:
-    """Run both and compare parameters after every step and state after every fourth and the last.
+    """Run both; compare parameters after every step, and state after every fourth and the last.
 
     Args:
         kind: a key of CLASSES.
-        options: of all groups, for both.
-        plan: the gradients, in the order of the groups' parameters; given none, `gradients` of as many `steps`.
+        options: options of all groups, for both.
+        plan: the gradients, in the order of the groups' parameters; without it `gradients` draws those of so many `steps`.
         ours: options for the package alone.
-        checked: also check the package's annotations.
+        checked: whether the package's annotations are checked, too.
     """
     shapes = [shape for group in groups for shape in group.shapes]
     start = starting_points(shapes)
@@ -189,7 +191,7 @@ def compare(
 def step_package(
     optimizer: MatrixOptimizer, params: Sequence[torch.Tensor], grads: Sequence[Array | None], *, checked: bool = False
 ) -> None:
-    """One step with these gradients, which must come out as they went in."""
+    """Take a step with these gradients, which the step must not change."""
     for p, g in zip(params, grads, strict=True):
         p.grad = None if g is None else torch.tensor(g, dtype=p.dtype)
     with nullcontext() if checked else without_type_checks():
@@ -209,7 +211,7 @@ def relative(ours: Array, expected: Array) -> float:
 
 
 def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shape) -> float:
-    """Between two states of a parameter of this shape, bases and exp_avg up to the signs of the bases' columns."""
+    """The difference of two states of a parameter of this shape, with bases and exp_avg compared up to the signs of the bases' columns."""
     assert set(ours) == set(expected)
     if not expected:
         return 0.0
@@ -231,7 +233,7 @@ def state_difference(ours: dict[str, Any], expected: dict[str, Any], shape: Shap
 
 
 def moment_in_parameter_coordinates(state: dict[str, Any]) -> Array:
-    """exp_avg out of the eigenbases."""
+    """Project exp_avg out of the eigenbases."""
     bases = {int(key.removeprefix("basis_")): q for key, q in state.items() if key.startswith("basis_")}
     if any(q.ndim == 3 for q in bases.values()):
         return np.stack([project_out(m, {dim: q[e] for dim, q in bases.items()}) for e, m in enumerate(state["exp_avg"])])

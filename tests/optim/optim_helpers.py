@@ -25,7 +25,7 @@ SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
 }
-"""The SOAP family: Adam in bases, of which one side is the whole or there is a warm-up of plain Adam."""
+"""Kinds of the SOAP family: Adam in bases, on both sides or one, with a warm-up of plain Adam or without."""
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     **SOAP_KINDS,
@@ -41,11 +41,11 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "lion": (Lion, {"lr": 1e-2}),
     "lion_per_expert": (Lion, {"matrix_layout": "per_expert", "lr": 1e-2}),
 }
-"""Every optimizer and layout, the rules of `strangers` included: name -> class, of an optimizer or a rule, and options."""
+"""Every optimizer and layout, and the rules of `strangers`, by name: an optimizer's class or a rule's, and options."""
 
 FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
 FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
-"""Each layout and rule once."""
+"""Kinds in which each layout and rule occurs once."""
 
 WITH_EXPERTS = (
     "soap_per_expert",
@@ -55,7 +55,7 @@ WITH_EXPERTS = (
     "soap_muon_per_expert",
     "shampoo_per_expert",
 )
-"""Those that know which experts got no token."""
+"""Kinds that know which experts got no token."""
 
 SOAP_CLASSES = {"SOAP": SOAP, "KLSOAP": KLSOAP, "REKLS": REKLS, "StackedSOAP": StackedSOAP}
 CLASSES: dict[str, type[MatrixOptimizer]] = {**SOAP_CLASSES, "Muon": Muon, "SOAPMuon": SOAPMuon, "AdamW": AdamW}
@@ -64,14 +64,15 @@ MATRICES = ((6, 4), (3, 4, 5), (6, 4))
 SHAPES = (*MATRICES, (5,), (), (0, 3))
 
 FULL_RANK = {"adam_warmup_steps": 3, "state_dtype": torch.float64}
-"""For comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first bases come when factors have full rank."""
+"""Options for comparisons to rounding: the eigenvectors of a null space are arbitrary, so the first bases come when factors have full
+rank."""
 
 OF_BASES = ("adam_warmup_steps", "precondition_frequency")
-"""Options that tests give to every kind, for those that have bases."""
+"""Options that tests give to every kind, but that only kinds with bases take."""
 
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
-    """The optimizer `kind` over parameters; those with fewer than two dims are in a group with layout "tensor".
+    """Make the optimizer `kind`; parameters with fewer than two dims are in a group with layout "tensor".
 
     `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as `precondition_frequency` is.
     """
@@ -106,7 +107,7 @@ def parameters(shapes: Iterable[Sequence[int]] = SHAPES, dtype: torch.dtype = to
 
 
 def clones(params: Iterable[Tensor]) -> list[torch.nn.Parameter]:
-    """New parameters of equal value and strides, without gradients."""
+    """Make parameters of equal values and strides, without gradients."""
     return [torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params]
 
 
@@ -128,7 +129,7 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
 
 
 def run_both(a: tuple[torch.optim.Optimizer, Sequence[Tensor]], b: tuple[torch.optim.Optimizer, Sequence[Tensor]], steps: range) -> None:
-    """Two optimizers through the same gradients."""
+    """Take two optimizers through the same gradients."""
     for step in steps:
         give_gradients(a[1], step)
         copy_gradients(a[1], b[1])
@@ -137,7 +138,7 @@ def run_both(a: tuple[torch.optim.Optimizer, Sequence[Tensor]], b: tuple[torch.o
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, NaN included."""
+    """Whether two tensors are equal to the bit, NaN included."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
 
 
@@ -146,7 +147,7 @@ def all_same(params: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def same_state(a: torch.optim.Optimizer, params: Iterable[Tensor], b: torch.optim.Optimizer, others: Iterable[Tensor]) -> bool:
-    """Equal keys, and equal values and dtypes to the bit."""
+    """Whether two states have equal keys, and values and dtypes equal to the bit."""
     for p, q in zip(params, others, strict=True):
         ours, theirs = a.state.get(p, {}), b.state.get(q, {})
         if ours.keys() != theirs.keys() or not all(same(value, theirs[key]) for key, value in ours.items()):
@@ -161,7 +162,7 @@ def largest_difference(params: Iterable[Tensor], others: Iterable[Tensor]) -> fl
 
 
 def moment_of(optimizer: torch.optim.Optimizer, p: Tensor) -> str:
-    """Name of its first moment."""
+    """The name of its first moment."""
     return next(name for name in ("exp_avg", "momentum_buffer") if name in optimizer.state[p])
 
 

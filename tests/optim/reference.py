@@ -1,4 +1,4 @@
-"""Slow, literal SOAP and KLSOAP in NumPy float64, to compare the package's optimizers with.
+"""Computes SOAP and KLSOAP slowly and literally in NumPy float64, for comparison with the package's optimizers.
 
 Written from the specification alone (the optimizer specification: "Inner Adam", "SOAP", "Refresh", "KLSOAP and REKLS",
 "second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of its code was
@@ -28,7 +28,7 @@ MatrixState = dict[str, Array]  # the part of a State that belongs to one matrix
 
 @dataclass(kw_only=True)
 class Options:
-    """What SOAP and KLSOAP have in common, with the specification's names and defaults."""
+    """The options that SOAP and KLSOAP share, with the specification's names and defaults."""
 
     lr: float
     betas: tuple[float, float]
@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(kw_only=True)
 class SOAPOptions(Options):
-    """The options of SOAP; `use_nesterov` and `use_eigh` are its names of `nesterov` and `refresh_method="eigh"`."""
+    """SOAP's options; the specification calls `nesterov` `use_nesterov`, and `refresh_method="eigh"` `use_eigh`."""
 
     lr: float = 3e-3
     betas: tuple[float, float] = (0.95, 0.95)
@@ -111,13 +111,13 @@ class KLSOAPOptions(Options):
 
 
 def contraction(g: Array, dim: int) -> Array:
-    """Contraction of g with itself over all dims but `dim`."""
+    """Contract g with itself over all dims but `dim`."""
     unfolded = np.moveaxis(g, dim, 0).reshape(g.shape[dim], -1)
     return unfolded @ unfolded.T
 
 
 def apply_on_dim(matrix: Array, x: Array, dim: int) -> Array:
-    """y[..., i, ...] = sum over j of matrix[i, j] x[..., j, ...], where i and j are indices of `dim`."""
+    """Return y with y[..., i, ...] = sum over j of matrix[i, j] x[..., j, ...], where i and j are indices of `dim`."""
     return np.moveaxis(np.tensordot(matrix, x, axes=(1, dim)), 0, dim)
 
 
@@ -134,7 +134,7 @@ def project_out(x: Array, bases: dict[int, Array]) -> Array:
 
 
 def eigh_descending(k: Array) -> tuple[Array, Array]:
-    """Eigenvalues and eigenvectors of k in descending order of the eigenvalues; zeros and the identity when k is zero."""
+    """Return eigenvalues and eigenvectors of k, eigenvalues descending; zeros and the identity when k is zero."""
     if not k.any():
         return np.zeros(len(k)), np.eye(len(k))
     values, vectors = np.linalg.eigh(k)
@@ -169,13 +169,13 @@ def is_stacked(shape: Sequence[int], options: Options) -> bool:
 
 
 def stacked(p: Array) -> Array:
-    """(b, m, n) as a copy of shape (m, b*n) if n <= m: matrix[i, e*n + j] = p[e, i, j]; otherwise of shape (b*m, n)."""
+    """Copy (b, m, n) to the shape (m, b*n) if n <= m: matrix[i, e*n + j] = p[e, i, j]; otherwise to (b*m, n)."""
     _, m, n = p.shape
     return np.concatenate(list(p), axis=1 if n <= m else 0)
 
 
 def unstacked(matrix: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `stacked`, for a parameter of this shape."""
+    """Undo `stacked` for a parameter of this shape."""
     b, m, n = shape
     return np.stack(np.split(matrix, b, axis=1 if n <= m else 0))
 
@@ -193,7 +193,7 @@ def dims_with_factor(matrix_shape: Sequence[int], options: Options) -> list[int]
 
 
 def new_state(shape: tuple[int, ...], options: Options) -> State:
-    """Zero moments and factors, identity bases and, for KL, initial eigenvalues; a stacked `shape` is the merged one."""
+    """Make zero moments and factors, identity bases and, for KL, initial eigenvalues; a stacked `shape` is the merged one."""
     state: State = {"step": 0, "exp_avg": np.zeros(shape), "exp_avg_sq": np.zeros(shape)}
     batch_shape, matrix_shape = (shape[:1], shape[1:]) if is_batch_of_matrices(shape, options) else ((), shape)
     for dim in dims_with_factor(matrix_shape, options):
@@ -210,13 +210,13 @@ def state_of_matrix(state: State, index: int | EllipsisType) -> MatrixState:
 
 
 def by_dim(matrix: MatrixState, name: str) -> dict[int, Array]:
-    """What is called "factor", "basis" or "eigenvalues" in a matrix's state, by dim, ascending; views, not copies."""
+    """Return the "factor", "basis" or "eigenvalues" of a matrix's state, by dim, ascending; views, not copies."""
     prefix = name + "_"
     return {int(key.removeprefix(prefix)): value for key, value in matrix.items() if key.startswith(prefix)}
 
 
 def adam(g: Array, matrix: MatrixState, t: int, options: Options) -> Array:
-    """The inner Adam: updates M and V in place, returns u."""
+    """Apply the inner Adam: update M and V in place, return u."""
     b1, b2 = options.betas
     m, v = matrix["exp_avg"], matrix["exp_avg_sq"]
     m[...] = b1 * m + (1 - b1) * g
@@ -249,7 +249,7 @@ def normalized(u: Array, matrix: MatrixState, options: SOAPOptions) -> Array:
 
 
 def update_factors_soap(g: Array, matrix: MatrixState, t: int, options: SOAPOptions) -> None:
-    """From the gradient, or from the momentum as it is, without bias correction; the first one counts whole."""
+    """Update factors from the gradient, or from the momentum as it is, without bias correction; the first sample counts whole."""
     beta = options.shampoo_beta if options.shampoo_beta >= 0 else options.betas[1]
     if options.correct_bias:
         beta = 1 - (1 - beta) / (1 - beta ** (t + 1))
@@ -261,7 +261,7 @@ def update_factors_soap(g: Array, matrix: MatrixState, t: int, options: SOAPOpti
 
 
 def update_factors_kl(g: Array, matrix: MatrixState, t: int, options: KLSOAPOptions) -> None:
-    """Each factor from the gradient whitened on all the other dims that have a factor, by the old bases and eigenvalues.
+    """Update each factor from the gradient whitened on all the other dims that have a factor, by the old bases and eigenvalues.
 
     For a matrix: x = G Q_R diag(1/sqrt(w'_R)) gives L, so that x x^T = G Q_R diag(1/w'_R) Q_R^T G^T; R alike.
     """
@@ -279,7 +279,7 @@ def update_factors_kl(g: Array, matrix: MatrixState, t: int, options: KLSOAPOpti
 
 
 def change_bases(matrix: MatrixState, new_bases: dict[int, Array], options: Options) -> None:
-    """M out with the stored bases and in with the new ones; V carried over if it rotates; then the new ones stored."""
+    """Take M out of the stored bases and into the new ones; carry V over if it rotates; then store the new bases."""
     m, v, stored = matrix["exp_avg"], matrix["exp_avg_sq"], by_dim(matrix, "basis")
     m[...] = project_in(project_out(m, stored), new_bases)
     for dim, q_new in new_bases.items():
@@ -290,7 +290,7 @@ def change_bases(matrix: MatrixState, new_bases: dict[int, Array], options: Opti
 
 
 def first_refresh(matrix: MatrixState, options: Options) -> None:
-    """The first bases: always by eigh, without the adaptive criterion; V stays as it is, or rotates."""
+    """Make the first bases: always by eigh, without the adaptive criterion; V stays as it is, or rotates."""
     new_bases, eigenvalues = {}, by_dim(matrix, "eigenvalues")
     for dim, k in by_dim(matrix, "factor").items():
         values, new_bases[dim] = eigh_descending(k)
@@ -300,7 +300,7 @@ def first_refresh(matrix: MatrixState, options: Options) -> None:
 
 
 def refresh(matrix: MatrixState, options: Options) -> None:
-    """A later refresh. Only KL has eigenvalues, and only KL sorts a second time, by the new ones."""
+    """Do a later refresh. Only KL has eigenvalues, and only KL sorts a second time, by the new ones."""
     tolerance = 1e-7 if options.adaptive_update_tolerance is None else options.adaptive_update_tolerance
     v, new_bases, eigenvalues = matrix["exp_avg_sq"], by_dim(matrix, "basis"), by_dim(matrix, "eigenvalues")
     refreshed = False
@@ -324,7 +324,7 @@ def refresh(matrix: MatrixState, options: Options) -> None:
             new_bases[dim] = q
             if options.second_moment == "permute":
                 v[...] = np.take(v, order, axis=dim)
-        if dim in eigenvalues and k.any():  # zeros would have the first gradient count for 1 / eps
+        if dim in eigenvalues and k.any():  # with zeros the first gradient would count for 1 / eps
             eigenvalues[dim][...] = values
     if refreshed:  # otherwise M, V and Q stay exactly what they were
         change_bases(matrix, new_bases, options)
@@ -336,7 +336,7 @@ def frequency_divides(t: int, options: Options) -> bool:
 
 
 def step_soap(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPOptions) -> None:
-    """One step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
+    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
     if t == 1:  # 1.
         for dim, k in by_dim(matrix, "factor").items():
             k[...] = contraction(g, dim)
@@ -356,7 +356,7 @@ def step_soap(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, optio
 
 
 def step_kl(w: Array, g: Array, matrix: MatrixState, t: int, idle: bool, options: KLSOAPOptions) -> None:
-    """One step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
+    """Take one step of one matrix, as numbered in the specification; `t` is already incremented; w changes in place."""
     if not idle:
         update_factors_kl(g, matrix, t, options)  # 1. and 2.
     if t == options.adam_warmup_steps + 1:  # 3.
@@ -383,7 +383,7 @@ class Reference:
         self.state: list[State] = [{} for _ in params]
 
     def step(self, grads: list[np.ndarray | None]) -> None:
-        """One step; a parameter whose gradient is None is left alone altogether."""
+        """Take one step; a parameter whose gradient is None is left alone altogether."""
         for i, grad in zip(range(len(self.params)), grads, strict=True):
             if grad is not None:
                 self._step_parameter(i, np.array(grad, dtype=np.float64))

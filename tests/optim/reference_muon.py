@@ -1,4 +1,4 @@
-"""Slow, literal Muon, NorMuon and SOAP-Muon in NumPy float64, to compare the package's optimizers with.
+"""Computes Muon, NorMuon and SOAP-Muon slowly and literally in NumPy float64, for comparison with the package's optimizers.
 
 Written from the specification alone (the rules' specification: "Newton-Schulz", "Muon", "SOAP-Muon", "Hyperball"; the optimizer
 specification: "Refresh", "second_moment", "matrix_layout") and independent of the package: nothing is imported from it and none of
@@ -37,7 +37,7 @@ from reference_newton_schulz import COEFFICIENTS, orthogonalize, scale_of
 
 @dataclass(kw_only=True)
 class Options:
-    """What Muon and SOAP-Muon have in common; with `normalize="row"` Muon is NorMuon."""
+    """The options that Muon and SOAP-Muon share; with `normalize="row"` Muon is NorMuon."""
 
     lr: float
     momentum: float = 0.95
@@ -95,25 +95,25 @@ class SOAPMuonOptions(Options):
 
 
 def numerator(g: Array, matrix: MatrixState, options: Options) -> Array:
-    """Updates the momentum in place and returns what is orthogonalized: the momentum, or Nesterov's look ahead."""
+    """Update the momentum in place and return the matrix that is orthogonalized: the momentum, or Nesterov's look ahead."""
     mu, b = options.momentum, matrix["momentum_buffer"]
     b[...] = mu * b + (1 - mu) * g
     return mu * b + (1 - mu) * g if options.nesterov else b.copy()
 
 
 def with_norm_of(y: Array, x: Array) -> Array:
-    """The matrix y with the Frobenius norm of x; zeros stay zeros."""
+    """Scale the matrix y to the Frobenius norm of x; zeros stay zeros."""
     norm = np.linalg.norm(y)
     return y * (np.linalg.norm(x) / norm) if norm > 0 else y
 
 
 def with_norm(y: Array, norm: float) -> Array:
-    """The matrix y scaled to a Frobenius norm; unchanged where that is zero."""
+    """Scale the matrix y to a Frobenius norm; it is unchanged where that is zero."""
     return y * (norm / np.linalg.norm(y)) if norm > 0 and y.any() else y
 
 
 def scaled_orthogonal(x: Array, matrix: MatrixState, options: Options) -> Array:
-    """U: x orthogonalized, its rows evened if asked, scaled."""
+    """Return U: x orthogonalized, its rows evened out if asked for, and scaled."""
     u = orthogonalize(x, options.steps, options.coefficients)
     if options.normalize == "row":
         v = matrix["row_moment"]
@@ -133,13 +133,13 @@ def update_factors(x: Array, matrix: MatrixState, t: int, options: SOAPMuonOptio
 
 
 def first_bases(matrix: MatrixState) -> None:
-    """The eigenvectors of the factors, descending; the identity where a factor is zero. V is zero, so it need not be turned."""
+    """Return the eigenvectors of the factors, descending; the identity where a factor is zero. V is zero, so it need not be turned."""
     for dim, k in by_dim(matrix, "factor").items():
         matrix[f"basis_{dim}"][...] = eigh_descending(k)[1]
 
 
 def refresh(matrix: MatrixState, options: SOAPMuonOptions) -> None:
-    """New bases, by orthogonal iteration or eigh; V follows. The momentum is in parameter coordinates and stays.
+    """Make new bases, by orthogonal iteration or eigh; V follows. The momentum is in parameter coordinates and stays.
 
     "rotate": V_new = (S_L o S_L) V (S_R o S_R)^T with S = Q_new^T Q_old; "permute": V is re-ordered with the columns.
     """
@@ -171,7 +171,7 @@ def is_refresh_due(t: int, options: SOAPMuonOptions) -> bool:
 
 
 def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptions) -> Array:
-    """The numerator divided by the root of its second moment in the eigenbasis, its norm kept; updates V in place."""
+    """Divide the numerator by the root of its second moment in the eigenbasis, keeping its norm; update V in place."""
     v, bases = matrix["exp_avg_sq"], by_dim(matrix, "basis")
     x = project_in(n, bases)
     v[...] = options.beta2 * v + (1 - options.beta2) * x**2
@@ -208,7 +208,7 @@ class Reference:
                 raise ValueError(f"the reference has no layout {self.options.matrix_layout!r} of a parameter of shape {p.shape}")
 
     def new_state(self, shape: tuple[int, ...]) -> State:
-        """Zeros, for a parameter of this shape, which is the merged one for a stacked parameter."""
+        """Make zeros, for a parameter of this shape, which is the merged one for a stacked parameter."""
         state = {"step": 0, "momentum_buffer": np.zeros(shape)}
         if self.options.normalize == "row":
             state["row_moment"] = np.zeros(shape[:-1])
@@ -217,7 +217,7 @@ class Reference:
         return state
 
     def step(self, grads: list[np.ndarray | None]) -> None:
-        """One step; a parameter whose gradient is None is left alone altogether."""
+        """Take one step; a parameter whose gradient is None is left alone altogether."""
         for i, grad in zip(range(len(self.params)), grads, strict=True):
             if grad is not None:
                 self._step_parameter(i, np.array(grad, dtype=np.float64))

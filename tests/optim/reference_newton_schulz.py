@@ -1,4 +1,4 @@
-"""Newton-Schulz and the scales of what comes out, in NumPy float64, from the rules' specification alone: see `reference_muon`."""
+"""Computes Newton-Schulz and the scales of its results in NumPy float64, from the rules' specification alone: see `reference_muon`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COEFFICIENTS = {
 
 
 def orthogonalize(x: np.ndarray, steps: int = 5, coefficients: str = "quintic") -> Array:
-    """Newton-Schulz of one matrix, on its smaller side; past the end of the sequence its last coefficients repeat."""
+    """Iterate Newton-Schulz on one matrix, on its smaller side; past the end of the sequence its last coefficients repeat."""
     x = np.array(x, dtype=np.float64)
     m, n = x.shape
     if m > n:
@@ -40,7 +40,7 @@ def orthogonalize(x: np.ndarray, steps: int = 5, coefficients: str = "quintic") 
 
 
 def scale_of(shape: Sequence[int], scale: str | float) -> float:
-    """What an orthogonalized matrix of this shape is multiplied by."""
+    """The factor by which an orthogonalized matrix of this shape is multiplied."""
     m, n = shape
     if scale == "match_rms_adamw":
         return float(0.2 * np.sqrt(max(m, n)))

@@ -1,4 +1,4 @@
-"""`async_refresh`: bases that are worked on between two steps are there for the second, whatever is done in between."""
+"""`async_refresh`: the bases that are computed between two steps are there for the second, whatever happens in between."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     run(a, params, range(8))
     run(b, others, range(8))
     assert all_same(params, others)
-    assert b.state_dict()  # nothing is under way after this
+    assert b.state_dict()  # afterwards nothing is under way
     assert same_state(a, params, b, others)
     assert a.counters == b.counters
 
@@ -53,7 +53,7 @@ def test_the_kl_rules_refresh_after_the_update(kind: str, warmup: int, monkeypat
 def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # one matrix and dim at a time
+    monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # so that a piece is one matrix and dim
     params, others = parameters(), parameters()
     a, b = make(kind, params, async_refresh=True, **options), make(kind, others, async_refresh=True, **options)
     refreshes, done = b.put_off_refreshes(), []
@@ -61,7 +61,7 @@ def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
         run(a, params, [step])
         run(b, others, [step])
         done.append(min(step, len(refreshes)))
-        for _ in range(done[-1]):  # none after the first step, more and more later: the next step does what is left
+        for _ in range(done[-1]):  # none after the first step, then more and more: the next step does the rest
             refreshes.work()
     assert sum(done) > 4
     assert all_same(params, others)
@@ -98,7 +98,7 @@ def test_it_may_differ_per_group() -> None:
 
 
 RETRIED = {"precondition_frequency": 1, "refresh_method": "cholesky_qr"}
-"""With `cholesky_qr_breaks`: on a CPU these refreshes, too, end later than their step."""
+"""Options for `cholesky_qr_breaks`: on a CPU these refreshes, too, end after their step."""
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_refresh_that_fails_is_retried_before_anyone_sees_the_state() -> None:
     a, b = SOAP(params, **RETRIED), SOAP(others, async_refresh=True, **RETRIED)
     run(a, params, range(4))
     run(b, others, range(4))
-    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)  # the last are under way
+    assert (a.counters["refreshes_retried"], b.counters["refreshes_retried"]) == (12, 8)  # the last refreshes are under way
     assert not same_state(a, params, b, others)
     b.state_dict()
     assert same_state(a, params, b, others)
@@ -138,7 +138,7 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
     others = copy.deepcopy(params)
     b = make(kind, others, async_refresh=True, **RETRIED)
     run(b, others, range(2))
-    assert b._pending.waiting or b._pending.launched  # what is loaded must not be refreshed by this
+    assert b._pending.waiting or b._pending.launched  # a refresh under way must not change what is loaded
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p.data)
     if how == "state_dict":

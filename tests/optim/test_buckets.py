@@ -1,4 +1,4 @@
-"""Buckets: equal matrices share one stack of state, whatever happens to it, and work on it together gives what work one by one gives."""
+"""Buckets: equal matrices share one stack of state, whatever happens to it, and work on the stack gives the results of work one by one."""
 
 import copy
 import math
@@ -39,14 +39,14 @@ few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
 def stacks(optimizer: MatrixOptimizer, params: Iterable[Tensor], name: str) -> list[tuple[int, int]]:
-    """(storage, first element) of each parameter's tensor of state."""
+    """Return (storage, first element) of each parameter's tensor of state."""
     tensors = [optimizer.state[p][name] for p in params]
     assert all(x.is_contiguous() for x in tensors)
     return [(x.untyped_storage().data_ptr(), x.storage_offset()) for x in tensors]
 
 
 def assert_stacked(optimizer: MatrixOptimizer, params: list[Tensor]) -> None:
-    """All state of these equal parameters, in this order, is one stack per name."""
+    """Check that all state of these equal parameters, in this order, is one stack for each name."""
     for name in set(optimizer.state[params[0]]) - {"step"}:
         size = optimizer.state[params[0]][name].numel()
         (storage, first), *_ = places = stacks(optimizer, params, name)
@@ -86,7 +86,7 @@ def test_different_dtypes_and_kinds_of_state_stay_apart() -> None:
 
 
 def changed_by(what: str, optimizer: MatrixOptimizer) -> MatrixOptimizer:
-    """The optimizer after something has parted its state from its stacks; in value nothing has changed."""
+    """Do something that separates state from its stacks and changes no value; returns the optimizer."""
     p = optimizer.param_groups[0]["params"][1]
     if what == "deepcopy":
         return copy.deepcopy(optimizer)
@@ -271,7 +271,8 @@ def test_a_batch_of_a_gpus_refresh_is_about_twenty_matrices_of_2048() -> None:
 
 
 def test_a_parameter_may_change_its_memory_format() -> None:
-    """`model.to(memory_format=...)` after the first steps: a convolution without factors is then no longer one flat batch."""
+    """A convolution without factors, whose format changes by `model.to(memory_format=...)` after the first steps, is then no longer one
+    flat batch."""
     p, q = (torch.nn.Parameter(torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))) for _ in range(2))
     a, b = SOAP([p], max_precond_dim=0), SOAP([q], max_precond_dim=0)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""What every user of the family relies on, whichever optimizer and layout: special cases, and what a step leaves alone."""
+"""The contract that users of every optimizer and layout rely on: special cases, and the things that a step leaves alone."""
 
 import copy
 import pickle
@@ -278,7 +278,7 @@ def test_one_cycle_turns_rate_and_momentum_as_for_torchs_muon() -> None:
     ours = parameters([(6, 4)])
     theirs = clones(ours)
     groups: list[Any] = [[{"params": params}] for params in (ours, theirs)]
-    groups[0].append({"params": [parameter(3)], "rule": "adamw"})  # of another rule: without momentum
+    groups[0].append({"params": [parameter(3)], "rule": "adamw"})  # this group's rule has no momentum
     optimizers = [Muon(groups[0], lr=1e-2), torch.optim.Muon(groups[1], lr=1e-2)]
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=10) for one in optimizers]
     seen = set()
@@ -325,7 +325,7 @@ def test_groups_added_in_mid_training_start_at_their_own_step_one(kind: str) -> 
 
 
 def test_a_limit_on_the_update_may_be_set_in_mid_training() -> None:
-    """The clip is of a whole parameter's rms, also for one that was plain Adam without limit before."""
+    """The clip limits a whole parameter's rms, also where plain Adam without a limit was before."""
     p = parameter(6)
     optimizer = SOAP([p], lr=1.0, weight_decay=0.0)
     run(optimizer, [p], range(2))

@@ -1,4 +1,4 @@
-"""Eigenbases: what each method finds, how moments follow them, and what happens when a decomposition fails."""
+"""Eigenbases: what each method finds, how moments follow them, and the consequences of a decomposition that fails."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def basis(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 def spd(batch: int, n: int, seed: int = 0) -> Tensor:
-    """Well separated eigenvalues 1, 2, 3, ... in a random basis."""
+    """Make matrices with well separated eigenvalues 1, 2, 3, ... in a random basis."""
     q = basis(batch, n, seed)
     return (q * torch.arange(1.0, n + 1, dtype=torch.float64)) @ q.mT
 
@@ -58,7 +58,7 @@ def test_svd_is_orthonormal_in_the_null_space() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
 def test_one_step_of_orthogonal_iteration(n: int, method: str) -> None:
-    """Columns in descending order of their Rayleigh quotients, then qr(K Q) up to signs."""
+    """The columns are put into descending order of their Rayleigh quotients, and then qr(K Q) is taken, up to signs."""
     k, q = spd(3, n), basis(3, n, 5)
     before = k.clone(), q.clone()
     q_new, order = get_eigenbasis_qr(k, q, method=method)
@@ -115,7 +115,7 @@ def test_the_first_moment_is_the_same_outside_whatever_the_basis(shape: tuple[in
 
 
 def test_permuting_moves_the_second_moment_with_its_columns() -> None:
-    """A diagonal factor whose order is wrong: columns, and what is kept in their coordinates, must be put in order together."""
+    """A diagonal factor is out of order: its columns, and everything kept in their coordinates, must be put in order together."""
     k, q = torch.diag(torch.tensor([1.0, 3.0, 2.0])).unsqueeze(0), torch.eye(3).unsqueeze(0)
     for method in METHODS:
         basis_, m, v = q.clone(), torch.tensor([[10.0, 30.0, 20.0]]), torch.tensor([[1.0, 3.0, 2.0]])
@@ -202,7 +202,7 @@ def test_a_factor_of_zeros_has_the_identity_as_basis() -> None:
 
 
 def test_the_criterion_is_the_share_of_the_diagonal() -> None:
-    """[[1, x], [x, 1]]: |diag| / |K| = 1 / sqrt(1 + x^2), about 1 - x^2 / 2."""
+    """For [[1, x], [x, 1]] |diag| / |K| is 1 / sqrt(1 + x^2), about 1 - x^2 / 2."""
     k, q = torch.tensor([[1.0, 0.1], [0.1, 1.0]], dtype=torch.float64).unsqueeze(0), torch.eye(2, dtype=torch.float64).unsqueeze(0)
     share = 1 - (1 + 0.1**2) ** -0.5
     assert is_still_diagonal(k, q, 1.01 * share).tolist() == [True]

@@ -1,4 +1,4 @@
-"""Edges of the engine that reviews found: each failed once."""
+"""Edges of the engine, each of which failed once."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ def steps(optimizer: torch.optim.Optimizer, num: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("steps_taken", [5, 8, 12])
 @pytest.mark.parametrize("rank", [1, 2, 16])
 def test_polar_express_stays_bounded_in_bf16(rank: int, steps_taken: int) -> None:
-    """Of an expert with one token the gradient has rank one."""
+    """The gradient of an expert with one token has rank one."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(8, 32, rank, generator=generator) @ torch.randn(8, rank, 48, generator=generator)
     u = orthogonalize(x, steps_taken, "polar_express", "bfloat16")
@@ -44,7 +44,7 @@ def test_parameters_may_be_given_by_name() -> None:
 
 
 class Counted(RefreshingRule):
-    """Keeps a root per dim, which a refresh replaces; what it finds by `by_dim` is what it keeps."""
+    """A rule that keeps a root for each dim, which a refresh replaces by the root that `by_dim` finds, plus 1."""
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
         return (0, 1) if matrix.is_matrix else ()
@@ -105,7 +105,7 @@ def test_clipping_does_not_change_what_the_rest_inherits(cls: Any) -> None:
 
 @dataclass(frozen=True)
 class TwoDecays(Rule):
-    """AdamW whose vectors have no decay."""
+    """AdamW without decay on vectors."""
 
     weight_decay: float = 0.5
 
@@ -128,7 +128,7 @@ def test_a_rule_may_have_other_options_for_some_parameters() -> None:
 
 @dataclass(frozen=True)
 class Sign(Rule):
-    """The sign of an average, element by element; its entry is of the default kind."""
+    """Steps by the sign of an average, element by element; its entry is of the default kind."""
 
     elementwise: ClassVar[bool] = True
 

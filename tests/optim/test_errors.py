@@ -1,4 +1,4 @@
-"""Bad gradients, bad options and failures in mid-step: one clear error, and nothing changed that need not be."""
+"""Bad gradients, bad options and failures in mid-step give one clear error, and nothing changes that need not change."""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +32,7 @@ few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
 def with_a_bad_gradient(kind: str, value: float, **options: Any) -> tuple[MatrixOptimizer, list[torch.nn.Parameter]]:
-    """Three steps of three equal parameters, and then a gradient in the second that is not finite."""
+    """Take three steps of three equal parameters, and then put a number that is not finite into the second one's gradient."""
     params = parameters([(3, 4, 4)] * 3)
     optimizer = make(kind, params, precondition_frequency=1, **options)
     run(optimizer, params, range(3))
@@ -86,7 +86,7 @@ def test_nonfinite_ignore_lets_it_through(kind: str) -> None:
 
 @every_kind
 def test_a_gradient_whose_square_overflows_counts_as_not_finite(kind: str) -> None:
-    """Second moments and factors would be infinite for ever; 1e18 is still taken."""
+    """Otherwise second moments and factors would be infinite for ever; 1e18 is still accepted."""
     params = parameters([(4, 4), (2, 4, 4)])
     optimizer = make(kind, params, weight_decay=0.0)
     for p in params:
@@ -288,7 +288,7 @@ def test_a_bad_group_leaves_the_optimizer_as_it_was(name: str) -> None:
         {"max_state_bytes": 10},
         {"matrix_layout": "stacked", "params": [parameter(2, 2, 2, 2)]},
     ]
-    if name != "AdamW":  # to which shapes are all one
+    if name != "AdamW":  # AdamW treats all shapes alike
         bad_groups.append({"matrix_layout": "per_expert", "params": [parameter(3)]})
     for bad in bad_groups:
         with pytest.raises(ValueError, match=r"lr|learning_rate|max_state_bytes|stacked|per_expert"):
@@ -313,7 +313,7 @@ def test_too_much_state_is_refused_with_size_parameter_and_remedy() -> None:
     stack = torch.nn.Parameter(torch.empty(128, 768, 2048, device="meta"))
     with pytest.raises(ValueError, match=r"73\.\d+ GiB"):
         SOAP([stack], matrix_layout="stacked", max_precond_dim=10**6, max_state_bytes=2**35)
-    SOAP([stack], matrix_layout="stacked", max_state_bytes=2**35)  # the default of max_precond_dim makes it one-sided
+    SOAP([stack], matrix_layout="stacked", max_state_bytes=2**35)  # the default of max_precond_dim makes this one-sided
 
 
 def test_contradicting_ways_to_refresh_are_refused() -> None:
@@ -392,7 +392,7 @@ def test_an_exception_in_any_phase_leaves_parameters_and_gradients_in_shape(
         for owner, name in FAULTS[phase]:
             patch.setattr(owner, name, failing(getattr(owner, name)))
         if call and phase in ("inspect", "buckets"):
-            optimizer.step()  # called once a step
+            optimizer.step()  # this is called once in a step
             assert calls == 1
             return
         with pytest.raises(InjectedError):

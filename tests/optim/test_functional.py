@@ -27,7 +27,7 @@ def spd(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 def contraction(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Of two tensors (B, n_0, ...) over all dims but the batch and inner dim `dim`, spelt out."""
+    """Contract two tensors (B, n_0, ...) over all dims but the batch and inner dim `dim`, spelt out."""
     ours = "b" + LETTERS[: x.dim() - 1]
     theirs = ours.replace(ours[dim + 1], "z")
     return torch.einsum(f"{ours},{theirs}->b{ours[dim + 1]}z", x, y)
@@ -52,7 +52,7 @@ def test_factors_are_contractions_of_the_gradient(shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("shape", [(4, 6), (3, 4, 5)], ids=str)
 @pytest.mark.parametrize("rotated", [False, True], ids=["identity", "bases"])
 def test_kl_factors_weigh_the_other_dims_by_their_inverse(shape: tuple[int, ...], rotated: bool) -> None:
-    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, both factors from the old inverses."""
+    """For a matrix L = beta L + (1 - beta) / n G R^{-1} G^T, and both factors use the old inverses."""
     g, eps = randn(2, *shape), 0.3
     factors = {dim: spd(2, n, seed=dim) for dim, n in enumerate(shape)}
     bases = {dim: torch.linalg.qr(randn(2, n, n, seed=7 + dim)).Q for dim, n in enumerate(shape)} if rotated else {}
@@ -125,13 +125,14 @@ def test_large_statistics_by_block_rows_are_the_same_and_symmetric(shape: tuple[
 def test_statistics_are_one_product_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kronecker, "is_gpu", lambda x: True)
     g, k = randn(3, 300, 300), randn(3, 300, 300, seed=1)
-    monkeypatch.setattr(kronecker, "SYMMETRIC_BLOCKS", 0)  # there are none
+    monkeypatch.setattr(kronecker, "SYMMETRIC_BLOCKS", 0)  # so that there are no blocks
     found = kronecker.average_(k.clone(), g, 0.9, 0.1)
     torch.testing.assert_close(found, 0.9 * k + 0.1 * g @ g.mT, rtol=1e-12, atol=1e-10)
 
 
 def test_the_bias_corrected_average_is_the_weighted_mean() -> None:
-    """From the first sample on: sum of beta^(t-i) x_i over its weights, to which the first counts as every other."""
+    """From the first sample on it is the sum of beta^(t-i) x_i over the sum of its weights, in which the first sample counts as every
+    other."""
     beta, samples = 0.9, [1.0, 5.0, -2.0, 3.0]
     average = samples[0]
     for t, x in enumerate(samples[1:], start=1):

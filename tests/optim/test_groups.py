@@ -1,4 +1,4 @@
-"""A model's parameters, split into groups."""
+"""Splitting a model's parameters into groups."""
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def test_experts_may_be_stacked() -> None:
 
 
 def test_embeddings_may_have_a_basis() -> None:
-    """On the hidden side, also of a vocabulary that is not 8 times as long; vectors and matrices as before."""
+    """They have it on the hidden side, also if the vocabulary is less than 8 times as long; vectors and matrices stay as before."""
     model = Tiny()
     optimizer = Muon(parameter_groups(model, rest_rule="embedding_soap"), lr=1e-2)
     for p in model.parameters():

@@ -1,4 +1,4 @@
-"""A guest in other people's programs: what editors see, compiled steps, schedulers that come with keys of their own."""
+"""Lather's optimizers in other people's programs: what editors see, compiled steps, schedulers that bring keys of their own."""
 
 import gc
 import inspect
@@ -78,7 +78,8 @@ def test_a_scheduler_that_cycles_momentum() -> None:
 
 
 def test_parameters_may_be_put_in_the_place_of_others_before_the_first_step() -> None:
-    """accelerate loads an optimizer's own state into it, then shards the model, and counts on it that nobody keeps the whole parameters."""
+    """accelerate loads an optimizer's own state into it, then shards the model, and relies on the optimizer not to keep the whole
+    parameters."""
     whole = torch.nn.Parameter(torch.randn(6, 4))
     optimizer = SOAP([whole], lr=1e-2)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""`keep_norm` (hyperball), of every rule: W <- r V / |V| with V = W - lr r U / |U| and r the norm that W had at its first step."""
+"""`keep_norm` (hyperball) of every rule: W <- r V / |V| with V = W - lr r U / |U| and r the norm that W had at its first step."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ FP64: dict[str, Any] = {"state_dtype": torch.float64}
 
 
 def matrices_of(kind: str, x: Tensor) -> Tensor:
-    """The parameter-shaped x as (B, ...), a batch of what the rule takes for a matrix."""
+    """View the parameter-shaped x as (B, ...), a batch of the tensors that the rule takes for a matrix."""
     return x if ("per_expert" in kind and x.dim() == 3) or (kind == "soap_one_sided" and x.dim() == 3) else x.unsqueeze(0)
 
 
 def norms(kind: str, x: Tensor) -> Tensor:
-    """Of each matrix, to be broadcast over x."""
+    """Return the norm of each matrix, to be broadcast over x."""
     batch = matrices_of(kind, x)
     return torch.linalg.vector_norm(batch.flatten(1), dim=1).view(-1, *[1] * (batch.dim() - 1))
 
@@ -30,11 +30,12 @@ def expected_after(kind: str, w: Tensor, u: Tensor, r: Tensor, lr: float) -> Ten
 
 @every_kind
 def test_every_matrix_moves_on_the_sphere_that_it_started_on(kind: str) -> None:
-    """U is read off an optimizer of the same rule without it, as far as it moves at rate 1: U does not depend on W. Rates change."""
+    """U does not depend on W, so it is read off an optimizer of the same rule without `keep_norm`, as its movement at rate 1. Rates
+    change."""
     params = parameters(SHAPES, torch.float64)
     others, expected = clones(params), [p.detach().clone() for p in params]
     start = [norms(kind, w) for w in expected]
-    a = make(kind, params, keep_norm=True, lr=0.5, **FP64)  # and the default weight decay, which it does without
+    a = make(kind, params, keep_norm=True, lr=0.5, **FP64)  # it also has the default weight decay, which it does not apply
     b = make(kind, others, keep_norm=False, lr=1.0, weight_decay=0.0, **FP64)
     for step in range(9):
         for group in a.param_groups:
@@ -99,7 +100,7 @@ def test_bf16_parameters_keep_the_norm_to_their_rounding() -> None:
 
 
 def test_it_may_begin_in_mid_training_with_the_norm_of_then() -> None:
-    """As for every change of options on which state depends: refused with the remedy, or carried out."""
+    """As with every option that state depends on, the change is refused with the remedy, or carried out."""
     p = parameter(6, 4)
     optimizer = make("muon", [p])
     run(optimizer, [p], range(3))

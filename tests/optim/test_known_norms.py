@@ -1,4 +1,4 @@
-"""A step that is told what was found of its gradients (`measure_gradients`): the same numbers, and it does not look again."""
+"""A step that is given the measurements of its gradients (`measure_gradients`): the same numbers, and it does not measure again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
-    """An expert without tokens, in the first two steps."""
+    """Draw gradients; in the first two steps one expert gets no token."""
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
@@ -70,7 +70,7 @@ def test_a_group_that_decides_about_nonfinite_gradients_looks_by_itself() -> Non
 
 
 def test_other_parameters_are_looked_at_again() -> None:
-    """Norms that were measured before a group was added are of other parameters."""
+    """Norms that were measured before a group was added belong to other parameters."""
     params, added = parameters(), nn.Parameter(torch.ones(3, 2))
     optimizer = SOAP(params, lr=0.1, nonfinite="ignore", matrix_layout="per_expert")
     give_gradients(params, 0)

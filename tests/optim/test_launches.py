@@ -1,4 +1,4 @@
-"""Kernel launches of an update's chunk on a GPU, counted on a stand-in: as many for a hundred matrices as for two."""
+"""Kernel launches of an update's chunk on a GPU, counted on a stand-in: a hundred matrices take as many as two."""
 
 import json
 import os
@@ -40,7 +40,7 @@ print(json.dumps([count(*case) for case in json.loads(sys.argv[1])]))
 MATRICES, EXPERTS = [[1024, 512]], [[16, 1024, 512]]
 PER_EXPERT = {"matrix_layout": "per_expert"}
 NEWTON_SCHULZ = 15
-"""Products of its five steps."""
+"""Products of Newton-Schulz's five steps."""
 
 CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
     "soap": ("SOAP", MATRICES * 2, "float32", {}, 10),
@@ -57,14 +57,14 @@ CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
     "adamw": ("AdamW", MATRICES * 100, "float32", {}, 2),
     "adamw, bf16 weights": ("AdamW", MATRICES * 100, "bfloat16", {}, 6),
 }
-"""Name -> class, shapes, dtype, options, and most launches of statistics and update, all of which fit one chunk."""
+"""Cases by name: class, shapes, dtype, options, and the most launches of statistics and update, all of which fit one chunk."""
 
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, dict[str, list[int]]]:
-    """From a process of its own: the stand-in is registered with torch for as long as a process lives."""
+    """The counts, from a process of its own: a process cannot undo that torch knows the stand-in."""
     cases = json.dumps([case[:-1] for case in CASES.values()])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not run
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
     command = [sys.executable, "-c", COUNT, cases]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 TYPES: dict[str, Any] = {**CLASSES, "Shampoo": Shampoo, "Lion": Lion}
 KNOWN = {name: {field.name for field in fields(cls if issubclass(cls, Rule) else cls.rule)} for name, cls in TYPES.items()}
-"""The options of each."""
+"""The options that each class knows."""
 
 
 def described(options: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def test_state_bytes_in_numbers() -> None:
     assert state_bytes((m, n), Muon) == 4 * m * n + 4
     assert state_bytes((m, n), Muon, normalize="row", keep_norm=True) == 4 * (m * n + m + 1) + 4
     assert state_bytes((m, n), SOAPMuon) == 4 * (2 * m * n + 2 * m * m) + 4
-    assert state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048  # as its documentation says
+    assert state_bytes((768, 2048), SOAPMuon) - 4 == 4 * 2.75 * 768 * 2048  # as the class documentation says
     assert state_bytes((8, m, n), SOAPMuon, matrix_layout="per_expert", sides="both") == 8 * (state_bytes((m, n)) - 4) + 4
     assert state_bytes((m, n), state_dtype=torch.bfloat16) == 2 * 2 * m * n + (4 + 2) * (m * m + n * n) + 4
 
@@ -100,7 +100,7 @@ def test_state_bytes_refuses_options_that_the_optimizer_does_not_take(options: d
 
 
 def peak_of_a_step(kind: str, num: int, bucket_bytes: int, **options: Any) -> int:
-    """The most bytes that a step held at once beyond what was there before it; the step refreshes every basis."""
+    """Return the most bytes that a step held at once beyond those before it; the step refreshes every basis."""
     params = parameters([(64, 128)] * num)
     optimizer = make(kind, params, bucket_bytes=bucket_bytes, precondition_frequency=1, **options)
     for step in range(2):
@@ -113,7 +113,7 @@ def peak_of_a_step(kind: str, num: int, bucket_bytes: int, **options: Any) -> in
 
 
 def peak_of(optimizer: MatrixOptimizer) -> int:
-    """The most bytes that its next step holds at once beyond what is there."""
+    """Take a step; returns the most bytes that it held at once beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         optimizer.step()
     held = peak = 0
@@ -121,13 +121,13 @@ def peak_of(optimizer: MatrixOptimizer) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    assert held < 2**14  # what a step allocates it frees
+    assert held < 2**14  # a step frees what it allocates
     return peak
 
 
 @pytest.mark.parametrize("shape", [(512,), (4, 512)], ids=str)
 def test_the_first_step_of_large_factors_keeps_to_the_bound(shape: tuple[int, ...]) -> None:
-    """Factors that are much larger than their gradients, and none of them held twice."""
+    """The factors are much larger than their gradients, and none is held twice."""
     bound = 2**24
     for num in (4, 16):
         params = parameters([shape] * num)

@@ -1,5 +1,5 @@
 """Muon and SOAP-Muon against an independent fp64 implementation of their specification, over every option and layout; Muon against
-torch's; and vectors, which both give to AdamW."""
+torch's Muon; and vectors, which both give to AdamW."""
 
 import random
 from functools import partial
@@ -120,7 +120,7 @@ def test_options_combined(seed: int, kind: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"statistics_of": "gradient"}, {"precondition_frequency": 1}], ids=described)
 def test_soap_muon_with_the_shortest_warm_up(options: dict[str, Any]) -> None:
-    """The default: one step of Muon, and bases that are of its momentum alone; the smaller side has full rank at once."""
+    """This is the default: one step of Muon, and bases of that step's momentum alone; the smaller side has full rank at once."""
     groups = [Group([(5, 8), (9, 4), (5, 5)]), Group([(3, 4, 5)], {"matrix_layout": "per_expert"})]
     assert compare("SOAPMuon", groups, options, steps=12).is_rounding
 
@@ -130,7 +130,8 @@ def test_soap_muon_with_the_shortest_warm_up(options: dict[str, Any]) -> None:
     "ours", [{}, {"batched": False}, {"bucket_bytes": 1}, {"bucket_bytes": 6 * 8 * 25 * 2}, {"num_streams": 2}], ids=described
 )
 def test_execution_does_not_matter(ours: dict[str, Any], kind: str) -> None:
-    """Equal matrices in one bucket, of which other ones have a gradient in every step, whole, in pieces of two, and one by one."""
+    """Equal matrices share a bucket; in every step other ones have a gradient. They are worked on whole, in pieces of two, and one by
+    one."""
     shapes = [(5, 5)] * 4 + [(4, 5, 5), (2, 5, 5), (3, 5, 5)]
     plan = gradients(shapes, 16, idle=True, missing=())
     for step, grads in enumerate(plan):
@@ -141,7 +142,7 @@ def test_execution_does_not_matter(ours: dict[str, Any], kind: str) -> None:
 
 @every_kind
 def test_groups(kind: str) -> None:
-    """Of equal and of different options and layouts, over matrices that could share a bucket."""
+    """Groups have equal and different options and layouts, over matrices that could share a bucket."""
     groups = [
         Group([(6, 6), (6, 6)]),
         Group([(6, 6), (2, 6, 6)], {"lr": 3e-3, "momentum": 0.8, "matrix_layout": "per_expert"}),
@@ -155,7 +156,7 @@ def test_groups(kind: str) -> None:
 
 @every_kind
 def test_gradients_of_zeros(kind: str) -> None:
-    """From the first step on, over the first basis, and later: as a whole and for single experts."""
+    """Gradients are zero from the first step on, over the first basis, and later: as a whole and for single experts."""
     shapes = [(3, 5, 5), (4, 4), (4, 4)]
     plan: list[Any] = gradients(shapes, 14, missing=())
     for step, grads in enumerate(plan):
@@ -166,27 +167,27 @@ def test_gradients_of_zeros(kind: str) -> None:
 
 
 def test_staggered_refreshes() -> None:
-    """Four equal matrices and an interval of four: matrix i is refreshed i steps before the interval is full."""
+    """With four equal matrices and an interval of four, matrix i is refreshed i steps before the interval is full."""
     options = {"muon_warmup_steps": 3, "stagger_refresh": True, "precondition_frequency": 4}
     groups = [Group([(5, 6)], theirs={"precondition_frequency": partial(early, shift)}) for shift in range(4)]
     assert compare("SOAPMuon", groups, options).is_rounding
 
 
 def early(shift: int, t: int) -> int:
-    """Divides t just when an interval of four, begun `shift` steps early, is full."""
+    """A number that divides t just when an interval of four, begun `shift` steps early, is full."""
     return 1 if (t + shift) % 4 == 0 else t + 1
 
 
 @every_kind
 def test_annotations_hold(kind: str) -> None:
-    """Elsewhere in this file they are not checked, to save time."""
+    """The other tests of this file do not check annotations, to save time."""
     options = {**preset(kind), "normalize": "row", "matrix_layout": "per_expert"}
     assert compare(kind, [Group([(3, 5, 5), (5, 5), (3, 5, 5)])], options, steps=7, checked=True).is_rounding
 
 
 @every_kind
 def test_fp32_state_stays_close(kind: str) -> None:
-    """The default state, by a tolerance that an error of 1 % in the rate exceeds ten times."""
+    """This is the default state; an error of 1 % in the rate would exceed the tolerance ten times."""
     assert difference(kind, "tensor", {}, {"state_dtype": torch.float32}).params < 2e-3
     assert difference(kind, "tensor", {}, {"state_dtype": torch.float32, "lr": 1.01e-2}).params > 2e-2
 
@@ -229,12 +230,12 @@ def test_tolerance_rejects_an_error_of_one_percent_in_every_layout(kind: str, la
     ids=str,
 )  # fmt: skip
 def test_tolerance_rejects_an_error_of_one_percent(kind: str, options: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Or, of whole numbers and choices, the next one."""
+    """For whole numbers and choices the error is the next one."""
     shapes = [(6, 6), (5, 8), (8, 5)]
     found: Any = {}
     try:
         found = compare(kind, [Group(shapes)], {**preset(kind), **options}, gradients(shapes, STEPS), ours=ours).params
-    except AssertionError:  # other entries of state
+    except AssertionError:  # the states have different entries
         return
     assert found > 100 * TOLERANCE
 
@@ -246,9 +247,9 @@ def test_tolerance_rejects_an_error_of_one_percent(kind: str, options: dict[str,
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs_but_for_the_dtype_of_the_iteration(adjust: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They coincide in the momentum, an average mu B + (1 - mu) G; in Nesterov's numerator; in the quintic iteration and its number of
-    steps; in decoupled weight decay; and in both scales ("original" is our "spectral"). They differ in dtype, since torch's iterates in
-    bf16, which is switched off here; and in norms near zero, to which we add 1e-7 where torch takes at least that: gradients are large.
-    """
+    steps; in decoupled weight decay; and in both scales ("original" is our "spectral"). They differ in dtype, because torch iterates in
+    bf16, which is switched off here; and for norms near zero, to which we add 1e-7 where torch takes at least that: gradients are large
+    here."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
     ours = parameters([(6, 4), (4, 6), (5, 5)], torch.float64)
     theirs, wrong = clones(ours), clones(ours)
@@ -270,7 +271,7 @@ def test_muon_is_torchs_but_for_the_dtype_of_the_iteration(adjust: str, nesterov
 
 
 def test_muon_with_bf16_iteration_is_torchs_to_the_rounding_of_bf16() -> None:
-    """By the share of torch's way that ours covers, which an error of 1 % in the rate changes by 1 %."""
+    """The measure is the share of torch's movement that ours covers; an error of 1 % in the rate changes it by 1 %."""
     for lr, is_right in ((1e-2, True), (1.01e-2, False)):
         ours = parameters([(48, 32), (32, 64)])
         theirs, start = clones(ours), clones(ours)
@@ -284,7 +285,8 @@ def test_muon_with_bf16_iteration_is_torchs_to_the_rounding_of_bf16() -> None:
 
 
 def test_dtype_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU "auto" is the dtype of the state's arithmetic; "bfloat16" is seen to round; "fastest" is one or the other, by the CPU."""
+    """On a CPU "auto" is the dtype of the state's arithmetic; "bfloat16" is seen to round; the kind of CPU decides which of the two
+    "fastest" is."""
     ends = {}
     for is_fast, dtype in ((True, "auto"), (True, "float32"), (True, "bfloat16"), (True, "fastest"), (False, "fastest")):
         monkeypatch.setattr(newton_schulz, "cpu_is_fast_in_bf16", lambda is_fast=is_fast: is_fast)
@@ -320,7 +322,7 @@ def test_which_cpus_are_faster_in_bf16(cpu: str) -> None:
 
 @pytest.mark.parametrize("cls", [Muon, SOAPMuon])
 def test_vectors_and_tensors_take_adamws_step(cls: Any) -> None:
-    """At the optimizer's rate and decay: scalars, vectors, and under "tensor" more than two dims."""
+    """Scalars, vectors and, under "tensor", parameters of more than two dims step at the optimizer's rate and decay."""
     ours = parameters([(5,), (), (3, 4, 5), (7,)], torch.float64)
     theirs = clones(ours)
     a = cls(ours, lr=2e-2, weight_decay=0.1, state_dtype=torch.float64)

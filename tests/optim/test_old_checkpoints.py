@@ -1,4 +1,4 @@
-"""Optimizers that earlier code saved, read by this one: nothing of them is lost, and they go on as they would have gone on there."""
+"""Optimizers that earlier code saved are read whole, and go on as they would have gone on there."""
 
 import json
 from typing import Any
@@ -41,7 +41,8 @@ def assert_same_state(state_dict: dict[str, Any], saved: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_old_optimizer_goes_on(name: str) -> None:
-    """To the bit where it was saved; elsewhere products are rounded differently, and the state is the same to the bit all the same."""
+    """They go on to the bit on the machine that saved them. Elsewhere products are rounded differently, but the loaded state is the same to
+    the bit."""
     case = load_case(name)
     optimizer, params = make_case(name)
     set_values(params, case["parameters"])

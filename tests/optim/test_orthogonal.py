@@ -1,4 +1,4 @@
-"""Cholesky-QR: orthonormal, the same as QR up to signs, or flagged as failed; never silently wrong."""
+"""Cholesky-QR is orthonormal and equal to QR up to signs, or it is flagged as failed; it is never silently wrong."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def basis(n: int, seed: int = 0) -> Tensor:
 
 
 def of_spectrum(w: Tensor, n: int) -> Tensor:
-    """Q_0^T K, the rows of one step of orthogonal iteration, where K has eigenvalues w and Q_0 is as good as random."""
+    """Make Q_0^T K, the rows of one step of orthogonal iteration, where K has eigenvalues w and Q_0 is as good as random."""
     u = basis(n, 1)
     return basis(n, 2).mT @ ((u * w) @ u.mT)
 
@@ -55,7 +55,7 @@ KINDS = {
 
 
 def error(q: Tensor) -> Tensor:
-    """Distance from orthonormal, per matrix."""
+    """The distance from orthonormal of each matrix."""
     return (q @ q.mT - torch.eye(q.shape[-1], dtype=q.dtype)).abs().amax((1, 2))
 
 
@@ -75,7 +75,7 @@ def test_cholesky_qr_is_orthonormal_or_flagged(kind: str, dtype: torch.dtype) ->
 def test_cholesky_qr_is_qr_up_to_signs_and_does_not_fail_where_it_need_not(n: int) -> None:
     y = torch.eye(n, dtype=torch.float64) + 0.3 / n**0.5 * randn(BATCH, n, n)
     scales = torch.logspace(0, -12, n, dtype=torch.float64)[:, None]
-    for rows in (y, y * scales):  # rows of any scale are no harder
+    for rows in (y, y * scales):  # rows of any scale are equally hard
         q, failed = orthonormal_rows(rows.clone(), "cholesky_qr")
         expected, _ = orthonormal_rows(rows.clone(), "qr")
         assert not failed.any()
@@ -130,7 +130,7 @@ def test_auto_depends_on_size_and_kind_of_device() -> None:
 
 
 def test_auto_takes_qr_for_the_matrices_on_which_cholesky_qr_would_fail() -> None:
-    """Near bases of a flat spectrum, and of one whose least eigenvalues are rounding errors; by turns, in one batch."""
+    """One batch alternates between bases near those of a flat spectrum and of one whose least eigenvalues are rounding errors."""
     n = 64
     easy, hard = torch.linspace(2, 1, n).double(), torch.logspace(0, -12, n).double()
     u = basis(n, 1)[:1]
@@ -161,7 +161,7 @@ SPECTRA = {
 
 @pytest.fixture(params=["narrow", "wide"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a CPU, and those of a GPU at a sixteenth of their size."""
+    """Use the blocks of a CPU, and those of a GPU at a sixteenth of their size."""
     if request.param == "wide":
         monkeypatch.setattr(orthogonal, "block_rows", lambda n, device: max(16, -(-n // 64) * 16))
 
@@ -215,7 +215,7 @@ def test_what_is_zero_keeps_its_basis_and_what_is_not_finite_fails() -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that are called but for views and fresh memory."""
+    """Counts the operators that are called, without views and fresh memory."""
 
     num = 0
 

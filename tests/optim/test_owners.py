@@ -1,4 +1,5 @@
-"""Where parts of a tensor are and who owns which matrix: pure functions of shapes, against torch's own cutting and by their properties."""
+"""Where parts of a tensor are and who owns which matrix: pure functions of shapes, tested against torch's own cutting and by their
+properties."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def spread(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Place
 
 
 def cut(x: torch.Tensor, mesh: tuple[int, ...], placements: list[Placement]) -> list[torch.Tensor]:
-    """What each position holds, by torch's own chunks, mesh axis by mesh axis."""
+    """Cut x by torch's own chunks, mesh axis by mesh axis; returns what each position holds."""
     parts = [x]
     for size, placement in zip(mesh, placements, strict=True):
         finer = []

@@ -71,7 +71,7 @@ SETTINGS = [
 
 
 def test_matmul_precision_is_as_asked_inside_and_the_callers_own_after() -> None:
-    """Each in a process of its own: torch refuses to go back from one way of setting it to another."""
+    """Each setting has a process of its own, because torch refuses to go back from one way of setting it to another."""
     result = subprocess.run([sys.executable, "-c", PROBE, *SETTINGS], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -144,5 +144,5 @@ def test_compiled_code_is_compiled_once_under_the_callers_precision_and_may_run_
         optimizer.zero_grad()
     assert seen == [before]
     with matmul_precision("high"):
-        loss(params[0])  # its guards read the word, and that it is another one
+        loss(params[0])  # its guards read the global setting, which has changed
     assert seen == [before, ["tf32", "tf32"]]

@@ -1,4 +1,4 @@
-"""Factors without full rank, which Cholesky-QR gives up on: `refresh_method="auto"` does not send them there, "root_qr" can do them."""
+"""Factors without full rank, on which Cholesky-QR fails: `refresh_method="auto"` does not use it there, and "root_qr" can do them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ N, RANK = 96, 20
 
 
 def gradients(num: int) -> list[Tensor]:
-    """Of matrices whose gradients stay in a space of few dims."""
+    """Draw gradients of matrices that stay in a space of few dims."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(N, RANK, generator=generator)).Q for _ in range(2))
     return [left @ torch.randn(RANK, RANK, generator=generator) @ right.mT for _ in range(num)]
@@ -19,7 +19,7 @@ def gradients(num: int) -> list[Tensor]:
 
 @pytest.fixture
 def deficient() -> Tensor:
-    """(1, n, n)."""
+    """A factor (1, n, n) of few dims."""
     g = torch.cat(gradients(3), dim=1)
     return (g @ g.mT)[None]
 

@@ -96,7 +96,7 @@ SINGLE_OPTIONS = {"SOAP": SOAP_OPTIONS, "KLSOAP": KL_OPTIONS}
 
 
 def random_options(kind: str, seed: int) -> dict[str, Any]:
-    """A draw over all options at once."""
+    """Draw all options at once."""
     draw = random.Random(seed)
     options: dict[str, Any] = {}
     for single in draw.sample(SINGLE_OPTIONS[kind], 6):
@@ -133,7 +133,7 @@ def test_options_combined(seed: int, kind: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"adam_warmup_steps": 4, "nesterov": True, "max_update_rms": 0.5}], ids=described)
 @pytest.mark.parametrize("kind", ["REKLS", "StackedSOAP"])
 def test_presets(kind: str, options: dict[str, Any]) -> None:
-    shapes = [(5, 5, 5), (4, 4)] if kind == "REKLS" else [(5, 5), (1, 4, 4)]  # of full rank from the first gradient on
+    shapes = [(5, 5, 5), (4, 4)] if kind == "REKLS" else [(5, 5), (1, 4, 4)]  # these have full rank from the first gradient on
     assert compare(kind, [Group(shapes)], options).is_rounding
     if "adam_warmup_steps" in options:
         assert compare(kind, [Group(SHAPES["stacked"])], options).is_rounding
@@ -152,7 +152,8 @@ def test_presets(kind: str, options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_shortest_warm_up(kind: str, options: dict[str, Any]) -> None:
-    """The defaults, and no warm-up at all, where the first projected gradient is diagonal but for rounding: hence the larger eps."""
+    """There are the defaults, and no warm-up at all, where the first projected gradient is diagonal but for rounding: hence the larger
+    eps."""
     assert compare(kind, [Group([(5, 5), (3, 4, 5)])], options).is_rounding
 
 
@@ -166,7 +167,7 @@ def test_one_dimensional_parameters_preconditioned(kind: str, refresh_method: st
 
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_one_side_where_the_other_is_more_than_eight_times_as_long(kind: str) -> None:
-    """(2, 16) still has both; experts and stacks are judged by the matrices that they are."""
+    """A (2, 16) matrix still has both sides; experts and stacks are judged by the matrices that they are."""
     groups = [Group([(2, 17), (17, 2), (2, 16), (5, 6)]), Group([(2, 2, 17)], {"matrix_layout": "per_expert"})]
     groups += [Group([(3, 6, 3)], {"matrix_layout": "stacked"})]
     options = {"sides": "auto", "adam_warmup_steps": 9, "precondition_frequency": 2}
@@ -204,7 +205,8 @@ def test_more_than_a_block_of_rows(kind: str, refresh_method: str) -> None:
     ids=described,
 )
 def test_execution_does_not_matter(ours: dict[str, Any], kind: str) -> None:
-    """Equal matrices in one bucket, of which other ones have a gradient in every step, whole, in pieces of two, and one by one."""
+    """Equal matrices share a bucket; in every step other ones have a gradient. They are worked on whole, in pieces of two, and one by
+    one."""
     shapes = [(5, 5)] * 4 + [(4, 5, 5), (2, 5, 5), (3, 5, 5)]
     plan = gradients(shapes, 16, idle=True, missing=())
     for step, grads in enumerate(plan):
@@ -215,7 +217,7 @@ def test_execution_does_not_matter(ours: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_groups(kind: str) -> None:
-    """Of equal and of different options and layouts, over matrices that could share a bucket."""
+    """Groups have equal and different options and layouts, over matrices that could share a bucket."""
     nesterov = "use_nesterov" if kind == "SOAP" else "nesterov"
     groups = [
         Group([(6, 6), (6, 6)]),
@@ -232,8 +234,8 @@ def test_groups(kind: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"refresh_method": "eigh"}, {"use_adaptive_criteria": True}], ids=described)
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_gradients_of_zeros(kind: str, options: dict[str, Any]) -> None:
-    """From the first step on, over the first basis, and later: as a whole and for single experts. Factors are square, so that the first
-    gradient gives them full rank."""
+    """Gradients are zero from the first step on, over the first basis, and later: as a whole and for single experts. Factors are square, so
+    that the first gradient gives them full rank."""
     shapes = [(3, 5, 5), (4, 4), (4, 4)]
     plan: list[Any] = gradients(shapes, 14, missing=())
     for step, grads in enumerate(plan):
@@ -249,7 +251,7 @@ def test_gradients_of_zeros(kind: str, options: dict[str, Any]) -> None:
 def test_scale_of_gradients(kind: str, scale: float) -> None:
     options = {**FULL_RANK, "eps": 1e-8 * min(scale, 1.0) ** 2}
     if kind == "KLSOAP":
-        options["initial_eigenvalue"] = scale  # factors are then of this scale; ones would make them of scale**2 and then of one
+        options["initial_eigenvalue"] = scale  # factors then have this scale; with ones they would first have scale**2 and then one
     for layout in LAYOUTS:
         plan = gradients(SHAPES[layout], STEPS, idle=layout == "per_expert", scale=scale)
         assert compare(kind, [Group(SHAPES[layout], {"matrix_layout": layout})], options, plan).is_rounding
@@ -274,7 +276,7 @@ def test_skipped_gradients_are_missing_ones(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_staggered_refreshes(kind: str) -> None:
-    """Four equal matrices and an interval of four: matrix i is refreshed i steps before the interval is full."""
+    """With four equal matrices and an interval of four, matrix i is refreshed i steps before the interval is full."""
     options = {"adam_warmup_steps": 3, "stagger_refresh": True, "precondition_frequency": 4}
     groups = [Group([(5, 6)], theirs={"precondition_frequency": partial(early, shift)}) for shift in range(4)]
     assert compare(kind, groups, options).is_rounding
@@ -282,7 +284,7 @@ def test_staggered_refreshes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_staggered_first_bases(kind: str) -> None:
-    """Matrix i of four has its first bases where its interval of four is first full: until then it is like one in a longer warm-up."""
+    """Matrix i of four has its first bases where its interval of four is first full; until then it is like one in a longer warm-up."""
     options = {"stagger_refresh": True, "stagger_first": True, "precondition_frequency": 4, "adam_warmup_steps": 1}
     first = 1 if kind == "SOAP" else 2
     groups = []
@@ -293,13 +295,13 @@ def test_staggered_first_bases(kind: str) -> None:
 
 
 def early(shift: int, t: int) -> int:
-    """Divides t just when an interval of four, begun `shift` steps early, is full."""
+    """A number that divides t just when an interval of four, begun `shift` steps early, is full."""
     return 1 if (t + shift) % 4 == 0 else t + 1
 
 
 @pytest.mark.parametrize("kind", [*SINGLE_OPTIONS, "REKLS", "StackedSOAP"])
 def test_annotations_hold(kind: str) -> None:
-    """Elsewhere in this file they are not checked, to save time."""
+    """The other tests of this file do not check annotations, to save time."""
     groups = [Group([(3, 5, 5), (5, 5), (3, 5, 5)]), Group([(4,), ()], {"matrix_layout": "tensor"})]
     options = {"adam_warmup_steps": 4, "use_adaptive_criteria": True, "matrix_layout": "stacked" if kind == "StackedSOAP" else "per_expert"}
     assert compare(kind, groups, options, steps=7, checked=True).is_rounding
@@ -308,7 +310,7 @@ def test_annotations_hold(kind: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"second_moment": "rotate"}, {"refresh_method": "eigh"}], ids=described)
 @pytest.mark.parametrize("kind", SINGLE_OPTIONS)
 def test_fp32_state_stays_close(kind: str, options: dict[str, Any]) -> None:
-    """The default state, by a tolerance that an error of 1 % in the rate exceeds ten times."""
+    """This is the default state; an error of 1 % in the rate would exceed the tolerance ten times."""
     assert difference(kind, "tensor", options, {"state_dtype": torch.float32}).params < 5e-3
     assert difference(kind, "tensor", options, {"state_dtype": torch.float32, "lr": 1.01e-2}).params > 5e-2
 
@@ -350,7 +352,7 @@ def test_tolerance_rejects_an_error_of_one_percent_in_every_layout(kind: str, la
     ids=str,
 )
 def test_tolerance_rejects_an_error_of_one_percent(kind: str, options: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Or, of whole numbers and choices, the next one."""
+    """For whole numbers and choices the error is the next one."""
     for one in SINGLE_OPTIONS if kind == "both" else [kind]:
         options = {"betas": (0.95, 0.95), **options}
         assert difference(one, "tensor", options, ours).params > 100 * TOLERANCE

@@ -1,8 +1,8 @@
-"""Random shapes, options and gradients: the package against the reference where it is well-defined, and what holds everywhere.
+"""Random shapes, options and gradients: the package against the reference where a step is well-defined, and invariants everywhere.
 
-Whether a step is well-defined the reference tells itself: it runs a second time with gradients that differ in the twelfth digit. As long as
-that changes little and no basis was taken of a factor that lacks full rank, the package has to follow, to within what it changed. Where
-null spaces or equal eigenvalues leave the rule a choice, only the invariants are looked at.
+The reference itself tells whether a step is well-defined: it runs a second time with gradients that differ in the twelfth digit. As long as
+that changes little and no basis was taken of a factor that lacks full rank, the package has to agree to within that change. Where null
+spaces or equal eigenvalues leave the rule a choice, only the invariants are checked.
 """
 
 import math
@@ -81,7 +81,7 @@ class Case:
 
 @st.composite
 def shapes_of(draw: st.DrawFn) -> Shape:
-    """1 to 4 dims of 1 to 40, of few elements."""
+    """Draw shapes of 1 to 4 dims of 1 to 40, with few elements."""
     shape: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
         shape.append(draw(st.integers(1, min(40, MAX_NUMEL // math.prod(shape)))))
@@ -89,7 +89,7 @@ def shapes_of(draw: st.DrawFn) -> Shape:
 
 
 def full_rank_after(shape: Shape, layout: str) -> int:
-    """Gradients it takes until every factor of a matrix of this shape has full rank."""
+    """The number of gradients after which every factor of a matrix of this shape has full rank."""
     inner = shape[1:] if layout == "per_expert" and len(shape) > 2 else shape
     if layout == "stacked" and len(shape) == 3:
         b, m, n = shape
@@ -103,13 +103,13 @@ def cases(draw: st.DrawFn) -> Case:
     optional = {**COMMON, **(SOAP_ALONE if kind == "SOAP" else KL_ALONE)}
     options = draw(st.fixed_dictionaries({}, optional=optional))
     shapes = draw(st.lists(shapes_of(), min_size=1, max_size=2))
-    shapes += shapes[: draw(st.integers(0, 1))]  # a second member of the first one's bucket
+    shapes += shapes[: draw(st.integers(0, 1))]  # a second member of the first shape's bucket
     wanted = "stacked" if kind == "StackedSOAP" else draw(st.sampled_from(["tensor", "per_expert", "stacked"]))
     layouts = ["tensor" if len(shape) < 2 or (wanted == "stacked" and len(shape) > 3) else wanted for shape in shapes]
     groups = [Group([shape], {"matrix_layout": layout}) for shape, layout in zip(shapes, layouts, strict=True)]
     warmup = max(full_rank_after(shape, layout) for shape, layout in zip(shapes, layouts, strict=True)) + 1
     options["adam_warmup_steps"] = draw(st.sampled_from([min(warmup, 5), 1, 0, 2]))
-    rng = np.random.default_rng(draw(st.integers(1, 2**16)))  # 0 gives the parameters
+    rng = np.random.default_rng(draw(st.integers(1, 2**16)))  # seed 0 gives the parameters
     patterns = st.lists(st.sampled_from(PATTERNS), min_size=len(shapes), max_size=len(shapes))
     plan = [
         [gradient(rng, shape, pattern) for shape, pattern in zip(shapes, row, strict=True)]
@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def gradient(rng: np.random.Generator, shape: Shape, pattern: str) -> Array | None:
-    """Values that fp32 holds exactly."""
+    """Draw values that fp32 holds exactly."""
     if pattern == "none":
         return None
     scale = {"zero": 0.0, "tiny": 1e-12, "huge": 1e6}.get(pattern, 1.0)
@@ -130,7 +130,7 @@ def gradient(rng: np.random.Generator, shape: Shape, pattern: str) -> Array | No
 
 
 def disturbed(g: Array | None, layout: str, rng: np.random.Generator) -> Array | None:
-    """g with noise on all entries, those of zero too, except where a whole matrix is zero."""
+    """Add noise to all entries of g, those of zero too, except where a whole matrix is zero."""
     if g is None:
         return None
     axes = tuple(range(1, g.ndim)) if layout == "per_expert" and g.ndim > 2 else None
@@ -139,7 +139,7 @@ def disturbed(g: Array | None, layout: str, rng: np.random.Generator) -> Array |
 
 
 def lacks_rank(state: State) -> bool:
-    """Whether a factor with a basis has no full rank; one of zeros does not count, its basis is the identity."""
+    """Whether a factor with a basis lacks full rank; a factor of zeros does not count, because its basis is the identity."""
     for name, q in state.items():
         if name.startswith("basis"):
             w = np.linalg.eigvalsh(state[name.replace("basis", "factor")])
@@ -150,7 +150,7 @@ def lacks_rank(state: State) -> bool:
 
 
 def check_state(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], tolerance: float) -> None:
-    """Finite values, bases orthonormal, factors symmetric and positive semi-definite, second moments not negative."""
+    """Check that values are finite, bases orthonormal, factors symmetric and positive semi-definite, and second moments not negative."""
     for p in params:
         assert bool(p.isfinite().all())
         for name, value in optimizer.state.get(p, {}).items():
@@ -194,7 +194,7 @@ def test_package_follows_the_reference_where_it_is_well_defined(case: Case, batc
 
 
 def run_fp32(case: Case, *, transposed: bool = False, **options: Any) -> list[torch.Tensor]:
-    """Parameters and state at the end of a run with state as it is by default."""
+    """Run with the default state; returns parameters and state at the end."""
     start = [p.astype(np.float32) for p in starting_points(case.shapes)]
     optimizer, params = optimizer_of(case.kind, case.groups, start, **{**case.options, "state_dtype": torch.float32, **options})
     for p in params:

@@ -67,7 +67,7 @@ def test_more_power_iterations_come_nearer_to_the_eigenvectors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_first_bases_by_iteration_are_all_but_eigenvectors_of_first_factors(dtype: torch.dtype) -> None:
-    """Gradients with singular values 1 / i, as those of a model's first step fall off."""
+    """Gradients have singular values 1 / i, which fall off as in a model's first step."""
     p = parameter(48, 80, dtype=dtype)
     u, v = (torch.linalg.qr(torch.randn(n, 48, generator=torch.Generator().manual_seed(n), dtype=dtype)).Q for n in p.shape)
     opt = SOAP([p], state_dtype=dtype, first_bases="iteration")
@@ -120,7 +120,7 @@ def names_of(state: dict[str, Tensor], *prefixes: str) -> list[str]:
 @pytest.mark.parametrize("second_moment", ["permute", "rotate"])
 @pytest.mark.parametrize("method", ["qr", "cholesky_qr", "eigh"])
 def test_when_all_factors_are_skipped_nothing_changes(method: str, second_moment: str, state_dtype: torch.dtype) -> None:
-    """With a rate of decay of one for the moments too, so that the refresh alone could change them."""
+    """The moments' decay rate is one, so that only the refresh could change them."""
     p, e = parameter(5, 8), parameter(2, 3, 4)
     options = {"second_moment": second_moment, "refresh_method": method, "state_dtype": state_dtype}
     opt = SOAP([{"params": [p]}, {"params": [e], "matrix_layout": "per_expert"}], precondition_frequency=1, **options)
@@ -192,12 +192,12 @@ STAGGERED = [(8, 8), (12, 4), (8, 8), (5, 6, 4), (16, 3), (4, 4), (12, 4)]
 
 
 def refresh_cost(shape: tuple[int, ...], dims: tuple[int, ...]) -> float:
-    """Flops: K Q and QR per factor, and carrying the momentum over."""
+    """Count the flops of K Q and QR for each factor, and of carrying the momentum over."""
     return sum((2 + 8 / 3) * shape[dim] ** 3 + 4 * shape[dim] * math.prod(shape) for dim in dims)
 
 
 class Watched:
-    """Notes which matrices are refreshed at which step, and what they cost."""
+    """An optimizer that notes which matrices are refreshed at which step, and what they cost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.matrices: list[Counter[tuple[int, int, int]]] = []
@@ -344,7 +344,7 @@ def test_eigh_that_fails_in_fp32_is_done_in_fp64(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("method", ["cholesky_qr", "auto"])
 @few_kinds
 def test_cholesky_qr_that_fails_is_done_by_qr(kind: str, method: str) -> None:
-    """Gradients of rank one leave factors of which Cholesky-QR can make nothing."""
+    """Gradients of rank one leave factors on which Cholesky-QR fails."""
     params, others = parameters([(6, 5), (2, 6, 5)]), parameters([(6, 5), (2, 6, 5)])
     a = make(kind, params, precondition_frequency=1, refresh_method=method)
     b = make(kind, others, precondition_frequency=1, refresh_method="qr")

@@ -1,4 +1,4 @@
-"""One optimizer, several rules: how a group names its rule, what it takes over, and keys that others leave in groups."""
+"""One optimizer with several rules: how a group names its rule, which options it takes over, and keys that others leave in groups."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ SHAPES = [(6, 4), (3, 4, 5), (4, 6), (5,), (6, 4)]
     ids=["name", "rule", "optimizer", "instance", "instance_and_option"],
 )
 def test_a_group_names_its_rule(muon: dict[str, Any]) -> None:
-    """And goes on like an optimizer of that rule alone; so do the others."""
+    """The group goes on like an optimizer of that rule alone; so do the others."""
     params = parameters(SHAPES)
     others = clones(params)
     groups = [
@@ -77,7 +77,7 @@ def test_copies_know_the_rules_of_their_groups(how: Any) -> None:
 
 
 def test_groups_hold_plain_values() -> None:
-    """Rules by name and dtypes by name in what is saved, so that a state dict is read without the classes."""
+    """A saved state has rules and dtypes by name, so that a state dict is read without the classes."""
     optimizer = Muon([{"params": [parameter(4, 4)]}, {"params": [parameter(4, 4)], "rule": Shampoo(1e-2, state_dtype=torch.bfloat16)}])
     for group in optimizer.state_dict()["param_groups"]:
         assert {type(value) for key, value in group.items()} <= {str, int, float, bool, tuple, list, dict, type(None)}
@@ -85,7 +85,8 @@ def test_groups_hold_plain_values() -> None:
 
 
 def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
-    """Learning rate, weight decay and its method, and options of the engine; not what only looks alike, such as a layout or betas."""
+    """It takes over learning rate, weight decay and its method, and options of the engine; but no option that only looks alike, such as a
+    layout or betas."""
     groups = [{"params": [parameter(4, 4, seed=seed)], "rule": rule} for seed, rule in enumerate(("muon", "adamw", "klsoap", "soap"))]
     groups.append({"params": [parameter(3)], "rule": "adamw", "lr": 0.5, "weight_decay": 0.0})
     groups.append({"params": [parameter(4, 4)], "rule": Muon.rule()})
@@ -106,7 +107,7 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
     assert kl["betas"] == (0.9, 0.95)
     assert soap["betas"] == (0.5, 0.6)
     assert soap["matrix_layout"] == "per_expert"
-    assert adamw["betas"] == (0.5, 0.6)  # SOAP has AdamW for its vectors: they are its options, too
+    assert adamw["betas"] == (0.5, 0.6)  # SOAP has AdamW for its vectors, so that these are AdamW's options, too
     assert adamw["eps"] == 1e-3
     assert (own["lr"], own["weight_decay"], own["nonfinite"]) == (0.5, 0.0, "skip")
     assert (instance["lr"], instance["weight_decay"], instance["nonfinite"]) == (1e-2, 0.01, "raise")
@@ -114,7 +115,7 @@ def test_what_a_group_of_another_rule_takes_over_from_the_optimizer() -> None:
 
 
 def test_a_scheduler_that_turns_betas_leaves_groups_without_them_alone() -> None:
-    """torch's OneCycleLR asks the first group only which of momentum and betas there is."""
+    """torch's OneCycleLR asks only the first group whether it has momentum or betas."""
     params = parameters([(4, 4), (4, 4)])
     optimizer = SOAP([{"params": params[:1]}, {"params": params[1:], "rule": "muon"}], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
@@ -161,7 +162,7 @@ OF_OTHERS = {
     "use_muon": True,
     "fix_step": False,
 }
-"""What torchtitan, timm and others leave in groups."""
+"""Keys that torchtitan, timm and others leave in groups."""
 
 
 @pytest.mark.parametrize("kind", ["soap", "kl_soap", "stacked_soap", "muon", "soap_muon", "adamw", "shampoo", "lion"])
@@ -214,7 +215,7 @@ def test_frozen_parameters_are_stepped_once_they_have_gradients(kind: str) -> No
         p.requires_grad_(False)
     optimizer, single = make(kind, params), make(kind, alone)
     run(optimizer, params[:1], range(3))
-    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))  # of parameters without state
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))  # the state of parameters without any
     run(optimizer, params[:1], range(3, 5))
     assert all_same(params[1:], alone)
     assert not any(optimizer.state.get(p) for p in params[1:])
@@ -242,7 +243,7 @@ def test_parameters_frozen_again_keep_their_state(kind: str) -> None:
         optimizer.step()
     others = clones(params)
     others[1].requires_grad_(False)
-    resumed = make(kind, others)  # in which it has been frozen from the beginning
+    resumed = make(kind, others)  # in this optimizer it has been frozen from the beginning
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert same_state(optimizer, params, resumed, others)
     assert all(torch.equal(x, optimizer.state[params[1]][key]) for key, x in before.items())

@@ -1,4 +1,4 @@
-"""Special cases in which the family is another optimizer, or one of its members is another."""
+"""Special cases in which the family is another optimizer, or one member of the family is another member."""
 
 from typing import Any
 
@@ -93,7 +93,8 @@ def test_stacked_soap_is_kl_soap_on_the_merged_matrix() -> None:
 @pytest.mark.parametrize(("shape", "tolerance"), [((5, 16, 24), 0.0), ((3, 32, 32), 0.0), ((5, 7, 7), 1e-4)], ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "per_expert" in kind or kind == "soap_one_sided"])
 def test_an_expert_alone_gives_the_same_as_in_a_stack(kind: str, shape: tuple[int, ...], tolerance: float) -> None:
-    """To the bit where every matrix of the stack starts on a cache line, as MKL's results depend on that; else to rounding."""
+    """They are equal to the bit if every matrix of the stack starts on a cache line, on which MKL's results depend; otherwise up to
+    rounding."""
     options = {"precondition_frequency": 2, "adam_warmup_steps": 3, **({"second_moment": "rotate"} if "soap" in kind else {})}
     stack = [parameter(*shape)]
     alone = clones(stack[0].detach().unbind())
@@ -110,7 +111,7 @@ def test_an_expert_alone_gives_the_same_as_in_a_stack(kind: str, shape: tuple[in
 @every_kind
 def test_a_wide_matrix_is_its_transposed_tall_one(kind: str) -> None:
     wide, tall = [parameter(5, 8, dtype=torch.float64)], [torch.nn.Parameter(parameter(5, 8, dtype=torch.float64).detach().T.contiguous())]
-    options = {**FULL_RANK, **({"normalize": None} if "normalize" in KINDS[kind][1] else {})}  # of rows alone
+    options = {**FULL_RANK, **({"normalize": None} if "normalize" in KINDS[kind][1] else {})}  # only rows are normalized
     a, b = make(kind, wide, **options), make(kind, tall, **options)
     for step in range(9):
         give_gradients(wide, step)
@@ -198,7 +199,7 @@ def test_momentum_in_parameter_coordinates_is_the_one_in_the_bases_projected_out
 
 
 def test_embedding_soap_is_soap_with_one_side_renewed_at_every_step() -> None:
-    """The same bits, on an embedding, its transpose and a vector; and other defaults are seen to be others."""
+    """The bits are equal on an embedding, its transpose and a vector; with other defaults they are not."""
     options = {"betas": (0.9, 0.95), "sides": "smaller", "precondition_frequency": 1, "second_moment": "rotate"}
     ours = parameters([(40, 6), (6, 40), (6,)])
     theirs, others = clones(ours), clones(ours)

@@ -14,7 +14,7 @@ STACKS = [(4, 64, 16), (4, 16, 64), (3, 64, 64), (16, 16, 4)]
 
 
 def largest_rms(cls: Any, shape: tuple[int, ...], steps: int, **options: Any) -> float:
-    """Of U over the first steps, read from how the parameter moves."""
+    """Return the largest rms of U over the first steps, read from the parameter's movement."""
     p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     optimizer = cls([p], lr=1.0, weight_decay=0.0, **options)
     largest = 0.0
@@ -52,7 +52,7 @@ def test_the_first_fifty_updates_stay_bounded(cls: Any, options: dict[str, Any],
     ids=str,
 )
 def test_orthogonalised_updates_are_of_the_size_of_adamws(cls: Any, options: dict[str, Any], shape: tuple[int, int]) -> None:
-    """0.2, times the 0.7 to 1.2 that five steps of Newton-Schulz leave of singular values."""
+    """The size is 0.2, times the 0.7 to 1.2 that five steps of Newton-Schulz leave of singular values."""
     assert 0.14 < largest_rms(cls, shape, 12, **options) < 0.24
 
 
@@ -63,14 +63,14 @@ def test_the_first_fifty_updates_of_stacked_experts_stay_bounded(shape: tuple[in
 
 @pytest.mark.parametrize("cls", [KLSOAP, REKLS], ids=["KLSOAP", "REKLS"])
 def test_permuting_from_the_first_step_does_not(cls: Any) -> None:
-    """The published cold start, so that the limit is seen to matter."""
+    """This is the published cold start; it shows that the limit matters."""
     assert largest_rms(cls, (64, 16), 20, second_moment="permute", adam_warmup_steps=0) > LIMIT
 
 
 @pytest.mark.parametrize("first_bases", ["eigh", "iteration"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_start_from_rotated_bases_stays_within_one(shape: tuple[int, int], first_bases: str) -> None:
-    """Of the rules whose updates are not of a fixed size anyway."""
+    """The test covers the rules whose updates have no fixed size anyway."""
     for cls in (SOAP, KLSOAP):
         options = {"second_moment": "rotate", "precondition_frequency": 1, "first_bases": first_bases}
         assert largest_rms(cls, shape, 20, **options) <= 1.01

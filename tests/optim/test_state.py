@@ -27,7 +27,7 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
     ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), *((kind, torch.bfloat16) for kind in FEW_KINDS)], ids=str
 )
 def test_state_is_exact_when_saved_and_loaded_at_any_time(kind: str, dtype: torch.dtype) -> None:
-    """Before the first step, after it, in mid-interval, and after a refresh; the steps that follow are the same to the bit."""
+    """It is saved before the first step, after it, in mid-interval, and after a refresh; the steps that follow are the same to the bit."""
     params = parameters([(5, 6), (2, 4, 3), (6,), ()], dtype)
     optimizer = make(kind, params)
     for step in range(7):
@@ -60,7 +60,7 @@ def test_state_of_other_dtypes_is_exact_too(kind: str, state_dtype: Any) -> None
     optimizer = make(kind, params, state_dtype=state_dtype)
     run(optimizer, params, range(4))
     others = clones(params)
-    resumed = make(kind, others)  # the saved groups say which dtype
+    resumed = make(kind, others)  # the saved groups name the dtype
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     assert same_state(optimizer, params, resumed, others)
     run_both((optimizer, params), (resumed, others), range(4, 7))
@@ -137,7 +137,7 @@ KEYS = {
     **dict.fromkeys(["shampoo", "shampoo_per_expert", "shampoo_stacked"], "exp_avg factor_0 factor_1 root_0 root_1"),
     **dict.fromkeys(["lion", "lion_per_expert"], "exp_avg"),
 }
-"""State of a matrix (6, 4)."""
+"""State keys of a matrix (6, 4)."""
 
 
 @every_kind
@@ -164,7 +164,7 @@ def test_hooks_around_loading_see_and_change_what_is_loaded() -> None:
     loaded = SOAP([("b", b), ("a", a)])
 
     def by_name(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What was saved as a, b in the order b, a."""
+        """Load what was saved as a, b in the order b, a."""
         state_dict["state"] = {0: state_dict["state"][1], 1: state_dict["state"][0]}
         return state_dict
 
@@ -247,7 +247,7 @@ def test_a_misfit_of_kl_soap_and_of_a_layout() -> None:
     saved["param_groups"][0]["matrix_layout"] = "per_expert"
     with pytest.raises(ValueError, match="'per_expert' is not valid for StackedSOAP"):
         StackedSOAP(parameters([(2, 4, 6)]), 1e-2).load_state_dict(saved)
-    del saved["param_groups"][0]["rule"]  # as a release without it saved
+    del saved["param_groups"][0]["rule"]  # as a release without this key saved it
     with pytest.raises(ValueError, match=r"exp_avg \(8, 6\), expected \(2, 4, 6\)"):
         KLSOAP(parameters([(2, 4, 6)]), 1e-2).load_state_dict(saved)
 

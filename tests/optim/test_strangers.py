@@ -1,6 +1,6 @@
-"""Rules from outside of the package: that those of `strangers` do what they say, and need nothing but public names.
+"""Rules from outside of the package: the rules of `strangers` do what they say, and need nothing but public names.
 
-The common battery (layouts, batching, state dict and bits after resume, errors, copies, memory) has them among its kinds, and
+The common tests (layouts, batching, state dict and bits after resume, errors, copies, memory) have them among their kinds, and
 tests/distributed runs them on every mesh.
 """
 
@@ -48,13 +48,13 @@ def lion(w: Any, g: Any, s: Arrays, t: int, lr: float, wd: float, betas: tuple[f
 
 
 def root_of(k: Any) -> Any:
-    """The inverse fourth root of k, damped."""
+    """Compute the inverse fourth root of k, damped."""
     values, q = np.linalg.eigh(k)
     return q @ np.diag((values + 1e-4 * values[-1]) ** -0.25) @ q.T
 
 
 def shampoo(w: Any, g: Any, s: Arrays, t: int, lr: float, wd: float, betas: tuple[float, float]) -> Any:
-    """Roots are renewed at the first step and at every third."""
+    """Apply the formula; roots are renewed at the first step and at every third."""
     if w.ndim == 2:
         s["L"] = betas[1] * s.get("L", 0) + (1 - betas[1]) * g @ g.T
         s["R"] = betas[1] * s.get("R", 0) + (1 - betas[1]) * g.T @ g
@@ -72,7 +72,7 @@ FORMULAS: dict[str, tuple[type[Rule], Any, dict[str, Any]]] = {
 
 
 def distance(name: str, **ours: Any) -> float:
-    """From the formula after twelve steps of fp64, in units of lr."""
+    """The distance from the formula after twelve steps in fp64, in units of lr."""
     cls, formula, preset = FORMULAS[name]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.8)}
     expected, states = starting_points(SHAPES), [{} for _ in SHAPES]  # type: ignore[var-annotated]
@@ -136,7 +136,7 @@ def test_a_refresh_beside_the_next_step_is_one_after_the_update() -> None:
     a = MatrixOptimizer(params, LateShampoo(1e-2, precondition_frequency=2, matrix_layout="per_expert"))
     b = MatrixOptimizer(others, Shampoo(1e-2, precondition_frequency=2, matrix_layout="per_expert", async_refresh=True))
     run_both((a, params), (b, others), range(7))
-    assert b.state_dict()  # nothing is under way after this
+    assert b.state_dict()  # afterwards nothing is under way
     assert all_same(params, others)
     assert same_state(a, params, b, others)
 

@@ -1,4 +1,4 @@
-"""A schedule's table as text, and back: for tests that change it by hand."""
+"""Writes a schedule's table as text, and reads it back, for tests that change it by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks over the table: what is alive at which moment, what is left after a step (nothing), and what an error leaves behind (nothing)."""
+"""Walks along the table: what is alive at which moment; and that nothing is left after a step, or after an error."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def gradients(pair: Pair) -> dict[str, Tensor]:
 
 
 class FaultError(RuntimeError):
-    """One that no code raises by itself."""
+    """An error that no code raises by itself."""
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 13, 22])
 def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`at`: after which segment's backward; some of them leave weight gradients in the queue."""
+    """Backward fails after `at` segments, some of which leave weight gradients in the queue."""
     fresh, pair = make_pair(Case(layers=3)), make_pair(Case(layers=3))
     expected = fresh.engine.gradients(fresh.engine.share_of(fresh.tokens()))
     calls = 0
@@ -158,7 +158,7 @@ CASES = {
 
 
 class AliveBytes(PeakBytes):
-    """Without the peak, for which all storages would be asked after every operation."""
+    """Counts alive bytes without their peak, for which all storages would be asked after every operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._enter([args, kwargs], self._from_before)
@@ -168,7 +168,7 @@ class AliveBytes(PeakBytes):
 
 
 class TrackedWork:
-    """A send, and whether it was waited for."""
+    """A send that remembers whether it was waited for."""
 
     def __init__(self, work: dist.Work, x: Tensor) -> None:
         self.work: dist.Work | None = work
@@ -177,7 +177,7 @@ class TrackedWork:
     def wait(self) -> None:
         assert self.work is not None
         self.work.wait()
-        self.work, self.waited = None, True  # gloo's has a reference to what it sent
+        self.work, self.waited = None, True  # gloo's work has a reference to what it sent
 
     def bytes_left(self) -> int:
         storage = self.storage()
@@ -185,7 +185,7 @@ class TrackedWork:
 
 
 class Watch:
-    """A recorder that looks at the walk after every action. `problems` stays empty."""
+    """A recorder that checks the walk after every action; `problems` must stay empty."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -225,7 +225,7 @@ class Watch:
         self.look_at_receives(str(action))
 
     def look_at_receives(self, when: str) -> None:
-        """An input lives until its chunk's backward, a gradient until the backward and what that put off are done."""
+        """Check that an input is gone after its chunk's backward, and a gradient after the backward and the work that this put off."""
         for (kind, *key), storage in self.received.items():
             stage, micro_batch = key
             backward = any((one, stage, micro_batch) in self.done for one in BACKWARDS)
@@ -240,7 +240,7 @@ class Watch:
 
 
 def watch(pair: Pair) -> Watch:
-    """Puts a watch into the engine's executor."""
+    """Put a watch into the engine's executor."""
     executor = executor_of(pair)
     watched = Watch(executor)
     executor.record = watched
@@ -255,7 +255,7 @@ def watch(pair: Pair) -> Watch:
 
 
 def settled(alive: AliveBytes, expected: tuple[int, int], patience: float) -> tuple[int, int]:
-    """Bytes and tensors that are alive, as soon as they are no more than expected, or after `patience` seconds: gloo's threads let go of
+    """Return the alive bytes and tensors, as soon as they are no more than expected or after `patience` seconds: gloo's threads let go of
     what was reduced some time after the wait for it."""
     deadline = time.monotonic() + patience
     while True:
@@ -267,7 +267,7 @@ def settled(alive: AliveBytes, expected: tuple[int, int], patience: float) -> tu
 
 
 def walk_through(case: Case) -> dict[str, Any]:
-    """What was seen in three steps."""
+    """Take three steps; returns what the watch saw."""
     pair = make_pair(case)
     executor = executor_of(pair)
     watched = watch(pair)
@@ -354,7 +354,7 @@ def test_every_send_is_waited_for_and_what_was_sent_is_given_back(name: str, see
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_leaves_nothing_behind(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
-    """The first one sets things up."""
+    """The first step makes things that stay."""
     for rank in seen:
         second, third = rank[name]["alive"]
         assert third[0] <= second[0]

@@ -1,7 +1,7 @@
-"""What a MoE block keeps between forward and backward, to the byte: every storage that is alive is counted, whoever holds it.
+"""Counts what an MoE block keeps between forward and backward, to the byte: every alive storage, whoever holds it.
 
     attention and norms     measured by themselves, without the normed rows, which are made again from the residual
-    experts                 2F for each pair of token and expert; under expert parallelism the R received rows (D), too
+    experts                 2F for each pair of token and expert; under expert parallelism also the R received rows (D)
     shared experts          nothing
     and                     scores (T, E), the router's weights, indices: `metadata`
 
@@ -35,13 +35,13 @@ B, S, D, E, K, F = 3, 7, 24, 6, 2, 11
 T = B * S
 SIZES = {"n_routed_experts": E, "first_k_dense_replace": 0, "num_hidden_layers": 1}
 NUMBER = 8
-"""Bytes of an element: fp64, in which no row is padded, and so are most indices."""
+"""Bytes of an element of fp64, in which no row is padded; most indices have as many."""
 SLACK = 32 * E * NUMBER
-"""For numbers per expert, and losses; less than T * F elements, so that no further tensor per token passes."""
+"""Bytes for numbers per expert, and losses: less than T * F elements, so that no further tensor per token would pass."""
 
 
 def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
-    """Of attention and norms, without their input and without what the second norm gives."""
+    """Count the bytes of attention and norms, without their input and without the second norm's output."""
     with PeakBytes() as alive:
         remaking = Remaking()
         with remaking.watch():
@@ -49,13 +49,13 @@ def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
             graph = get_gradient_edge(block.post_attention_layernorm(x_BSD + attended_BSD))
         del attended_BSD
         kept = alive.now
-        del graph  # an edge and not a `grad_fn`, which on torch 2.11 does not hold what a Function of Python's keeps
+        del graph  # holds an edge, because on torch 2.11 a `grad_fn` of a Python Function does not keep what the Function saved
         return kept
 
 
 @dataclass
 class Kept:
-    """Bytes of one block, without its input and output."""
+    """The bytes of one block, without its input and output."""
 
     total: int
     attention: int
@@ -64,14 +64,14 @@ class Kept:
     received: int = 0
 
     def beyond(self, elements: int) -> int:
-        """What is left besides attention and these elements."""
+        """The bytes that are left besides attention and these elements."""
         return self.total - self.attention - elements * NUMBER
 
 
 def kept_by(block: Block, segments: Segments, seed: int = 0) -> Kept:
     layout = SequenceLayout(B, S, torch.device("cpu"))
     x_BSD, grad_BSD = random_normal(B, S, D, seed=seed), random_normal(B, S, D, seed=seed + 1)
-    attention_bytes(block, x_BSD, layout)  # makes the rotary tables, which all blocks share
+    attention_bytes(block, x_BSD, layout)  # this makes the rotary tables, which all blocks share
     attention = attention_bytes(block, x_BSD, layout)
     tokens = torch.zeros(B, S, dtype=torch.int64)
     tape = ChunkTape(MicroBatch(tokens, tokens, layout, balance_weight=0.1))
@@ -85,7 +85,7 @@ def kept_by(block: Block, segments: Segments, seed: int = 0) -> Kept:
         left = out_BSD.nbytes + grad_x_BSD.nbytes
         deadline = time.monotonic() + 2
         while alive.now > left and time.monotonic() < deadline:
-            time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after it has arrived
+            time.sleep(0.01)  # gloo's threads let go of what they sent a moment after it has arrived
         after = alive.now - left
     return Kept(total, attention, after)
 
@@ -100,7 +100,7 @@ def moe_block(memory: str = "saved") -> Block:
 
 
 METADATA = (T * E + 3 * T * K + T * K) * NUMBER
-"""Scores; experts, weights and rows of each slot; the token of each pair."""
+"""Bytes of the scores; experts, weights and rows of each slot; and the token of each pair."""
 
 
 def test_a_block_keeps_what_the_contract_says_and_nothing_else() -> None:
@@ -113,18 +113,18 @@ def test_a_block_keeps_what_the_contract_says_and_nothing_else() -> None:
 def test_recomputed_experts_keep_no_gate_and_up() -> None:
     assert 0 <= kept_by(moe_block("recompute"), Segments()).beyond(0) - METADATA < SLACK
     segments = Segments(recompute=("experts", "shared_experts"))
-    assert -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK  # the normed rows: what both are given
+    assert -2 * T * K * NUMBER <= kept_by(moe_block(), segments).beyond(T * D) - METADATA < SLACK  # both are given the normed rows
 
 
 def test_with_everything_recomputed_two_inputs_are_kept() -> None:
-    """The block's, which is not counted here, and the experts'."""
+    """They are the block's, which is not counted here, and the experts'."""
     kept = kept_by(moe_block(), Segments(recompute=RECOMPUTABLE))
     assert T * D * NUMBER <= kept.total < T * D * NUMBER + METADATA + SLACK
     assert kept.after_backward == 0
 
 
 def test_without_early_frees_normed_rows_and_three_sums_more_are_kept() -> None:
-    """The experts', the shared experts' and both together: the count sees one tensor."""
+    """The sums are those of the experts, of the shared experts and of both together; the normed rows count as one more tensor."""
     early, late = (kept_by(moe_block(), Segments(frees=Frees(enabled=enabled))) for enabled in (True, False))
     assert late.total - early.total == 4 * T * D * NUMBER
     assert late.after_backward == 0
@@ -165,7 +165,7 @@ def two_ranks() -> list[dict[str, Kept]]:
 
 
 def metadata_of(kept: Kept) -> int:
-    """Scores, experts of each slot; weights and rows of each received slot; the token of each pair; the way back in int32."""
+    """Count scores, and experts of each slot; weights and rows of each received slot; the token of each pair; the way back in int32."""
     numbers = T * E + T * K + 2 * kept.received * K + kept.pairs
     return numbers * NUMBER + T * K * 4
 

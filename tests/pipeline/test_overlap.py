@@ -1,4 +1,4 @@
-"""Two generators in one thread: whose turn it is, what they return, and what happens to one when the other fails."""
+"""Two generators in one thread: which one has its turn, what they return, and what happens to one when the other fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lather.pipeline.overlap import run, run_both
 
 
 def chunk(name: str, turns: int, seen: list[str], *, fails_at: int | None = None) -> Generator[None, None, str]:
-    """Notes every turn, and that it was closed before its end."""
+    """Note every turn, and note if the generator is closed before its end."""
     try:
         for turn in range(turns + 1):
             if turn == fails_at:

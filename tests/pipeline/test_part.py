@@ -1,4 +1,4 @@
-"""A rank's part has the names, sizes and, bit for bit, the fresh weights that one process's model has; and no more memory than it needs."""
+"""A rank's part has the names, sizes and fresh weights, bit for bit, of one process's model, and no more memory than it needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generator() -> torch.Generator:
 
 
 def shares(layers: int, pp: int, ep: int, *, v: bool = True) -> Iterator[PartLayers]:
-    """Of all ranks."""
+    """The shares of all ranks."""
     stages = 2 * pp if v else 1
     division = stages_of(uniform(layers, stages))
     for pp_rank in range(pp):

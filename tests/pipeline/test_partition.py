@@ -1,4 +1,4 @@
-"""Layers to stages: known sizes, properties over all sizes, and `smallest_peak` against every partition there is."""
+"""Layers to stages: known sizes, properties over all sizes, and `smallest_peak` against every partition that exists."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_too_few_layers_are_refused() -> None:
 
 
 def random_ranks(generator: random.Random, num_ranks: int, num_layers: int) -> list[RankPeaks]:
-    """Three phases, whole numbers, so that sums are exact."""
+    """Draw ranks with three phases, in whole numbers, so that sums are exact."""
 
     def some(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         return np.array([generator.randint(0, 9) for _ in range(int(np.prod(shape)))], np.float64).reshape(shape)
@@ -68,7 +68,7 @@ def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
 
 
 def largest(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
-    """Element by element."""
+    """Compute the largest peak of any rank in any phase, adding layer by layer."""
     ends = [sum(layers[: stage + 1]) for stage in range(len(layers))]
     stage_layers = [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
     return max(

@@ -33,7 +33,7 @@ def test_one_stage_is_never_idle() -> None:
 
 
 def longest_path(table: Schedule, f: float, i: float, w: float, overlap: float, transfer: float) -> float:
-    """The end of the last action: each ends its duration after all it depends on, found by recursion from the end."""
+    """Return the end of the last action, by recursion from the end: an action ends its duration after all that it depends on."""
     place = {str(chunk): (rank, at) for rank, row in enumerate(table.ranks) for at, action in enumerate(row) for chunk in action.chunks}
     lasts = {"F": f, "I": i, "W": w, "B": i + w, "OVERLAP_F_B": overlap}
 
@@ -64,7 +64,7 @@ def test_the_makespan_is_the_longest_path(seed: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("overlap", [20, 23, 30])
 def test_the_tip_idles_as_the_formula_says(num_ranks: int, overlap: int) -> None:
-    """F = I = W: exactly, whatever the number of micro-batches; the rest idle as long or less."""
+    """With F = I = W this is exact, whatever the number of micro-batches; the other ranks idle as long or less."""
     for n in (2 * num_ranks, 2 * num_ranks + 1, 4 * num_ranks)[: 1 if num_ranks == 16 else 3]:
         given = durations(10, 10, 10, overlap)
         idle = replay(cached_table(num_ranks, n), given).idle()
@@ -118,7 +118,7 @@ def test_measured_times_give_the_durations_back() -> None:
 
 
 def test_idle_time_is_the_time_without_computation() -> None:
-    """A measured timeline starts anywhere, and waiting in a receive is idle."""
+    """A measured timeline starts anywhere, and waiting in a receive counts as idle."""
     rows = [(0, "0F0", 10.0, 11.0), (0, "0RECV_B0", 11.0, 14.0), (0, "0B0", 14.0, 16.0), (1, "1RECV_F0", 9.0, 11.0), (1, "1F0", 11.0, 12.0)]
     timeline = Timeline(tuple(Event(rank, Action.from_text(text), start, end) for rank, text, start, end in rows))
     assert timeline.makespan == 6.0

@@ -1,4 +1,4 @@
-"""The table of actions: torch's, complete, in order, free of deadlock, and the same after a trip through text."""
+"""The table of actions: it is torch's, complete, in order, free of deadlock, and the same after a trip through text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables() -> dict[tuple[int, int], Schedule]:
 
 
 def torch_table(num_ranks: int, num_micro_batches: int) -> list[str]:
-    """torch's own lowering with its own defaults, as text."""
+    """Lower the table with torch's own functions and defaults; returns it as text."""
     stages = 2 * num_ranks
     sizes: Any = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
     rows: dict[int, Any] = {}
@@ -63,7 +63,8 @@ def test_stages_are_in_v_order() -> None:
 
 
 def transfers(table: Schedule) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], list[str]]]:
-    """What is sent, named as it is received, and what is received, by (source, destination); V order written out."""
+    """Return what is sent, by the name under which it is received, and what is received, by (source, destination), with the V order written
+    out."""
     home = [*range(table.num_ranks), *reversed(range(table.num_ranks))]
     sent: dict[tuple[int, int], list[str]] = {}
     received: dict[tuple[int, int], list[str]] = {}
@@ -112,7 +113,7 @@ def test_blocking_transfers_do_not_deadlock(tables: dict[tuple[int, int], Schedu
 
 
 def test_early_weight_gradients_follow_their_input_gradients_and_nothing_else_changes() -> None:
-    """Without W the two tables are the same, so transfers and live chunks are, too. At most one chunk waits: until its gradient is sent."""
+    """Without W the two tables are equal, and so are transfers and live chunks. At most one chunk waits, until its gradient is sent."""
     for p, n in SIZES:
         table, early = dualpipev(p, n), dualpipev(p, n, early_weight_gradients=True)
         assert run_blocking(early)
@@ -244,7 +245,7 @@ def test_a_torch_that_makes_no_such_table_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_waits_for_weight_gradients_where_a_rank_holds_most(tables: dict[tuple[int, int], Schedule]) -> None:
-    """So doing weight gradients earlier would save nothing without recomputation: a chunk that waits is less than twice one that lives."""
+    """Earlier weight gradients would thus save nothing without recomputation: a waiting chunk has less than twice a live one's bytes."""
     for schedule in tables.values():
         if not schedule.trains:
             continue

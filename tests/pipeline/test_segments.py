@@ -39,7 +39,7 @@ def micro_batch(seed: int = 0) -> MicroBatch:
 
 
 def plain_step(model: Decoder, batch: MicroBatch, precision: torch.dtype | None = None) -> tuple[Tensor, list[RoutingSummary]]:
-    """Loss, with the gradients in the model, by one graph."""
+    """Compute the loss in one graph; the gradients are left in the model."""
     with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
         output = model(batch.tokens_BS, batch.labels_BS, normalizer=batch.normalizer)
     assert output.loss is not None
@@ -50,7 +50,7 @@ def plain_step(model: Decoder, batch: MicroBatch, precision: torch.dtype | None 
 def segments_step(
     model: Decoder, segments: Segments, batch: MicroBatch, *, defer: bool = False
 ) -> tuple[Tensor, list[RoutingSummary], ChunkTape]:
-    """The same segment by segment, with what is left of the tape."""
+    """Compute the same segment by segment; returns the loss and what is left of the tape."""
     (stage,) = whole_part(model).stages
     tape, routings = ChunkTape(batch), []
     loss = overlap.run(segments.forward(stage, None, tape, routings))
@@ -183,7 +183,7 @@ def test_autocast_is_on_inside_segments_and_off_wherever_a_chunk_stops(recompute
 
 
 def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
-    """Its result and how often it stopped."""
+    """Run a generator outside autocast; returns its result and how often it stopped."""
     stops = 0
     while True:
         try:
@@ -199,7 +199,7 @@ def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
 
 
 class CopyingExchange(LocalExchange):
-    """One rank, but what comes out is never what went in, as if it had travelled."""
+    """One rank whose results are never its inputs' storages, as if they had travelled."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD.clone(), routing.experts_TK.clone(), routing.weights_TK.clone())
@@ -212,7 +212,7 @@ class CopyingExchange(LocalExchange):
 
 
 class TooEarly(Segments):
-    """Releases one tensor, named `what`, that is still needed."""
+    """Releases one tensor, named `what`, too early."""
 
     what = ""
 
@@ -244,7 +244,7 @@ class TooEarly(Segments):
 
 
 class GateUpTooEarly(Segments):
-    """Frees gate/up, which only the experts' graph has."""
+    """Frees gate/up, which only the experts' graph holds."""
 
     def _forward_block(
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
@@ -259,7 +259,7 @@ class GateUpTooEarly(Segments):
 
 
 def is_found_out(segments: Segments) -> bool:
-    """Whether a step has a loss or gradients that are not finite."""
+    """Whether the loss or a gradient of a step is not finite."""
     model = model_of("deepseek_v2")
     loss, _, _ = segments_step(model, segments, micro_batch())
     return not all(x.isfinite().all() for x in (loss, *gradients(model).values()))
@@ -303,7 +303,8 @@ def test_what_is_released_rightly_is_not_found_fault_with(exchange: LocalExchang
 
 
 def test_sums_and_normed_rows_are_given_back_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By storage: of sums, with an exchange that copies, two per MoE block, the shared experts' and the total; without, two are one."""
+    """Storages count: with an exchange that copies, an MoE block has two sums, the shared experts' and the total; without copies two are
+    one."""
     released: list[Tensor] = []
     original = Frees.release
 

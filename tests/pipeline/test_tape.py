@@ -1,4 +1,4 @@
-"""Cuts against plain autograd, bit for bit; what they keep, counted; and frees, which may never take what somebody else lives in."""
+"""Cuts against plain autograd, bit for bit; the bytes that they keep; and frees, which may never take a tensor that somebody else reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Model(nn.Module):
-    """Three segments with a residual, a second output of the first, and a parameter of the last two."""
+    """A model of three segments with a residual, a second output of the first segment, and a parameter of the last two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_cuts_have_the_bits_of_plain_autograd(recompute: Callable[[], contextlib
 
 
 def activations(x: Tensor) -> Outputs:
-    """Whose graph keeps two tensors as big as x, besides x."""
+    """A function whose graph keeps two tensors as big as x, besides x."""
     return (((x * x).exp() * x).sin(),)
 
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the clock shows, to be set."""
+    """A clock whose time the test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now

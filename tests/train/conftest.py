@@ -1,4 +1,4 @@
-"""A corpus of a few files, a configuration of a few thousand parameters, and what tests of the trainer make from them."""
+"""Makes a corpus of a few files, a configuration of a few thousand parameters, and what tests of the trainer need of them."""
 
 import random
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
-    """The tiny configuration with sections, or keys of sections, replaced: `make_config(train={"steps": 5}, seed=1)`."""
+    """Make the tiny configuration with sections, or keys of sections, replaced: `make_config(train={"steps": 5}, seed=1)`."""
 
     def make(**changes: Any) -> Config:
         mapping: dict[str, Any] = {
@@ -70,7 +70,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 @pytest.fixture
 def sets(corpus: Path, tmp_path: Path) -> list[str]:
-    """Three data sets of one tokenizer."""
+    """Make three data sets of one tokenizer."""
     folders = [tmp_path / f"set-{number}" for number in range(3)]
     for number, folder in enumerate(folders):
         texts = tmp_path / f"texts-{number}"
@@ -90,7 +90,7 @@ def model_config() -> DeepseekV2Config:
 
 @pytest.fixture(scope="session")
 def make_model(model_config: DeepseekV2Config) -> Callable[..., Decoder]:
-    """The tiny model with the weights of a seed."""
+    """Make the tiny model with the weights of a seed."""
 
     def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
         return build_deepseek_v2(model_config, torch.Generator().manual_seed(seed)).to(dtype)
@@ -100,7 +100,7 @@ def make_model(model_config: DeepseekV2Config) -> Callable[..., Decoder]:
 
 @pytest.fixture(scope="session")
 def tokens() -> Callable[..., torch.Tensor]:
-    """Random sequences, one token longer than is trained on."""
+    """Draw random sequences, one token longer than those that are trained on."""
 
     def draw(seed: int, batch_size: int = 4, length: int = 17) -> torch.Tensor:
         return torch.randint(VOCAB_SIZE, (batch_size, length), generator=torch.Generator().manual_seed(seed))
@@ -110,7 +110,7 @@ def tokens() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def step_row() -> Callable[..., StepRow]:
-    """A plausible row of a step, with fields replaced."""
+    """Make a plausible row of a step, with fields replaced."""
 
     def make(step: int, **changes: Any) -> StepRow:
         values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A run that is changed between two starts: its losses are those of a training without interruption that took the change."""
+"""A run that is changed between two starts has the losses of a training without interruption that took the change."""
 
 import json
 import re
@@ -55,7 +55,8 @@ def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> No
 
 
 def test_another_micro_batch_gives_the_losses_of_a_run_that_always_had_it(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Up to rounding: sums over a batch are made of other parts. Balance that is evened over a micro-batch depends on what one is."""
+    """They are equal up to rounding, as sums over a batch are added in other parts. A balance evened over a micro-batch would depend on its
+    size."""
     common: dict[str, Any] = {"moe": {"balance_level": "sequence"}}
     run(make_config(train={"steps": 2, "precision": "fp64"}, **common))
     run(make_config(train={"steps": 6, "precision": "fp64", "micro_batch_size": 1}, optim={"schedule": "constant"}, **common))
@@ -88,7 +89,7 @@ def test_the_mixture_may_change(make_config: MakeConfig, sets: list[str], first:
     assert losses(after.run_dir) == uninterrupted(before, after, phases)
     assert any("data.weights [] -> " in note for note in notes)
     last = make_config(data={"path": sets[:then], "weights": [1.0] * then}, train={"steps": 10})
-    run(last)  # and again
+    run(last)  # it changes once more
     assert History.read(Path(last.run_dir), {}).phases(4) == [*phases, MixturePhase(32, (1.0,) * then, then)]
     data = json.loads((Path(last.run_dir) / "provenance.json").read_text())["data"]
     assert [folder for folder, _ in data] == sets[:then]
@@ -112,7 +113,7 @@ def test_data_sets_that_are_gone_or_without_weights_are_refused(make_config: Mak
 
 
 def test_every_field_has_a_class() -> None:
-    """Lists of names would go on when a field has another one."""
+    """The lists of names must be changed when a field moves to another class."""
     names = set(field_names())
     of_class = {which: {name for name in names if class_of(name) == which} for which in ("free", "changeable", "fixed")}
     assert {"train.micro_batch_size", "train.device", "parallel.pp", "log.every", "data.source", "moe.memory"} <= of_class["free"]
@@ -127,7 +128,7 @@ def test_the_lists_name_fields_that_there_are() -> None:
     sections = {name.partition(".")[0] for name in names}
     assert {*changes.FREE, *changes.CHANGEABLE, *changes.FIXED} <= names | sections
     options = {name.rpartition(".")[2] for name in names if name.startswith("optim.")}
-    others = {"eps", "precondition_frequency", "stagger_refresh"}  # of rules that are not the default
+    others = {"eps", "precondition_frequency", "stagger_refresh"}  # options of rules that are not the default
     assert {*changes.CHANGEABLE_OPTIONS, *changes.FREE_OPTIONS} <= options | others
 
 
@@ -162,7 +163,7 @@ def test_what_was_changed_later_is_taken_back() -> None:
 
 
 def test_changes_that_no_step_has_seen_are_replaced() -> None:
-    """A start that was killed before its first checkpoint, and one with other options after it."""
+    """One start is killed before its first checkpoint, and another with other options follows."""
     history = History((row(2, "a", 0, 1), row(5, "b", 0, 1)), {"a": 1, "b": 1})
     assert history.going_on(5, {"b": (0, 1)}, {"a": 1, "b": 1}) == history
     assert [each.changes for each in history.going_on(5, {"b": (0, 3)}, {}).rows] == [{"a": (0, 1)}, {"b": (0, 3)}]
@@ -191,11 +192,11 @@ def test_differences_leave_out_what_is_free(make_config: MakeConfig) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_best_checkpoint_and_every_nth_are_kept(make_config: MakeConfig, asynchronous: bool) -> None:
-    """A rate so high that the loss rises from the first step on makes an early one the best, on any kind of CPU."""
+    """The rate is so high that the loss rises from the first step on, so that an early checkpoint is the best on any kind of CPU."""
     checkpoint = {"every": 2, "keep_last": 1, "keep_every": 4, "keep_best": True, "asynchronous": asynchronous}
     config = make_config(train={"steps": 12, "validation_every": 1}, optim={"lr": 1.0, "schedule": "constant"}, checkpoint=checkpoint)
     run(replace(config, train=replace(config.train, steps=7)))
-    run(config)  # the best of before is still known
+    run(config)  # the best checkpoint of the first start is still known
     rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
     best = min((row["validation_loss"], row["step"]) for row in rows if "validation_loss" in row and row["step"])[1]
     assert best not in (4, 8, 12)

@@ -36,7 +36,7 @@ from lather.pipeline.schedule import sequential
 from models.tiny import whole_part
 
 FILE = "rank-00000.safetensors"
-"""One process writes no other."""
+"""The file that one process writes."""
 
 
 class Trainee:
@@ -63,7 +63,7 @@ class Trainee:
         return load_checkpoint(path, self.state)
 
     def refusal(self, path: Path) -> str | None:
-        """Why the checkpoint is not loaded; None if it is."""
+        """Say why the checkpoint is not loaded; None if it is loaded."""
         try:
             self.load(path)
         except CheckpointError as error:
@@ -71,7 +71,7 @@ class Trainee:
         return None
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Weights and optimizer state."""
+        """Return weights and optimizer state."""
         weights, optimizer = ({rows.name: rows.value for rows in some} for some in (self.state.weights(), self.state.optimizer_state()))
         return weights, optimizer
 
@@ -94,7 +94,7 @@ def trainee(make_model: Callable[..., Decoder], tokens: Callable[..., torch.Tens
 
 @pytest.fixture(scope="module")
 def trained(trainee: MakeTrainee) -> Trainee:
-    """Not to be changed."""
+    """A trainee after two steps, which tests must not change."""
     return trainee().train(1, 2)
 
 
@@ -111,7 +111,7 @@ def saved(trained: Trainee, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(victim: Trainee) -> Iterator[Callable[[Path], str]]:
-    """Load a checkpoint that must be refused, by a trainee that must not change; gives the message."""
+    """A function that loads a checkpoint which must be refused, and returns the message; the trainee must not change."""
     before = victim.snapshot()
 
     def refuse(path: Path) -> str:
@@ -124,7 +124,7 @@ def refused(victim: Trainee) -> Iterator[Callable[[Path], str]]:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Replace entries of `state.json` as somebody would who means to."""
+    """Replace entries of `state.json` on purpose, so that its digest is right."""
     state = {**json.loads((path / "state.json").read_text()), **changes}
     del state["digest"]
     (path / "state.json").write_text(json.dumps({**state, "digest": digest_of(state)}))
@@ -227,7 +227,7 @@ CALL_SITES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("site", CALL_SITES)
 def test_a_save_that_fails_anywhere_loses_nothing(trained: Trainee, victim: Trainee, tmp_path: Path, site: str, moment: str) -> None:
-    """Each call of a function fails in turn, before or after it has done its work, until a save gets through."""
+    """Each call of a function fails in turn, before or after it has done its work, until a save succeeds."""
     owner, name = CALL_SITES[site]
     original = getattr(owner, name)
     for step in (1, 2):
@@ -280,7 +280,7 @@ def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path
     monkeypatch.setattr(checkpoint_save, "sync", note)
     monkeypatch.setattr(os, "fsync", written.append)
     trained.save(tmp_path, 3)
-    assert len(written) == 1  # the tensors', by who writes them
+    assert len(written) == 1  # the tensors' file, synced by its writer
     assert set(synced) == {"state.json", ".tmp-step-00000003", tmp_path.name, tmp_path.parent.name}
     assert synced[-1] == tmp_path.name
 
@@ -394,7 +394,7 @@ def test_a_checkpoint_with_other_factors_is_refused(trainee: MakeTrainee, saved:
 
 
 def test_what_was_never_trained_starts_afresh(trainee: MakeTrainee, tmp_path: Path) -> None:
-    """A checkpoint without state, loaded over state."""
+    """The checkpoint has no optimizer state, and is loaded over one that has."""
     for name in ("soap", "adamw"):
         original, loaded = trainee(0, name), trainee(1, name).train(1, 2)
         loaded.load(original.save(tmp_path / name, 0))

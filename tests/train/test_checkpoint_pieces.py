@@ -28,7 +28,7 @@ CUTS: dict[str, tuple[list[int], ...]] = {
     "columns": ([7], [2, 3], [3]),
     "blocks": ([3, 3, 1], [4, 1], [2, 1]),
 }
-"""Sizes along each dim; a part may be empty."""
+"""Sizes of the parts along each dim; a part may be empty."""
 
 
 def cut(sizes: tuple[list[int], ...], whole: Tensor) -> list[Piece]:
@@ -87,7 +87,7 @@ def piece_of(name: str, size: int, whole: int, dtype: torch.dtype = torch.float3
 
 
 def plan(num_ranks: int, sizes: list[int], havers: list[list[int]]) -> list[list[PieceToWrite]]:
-    """Who writes which of pieces of these lengths, each on the ranks that have it, in an order of the rank's own."""
+    """Decide who writes which of pieces of these lengths; each is on the ranks that have it, in an order of the rank's own."""
     local = []
     for rank in range(num_ranks):
         own = [number for number, ranks in enumerate(havers) if rank in ranks]
@@ -123,7 +123,7 @@ def test_a_tensor_of_which_a_part_is_missing_is_not_saved(tmp_path: Path) -> Non
 
 
 def test_cover_is_what_counting_elements_says() -> None:
-    """Random boxes of a 3 x 4 tensor, up to four of them."""
+    """The boxes are random, up to four in a 3 x 4 tensor."""
     draw = random.Random(1)
     covers = 0
     for _ in range(4000):
@@ -148,7 +148,7 @@ def test_cover_is_what_counting_elements_says() -> None:
 
 
 def change(path: Path, edit: Any) -> None:
-    """As somebody would who means to: the digest is right."""
+    """Change `state.json` on purpose, so that its digest is right."""
     state = json.loads((path / "state.json").read_text())
     del state["digest"]
     edit(state)
@@ -190,7 +190,7 @@ def test_a_table_that_makes_no_sense_is_named(edit: str, tmp_path: Path) -> None
 
 
 def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
-    """Bytes and checksum are those of the table, the tensors are another model's."""
+    """Bytes and checksum are those of the table, but the tensors are another model's."""
     path, other = written(tmp_path / "one", cut(CUTS["rows"], WHOLE)), written(tmp_path / "other", cut(CUTS["rows"], WHOLE[:, :, :2]))
     files = json.loads((other / "state.json").read_text())["files"]
     (path / "rank-00000.safetensors").write_bytes((other / "rank-00000.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""The configuration: what is refused and how, and that TOML carries it without loss."""
+"""The configuration: values that are refused and their messages; and that TOML carries it without loss."""
 
 import ast
 import dataclasses
@@ -146,7 +146,7 @@ def mapping_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def hint_of(name: str) -> Any:
-    """Of the first of several families that has the field."""
+    """Return the type of the field in the first family that has it."""
     hint: Any = Config
     for part in name.split("."):
         hint = typing.get_type_hints(next(cls for cls in members(hint) if part in typing.get_type_hints(cls)))[part]
@@ -335,7 +335,7 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 
 
 def test_every_field_has_a_docstring() -> None:
-    """A section's own is its class's."""
+    """A section is documented by its class's docstring."""
     documented = set()
     for module in (config_module, data_config, optim_config_module, lora, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):

@@ -76,7 +76,7 @@ def test_the_live_bar_of_a_resumed_run_starts_where_it_was_and_estimates_from_it
             display.step(step_row(step), 200)
     last = screen.getvalue().rpartition("training")[2]
     assert "103/200" in last
-    assert "left 16:10" in last  # 97 steps of 10 s
+    assert "left 16:10" in last  # 97 steps of 10 s are left
 
 
 def test_an_exception_ends_the_live_bar(step_row: MakeRow) -> None:

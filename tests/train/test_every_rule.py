@@ -1,4 +1,4 @@
-"""`lather train --optim.name X` of every rule, registered or a user's own: runs, resumes to the bit, exports."""
+"""`lather train --optim.name X` for every rule, registered or a user's own: it runs, resumes to the bit, and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints by name: RUN, RUN@STEP, RUN@best, and --step."""
+"""Finding checkpoints by name: RUN, RUN@STEP, RUN@best, and --step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOSSES = {0: 5.0, 4: 3.0, 8: 2.0, 12: 2.5, 16: 1.0}
 
 
 def make_run(folder: Path, kept: tuple[int, ...] = (4, 8, 12), losses: dict[int, float] | None = None) -> Path:
-    """Checkpoints of step 16 are there no more."""
+    """Make a run that has no checkpoint of step 16 any more."""
     folder.mkdir(parents=True)
     for step in kept:
         (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)

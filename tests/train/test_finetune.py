@@ -1,4 +1,4 @@
-"""What is trained by name, and what a run starts from: weights of a Hugging Face folder or of another run."""
+"""Choosing by name what is trained; and starting from the weights of a Hugging Face folder or of another run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def published(make_config: ConfigMaker, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tune(make_config: ConfigMaker, published: Path) -> ConfigMaker:
-    """A configuration that starts from that folder."""
+    """Make configurations that start from that folder."""
 
     def make(**changes: Any) -> Config:
         data = {"tokenizer": str(published / "tokenizer.json")}
@@ -69,7 +69,7 @@ def tune(make_config: ConfigMaker, published: Path) -> ConfigMaker:
 
 
 def weights(config: Config) -> dict[str, Tensor]:
-    """Those of the newest checkpoint."""
+    """Read the weights of the newest checkpoint."""
     tensors = open_checkpoint(list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]).weights()
     return {name: tensors.read(name) for name in tensors.tensors}
 
@@ -166,7 +166,7 @@ def test_a_run_starts_from_a_hugging_face_folder(tune: ConfigMaker, make_config:
 
 @pytest.mark.parametrize("rule", ["muon", "soap", "adamw", "klsoap", "soap_muon"])
 def test_adapters_learn_under_every_rule_and_the_weights_stay(rule: str, tune: ConfigMaker, make_config: ConfigMaker) -> None:
-    """The first gradient of every A is zero, because B is."""
+    """The first gradient of every A is zero, because B is zero."""
     more = {"precondition_frequency": 2} if "soap" in rule else {}
     optim = {"name": rule, "lr": 2e-2, "warmup_steps": 1, "rest": {"lr_factor": 1.0}, **more}
     config = replace(tune(train={"steps": 12}, lora={"rank": 4}), optim=optim_config(**optim))

@@ -1,4 +1,4 @@
-"""Forks: a run that goes on in another directory from any checkpoint of the first, as the first one did or with changes."""
+"""Forks: a run goes on in another directory from any checkpoint of the first, unchanged or with changes."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ def test_a_fork_takes_its_changes_from_its_step_on(first: Config, fork_config: M
 
 
 def test_a_fork_of_before_a_change_does_not_have_it(first: Config, fork_config: MakeConfig, make_config: MakeConfig) -> None:
-    """The first run went on with another rate; its fork goes back to before."""
+    """The first run went on with another rate; its fork goes back to the time before."""
     run(make_config(train={"steps": 12}, optim={"lr": 1e-3}, checkpoint={"keep_last": 9}))
     plain, later = fork_config(4), fork_config(10, run_dir=f"{first.run_dir}-later", optim={"lr": 1e-3}, train={"steps": 12})
     run(plain)
@@ -88,7 +88,7 @@ def test_a_fork_of_before_a_change_does_not_have_it(first: Config, fork_config: 
 
 
 def test_the_same_command_goes_on_with_the_fork(fork_config: MakeConfig, first: Config) -> None:
-    """Stopped before its first checkpoint, and after one; also when the first run is gone."""
+    """It is stopped before its first checkpoint, and after one; and the first run is deleted, too."""
     forked = fork_config(4)
     for stop_after in (1, 3):
         shown = iter(range(stop_after))
@@ -199,7 +199,7 @@ def test_a_fork_of_before_a_mixture_does_without_its_data_sets(sets: list[str], 
 def test_a_start_that_is_killed_while_it_records_changes_nothing(
     sets: list[str], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
-    """A fork of a run with two mixtures and rates, which takes those of before back; killed before each of the files is written."""
+    """A fork of a run with two mixtures and rates takes back those of before; it is killed before each of its files is written."""
     common: dict[str, object] = {"checkpoint": {"keep_last": 9}}
     early = make_config(data={"path": sets[:2], "weights": [1.0, 1.0]}, **common)
     run(early)
@@ -246,7 +246,8 @@ def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(first: Config, fo
 
 
 def test_a_fork_of_the_first_weights(first: Config, fork_config: MakeConfig, make_config: MakeConfig, tmp_path: Path) -> None:
-    """A run that was stopped before its first step has a checkpoint of step 0; the same command goes on, and lost checkpoints are told."""
+    """A run that was stopped before its first step has a checkpoint of step 0; the same command goes on, and lost checkpoints are
+    reported."""
     begun = make_config(run_dir=str(tmp_path / "begun"), train={"steps": STEPS}, checkpoint={"keep_last": 9})
     train(begun, Shown(), lambda: True)
     forked = fork_config(0, fork_from=f"{begun.run_dir}@0", optim={"lr": 1e-3})

@@ -1,4 +1,4 @@
-"""A checkpoint that is being read stays, whatever its run deletes; nothing is left behind."""
+"""A checkpoint that is being read stays, whatever its run deletes; and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_held_can_be_read_after_the_run_has_deleted_it(tmp_path: Path) -
 
 
 def test_one_that_is_deleted_while_it_is_taken_is_passed_over(tmp_path: Path) -> None:
-    """Before its first file is linked, and after."""
+    """It is deleted before its first file is linked, or after."""
     first, second = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 3)
     order = iter([first, second, newest(tmp_path)])
@@ -113,7 +113,7 @@ with held_checkpoint(run, lambda: run / "checkpoints/step-00000003"):
     (left,) = tmp_path.glob(f"{PREFIX}*")
     os.utime(left, (0, 0))
     young = tmp_path / f"{PREFIX}young"
-    young.mkdir()  # by somebody who is about to lock it
+    young.mkdir()  # somebody made it who is about to lock it
     with held_checkpoint(tmp_path, lambda: newest(tmp_path)) as one:
         assert not left.exists()
         with held_checkpoint(tmp_path, lambda: newest(tmp_path)) as other:

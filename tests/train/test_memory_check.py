@@ -1,4 +1,4 @@
-"""A run's memory plan: what is said before the first step, and planned bytes beside those that were seen."""
+"""A run's memory plan: what is printed before the first step, and planned bytes beside those that were seen."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from lather.train.memory_check import FILE, MemoryCheck, differences
 
 
 def notes_of_memory(config: Config) -> list[str]:
-    """Train, and return what is said of the plan."""
+    """Train, and return what is printed about the plan."""
     return [text for text in run(config) if text.startswith("memory plan")]
 
 
@@ -30,9 +30,9 @@ def test_planned_bytes_are_those_that_a_run_has(make_config: Callable[..., Confi
     assert set(row["kinds"]) == {"parameters", "optimizer moments", "optimizer factors", "optimizer bases"}
     for size in row["kinds"].values():
         assert size["seen"] > 0
-        assert 0 <= size["seen"] - size["planned"] <= 8 * 50  # counters of steps, which are on the host
+        assert 0 <= size["seen"] - size["planned"] <= 8 * 50  # counters of steps are on the host
     assert row["peak"]["planned"] > sum(size["seen"] for size in row["kinds"].values())
-    assert row["peak"]["seen"] is None  # no allocator counts a CPU's
+    assert row["peak"]["seen"] is None  # no allocator counts a CPU's bytes
 
 
 def test_on_a_cpu_nothing_is_planned_unless_asked_for(make_config: Callable[..., Config]) -> None:

@@ -1,4 +1,4 @@
-"""What a run measures, and that the file of a resumed run is the uninterrupted one's."""
+"""The measurements of a run; and the metrics of a resumed run are the uninterrupted one's."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def write(run_dir: Path, rows: list[StepRow | dict[str, Any]], resume_step: int 
 
 @pytest.fixture
 def five_steps(step_row: MakeRow) -> list[StepRow | dict[str, Any]]:
-    """A validation before, after step 2 and after step 4."""
+    """Make rows with a validation before the first step, after step 2 and after step 4."""
     rows: list[StepRow | dict[str, Any]] = [validation(0)]
     for step in range(1, 6):
         rows.append(step_row(step))
@@ -88,7 +88,7 @@ def test_no_file_is_no_rows(tmp_path: Path) -> None:
 def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, step_row: MakeRow, cut: int) -> None:
     write(tmp_path, [step_row(1), step_row(2)])
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[: -cut - 1])  # the newline goes too
+    path.write_bytes(path.read_bytes()[: -cut - 1])  # without the newline, too
     assert [row["step"] for row in read_rows(path)] == [1]
     write(tmp_path, [step_row(2)], resume_step=1)
     assert [row["step"] for row in read_rows(path)] == [1, 2]
@@ -140,11 +140,11 @@ def test_expert_load_by_hand() -> None:
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        (torch.zeros(0, 0, dtype=torch.int64), (1, 1, 1)),  # no MoE block
-        (torch.tensor([[7]]), (1, 1, 1)),  # one expert
+        (torch.zeros(0, 0, dtype=torch.int64), (1, 1, 1)),  # there is no MoE block
+        (torch.tensor([[7]]), (1, 1, 1)),  # there is one expert
         (torch.tensor([[5, 5]]), (1, 1, 1)),
         (torch.tensor([[0, 0, 9]]), (0, 3, 0)),
-        (torch.tensor([[0, 0]]), (0, 0, 0)),  # no token
+        (torch.tensor([[0, 0]]), (0, 0, 0)),  # there is no token
     ],
 )
 def test_expert_load_at_its_ends(counts: torch.Tensor, expected: tuple[float, float, float]) -> None:
@@ -162,7 +162,7 @@ def test_expert_load_is_in_range(blocks: int, experts: int, data: st.DataObject)
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    assert 50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch
+    assert 50e6 < take_peak_memory_bytes(torch.device("cpu")) < 1e12  # Python with torch takes so much
 
 
 def test_a_gpus_peak_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path, step_r
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for the module; `runs` are its calls of `init`, each with what was logged."""
+    """Stands for the module; `runs` has its calls of `init`, each with what was logged."""
     module = SimpleNamespace(runs=[], util=SimpleNamespace(generate_id=lambda: f"id-{len(module.runs)}"))
 
     def init(**options: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""What `[moe]` and packed documents do to a step, and runs that start from weights of elsewhere, with a tokenizer of elsewhere."""
+"""The effects of `[moe]` and packed documents on a step; and runs that start from other weights and another tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tokens = Callable[..., Tensor]
 
 
 def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | None = None) -> tuple[dict[str, Tensor], StepResult]:
-    """The gradients that the optimizer is given, and the result. `end`: the token that ends a document, which attention does not cross."""
+    """Return the gradients that the optimizer is given, and the result. Token `end` ends a document, whose end attention does not cross."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -52,7 +52,7 @@ def step_of(model: Decoder, moe: MoEConfig, tokens_BS: Tensor, *, end: int | Non
 
 
 def train_step(model: Decoder, optimizer: torch.optim.Optimizer, moe: MoEConfig, length: int) -> TrainStep:
-    """Two micro-batches of two sequences."""
+    """Make steps of two micro-batches of two sequences."""
     config = LoopConfig(batch_size=4, sequence_length=length)
     return TrainStep(Engine(whole_part(model), Mesh.single(torch.device("cpu")), sequential(2), config, moe), optimizer, 0.0)
 
@@ -123,7 +123,7 @@ def test_boundaries_are_where_documents_begin() -> None:
 
 
 def test_packed_documents_give_the_gradient_of_each_alone(make_model: MakeModel, tokens: Tokens) -> None:
-    """Token 0 ends a document after 6 and 11 of 17 tokens; labels are the next tokens, across documents too."""
+    """Token 0 ends a document after 6 and 11 of 17 tokens; labels are the next tokens, also across documents."""
     batch = tokens(0).clamp(min=1)
     batch[:, 5] = batch[:, 10] = 0
     moe = MoEConfig(balance_coefficient=0.0)
@@ -146,7 +146,7 @@ def run(config: Config) -> Path:
 
 
 def test_a_run_keeps_bias_and_load_of_every_expert(make_config: MakeConfig) -> None:
-    """Five steps: an odd number of moves by the same rate cannot cancel."""
+    """There are five steps, because an odd number of moves by the same rate cannot cancel."""
     config = make_config(moe={"bias_update_rate": 0.01}, log={"expert_load_every": 2}, data={"packed_attention": True}, train={"steps": 5})
     run_dir = run(config)
     loads = {row["step"]: row["expert_load"] for row in read_rows(run_dir / "metrics.jsonl") if "expert_load" in row}
@@ -190,7 +190,7 @@ def test_a_run_with_balancing_starts_from_weights_without_biases(make_config: Ma
 
 
 def test_a_stopped_run_with_balancing_goes_on_to_the_same_bits(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Stopped after step 3, when the biases are no longer 0; memory may change on the way."""
+    """It is stopped after step 3, when the biases are no longer 0; the memory mode may change on the way."""
     moe = {"bias_update_rate": 0.01, "balance_level": "global_batch", "z_loss_coefficient": 0.01}
     options: dict[str, Any] = {"moe": moe, "train": {"steps": 7}, "checkpoint": {"every": 10}}
     whole = run(make_config(run_dir=str(tmp_path / "whole"), **options))
@@ -221,7 +221,7 @@ def test_a_start_from_a_folder_without_checkpoint_is_refused(make_config: MakeCo
 
 
 def test_a_start_with_another_tokenizer_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Another corpus split trains another tokenizer."""
+    """Another split of the corpus trains another tokenizer."""
     first = run(make_config(run_dir=str(tmp_path / "first")))
     other = make_config(run_dir=str(tmp_path / "second"), init_from=str(first), data={"holdout_every": 2})
     with pytest.raises(DataError, match=r"was trained with another tokenizer: give data.tokenizer = '.*first/tokenizer.json'"):

@@ -1,4 +1,4 @@
-"""Runs that earlier code began, resumed by this one: the end is the one that the earlier code's uninterrupted run came to."""
+"""Runs that earlier code began, resumed by this code, end where the earlier code's uninterrupted run ended."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ class Silent:
 
 
 def copy_run(name: str, working_folder: Path) -> Path:
-    """The run as it would be if it had been trained here, and the text that it was trained on."""
+    """Copy the run, as if it had been trained here, with the text that it was trained on."""
     write_corpus(working_folder)
     run_dir = working_folder / "run"
     shutil.copytree(FOLDER / name / "run", run_dir)
@@ -40,7 +40,7 @@ def copy_run(name: str, working_folder: Path) -> Path:
 
 
 def command(name: str, folder: Path, way: str) -> list[str]:
-    """That goes on with the run: with its own configuration, or with the file and the options that it was begun with."""
+    """Return the command that resumes the run, by its own configuration, or by the file and the options that it was begun with."""
     if way == "its own":
         return ["train", str(folder / "run" / "config.toml")]
     file = folder / "mine.toml"
@@ -56,7 +56,8 @@ def last_rows(run_dir: Path) -> list[int]:
 @pytest.mark.parametrize("way", ["its own", "the same command"])
 @pytest.mark.parametrize("name", RUNS)
 def test_an_old_run_goes_on_and_on(name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To the bit where it was trained, weights and optimizer state; elsewhere products are rounded differently. It is stopped once more."""
+    """On the machine that trained it weights and optimizer state are equal to the bit; elsewhere products are rounded differently. It is
+    stopped once more on the way."""
     run_dir = copy_run(name, tmp_path)
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints" / SAVED).iterdir()}
     arguments = command(name, tmp_path, way)
@@ -111,7 +112,7 @@ def test_what_an_old_run_was_not_begun_with_is_refused(
     ],
 )
 def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To a tenth of its rate, which the optimizer of that time then steps with."""
+    """The run gets a tenth of its rate, and the old run's optimizer steps with that."""
     rates, losses = [], []
     for folder, given in ((tmp_path / "as it was", []), (tmp_path / "changed", arguments)):
         folder.mkdir()
@@ -129,7 +130,7 @@ def test_an_old_run_may_be_changed(name: str, arguments: list[str], words: str, 
 
 @pytest.mark.parametrize(("name", "optim"), [("soap", {"betas": [0.7, 0.8]}), ("adamw", {})])
 def test_the_key_of_that_time_is_taken(name: str, optim: dict[str, Any], tmp_path: Path) -> None:
-    """In a new run, too."""
+    """A new run takes the old key, too."""
     file = tmp_path / "old.toml"
     file.write_text(tomli_w.dumps({"optim": {"name": name, "adam_betas": [0.8, 0.9], **optim}}))
     found = load_config(file).optim

@@ -1,4 +1,4 @@
-"""`[optim]` and its sections: every option of every rule, by TOML and by command line; what is inherited, and what is refused."""
+"""`[optim]` and its sections: every option of every rule, by TOML and by command line; inheritance and refusals."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lather.optim.rules import RULES
 from tiny_run import write_config
 
 OTHER_VALUES: dict[Any, Any] = {bool: [True, False], int: [3], float: [0.25], str: ["row", "float64", "spectral"]}
-"""Of options of a type: one of them is neither the default nor out of range."""
+"""Values for options of each type: one of them is neither the default nor out of range."""
 
 
 def other_value(rule: type, name: str) -> Any:
-    """A value that the option may have, besides its default."""
+    """Return a value that the option may have, other than its default."""
     hint, default = fields_of(rule)[name]
     parts = [part for part in typing.get_args(hint) or (hint,) if part is not type(None)]
     parts = [hint] if typing.get_origin(hint) in (typing.Literal, tuple) else parts
@@ -39,12 +39,12 @@ def other_value(rule: type, name: str) -> Any:
 
 
 def as_option(name: str, value: Any) -> Any:
-    """As the rule has it."""
+    """Convert a value to the rule's own form."""
     return getattr(torch, value, value) if name == "state_dtype" else value
 
 
 def optim_of(*arguments: str, **mapping: Any) -> RuleOptimConfig:
-    """From a mapping, or from a command line."""
+    """Make the optimizer's configuration from a mapping, or from a command line."""
     optim = _read([*arguments])[0].optim if arguments else config_from_mapping({"optim": mapping}).optim
     assert isinstance(optim, RuleOptimConfig)
     return optim
@@ -63,7 +63,7 @@ CONTRADICTIONS = {
     for name in ("soap", "embedding_soap")
     for option, more in (("use_eigh", {"refresh_method": "eigh"}), ("use_decoupled_weight_decay", {"weight_decay_method": "l2"}))
 }
-"""What has to be said besides."""
+"""Options that have to be given together with these."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(name: str) -> None:
-    """But those that the trainer decides."""
+    """The exceptions are the options that the trainer decides."""
     rule = RULES[name]
     assert set(options_of(rule)) - set(fields_of(rule)) == set(DECIDED)
     for option in fields_of(rule):
@@ -170,7 +170,7 @@ def test_rates_of_kinds(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rate_that_is_left_out_follows_the_tokens_of_a_step(name: str) -> None:
-    """As their fourth root between the sizes that were measured, and not beyond them; a rate that is given stays."""
+    """It follows their fourth root between the sizes that were measured, and not beyond them; a rate that is given stays."""
     optim = optim_of(name=name, rest={"lr_factor": 2.0})
     rates = {tokens: optim.resolved(tokens).peak_lr for tokens in (1, 1024, 4096, 8192, 2**22)}
     least = optim.peak_lr

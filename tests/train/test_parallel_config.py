@@ -70,7 +70,7 @@ def test_a_micro_batch_size_that_is_left_out_gives_as_few_micro_batches_as_will_
 
 @pytest.mark.parametrize(("pp", "data_ranks", "micro"), list(itertools.product([1, 2, 3], [1, 2, 6], [0, 1, 4])))
 def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(pp: int, data_ranks: int, micro: int) -> None:
-    """What nobody gave is not named, and no number between the batch and those that are named would do."""
+    """Sizes that nobody gave are not named, and no number between the batch and the suggested ones would do."""
     for batch in range(max(1, micro), 60, max(1, micro)):
         try:
             config(batch, micro, pp=pp).num_micro_batches(data_ranks)

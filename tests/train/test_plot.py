@@ -19,7 +19,7 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture
 def make_run(tmp_path: Path, step_row: Callable[..., StepRow]) -> MakeRun:
-    """A run directory with `num_steps` steps and, unless told otherwise, validations."""
+    """Make a run directory with `num_steps` steps and, unless told otherwise, validations."""
 
     def make(name: str, num_steps: int = 20, *, validated: bool = True, **changes: Any) -> Path:
         folder = tmp_path / name
@@ -38,7 +38,7 @@ def make_run(tmp_path: Path, step_row: Callable[..., StepRow]) -> MakeRun:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
-    """The figure that would have been saved."""
+    """Catch the figure that would have been saved."""
 
     def figure_of(*runs: Path) -> Figure:
         figures: list[Figure] = []

@@ -1,4 +1,4 @@
-"""The page of a run: it has the numbers of the run's files, loads nothing, and takes no text of users for HTML."""
+"""The page of a run has the numbers of the run's files, loads nothing, and takes no text of users for HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTILE = "</script></pre><img src=https://evil.example/x onerror=alert(1)><!--<
 
 
 class Tags(HTMLParser):
-    """Elements of a page, whatever they would load, and the text of each `pre` and of its data."""
+    """Collects the elements of a page, the addresses that they would load, and the text of each `pre` and of the page's data."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def page_of(run: Path) -> str:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """As a browser finds it: JSON up to the first end of the script."""
+    """Parse the data as a browser does: JSON up to the first end of the script."""
     (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     data: dict[str, Any] = json.loads(block)
     return data

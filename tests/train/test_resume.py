@@ -1,4 +1,4 @@
-"""A run that is ended at any moment, by any signal, goes on to the very end that the uninterrupted one reaches."""
+"""A run that is ended at any moment, by any signal, reaches the very end that the uninterrupted run reaches."""
 
 import random
 import signal
@@ -16,7 +16,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The configuration, and a run of it that nobody disturbed."""
+    """The configuration, and a run of it without interruption."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     config, run_dir = write_config(folder, steps=STEPS, checkpoint_every=1), folder / "run"
     status, out, err = run("train", config, "--run-dir", run_dir)
@@ -35,7 +35,8 @@ def rows_written(run_dir: Path) -> int:
 
 
 def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random.Random) -> bool:
-    """kill -9, sometimes while it starts, mostly a little after a random number of further steps; whether it was still alive."""
+    """Kill -9 the process, sometimes while it starts, mostly a little after a random number of further steps; returns whether it was still
+    alive."""
     if chance.random() < 0.2:
         time.sleep(chance.uniform(0.0, 2.0))
     else:
@@ -56,7 +57,7 @@ def test_killed_five_times_at_random_moments(uninterrupted: tuple[Path, Path], t
     run_dir = tmp_path / "run"
     chance = random.Random(seed)
     killed = [kill_somewhere(start("train", config, "--run-dir", run_dir), run_dir, chance) for _ in range(5)]
-    assert sum(killed) >= 4  # on a fast machine one may have come to its end
+    assert sum(killed) >= 4  # on a fast machine one run may have ended before its kill
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, out + err
     assert_same_end(run_dir, expected)

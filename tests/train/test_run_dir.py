@@ -1,4 +1,4 @@
-"""The run directory: one owner, one configuration, one data set; whoever is refused changes nothing."""
+"""The run directory has one owner, one configuration and one data set; whoever is refused changes nothing."""
 
 import json
 import os
@@ -36,11 +36,11 @@ held = RunDirectory.open(load_config(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
-"""Opens the run of a configuration file and holds it until its standard input ends."""
+"""A program that opens the run of a configuration file and holds it until its standard input ends."""
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Everything below the folder: contents and times of change."""
+    """Record contents and times of change of everything below the folder."""
     return {
         str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
         for path in [folder, *folder.rglob("*")]
@@ -109,7 +109,7 @@ def test_another_configuration_is_refused_by_field_and_both_values(
 
 
 def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Whatever the default was when it was begun."""
+    """It does not matter what the default was when the run was begun."""
     first = make_config(optim={"lr": 0.123}, run_dir=str(tmp_path / "run"))
     RunDirectory.open(first).close()
     optim = {key: value for key, value in asdict(first.optim).items() if key != "lr"}
@@ -213,7 +213,7 @@ MakeData = Callable[[str], RunData]
 
 @pytest.fixture
 def make_data(tmp_path: Path) -> MakeData:
-    """Data of a name, and an identity that is the name's."""
+    """Make data of a name, with an identity that is the name's."""
 
     def make(name: str) -> RunData:
         folder = tmp_path / "cache" / name
@@ -311,7 +311,7 @@ def test_a_damaged_record_is_named(opened: RunDirectory, make_data: MakeData, co
 
 
 def test_a_run_that_was_begun_when_the_pattern_was_another_goes_on_with_it(tmp_path: Path) -> None:
-    """Which files are taken where no pattern is given has changed; what a run has learned from must not."""
+    """The files that are taken without a pattern have changed since; but the files that a run learns from must not change."""
     began = Config(run_dir=str(tmp_path), data=replace(Config().data, pattern="*.py"))
     (tmp_path / "config.toml").write_text(config_to_toml(began.resolved()))
     assert start_of(tmp_path, Config(run_dir=str(tmp_path))).config.data.pattern == "*.py"

@@ -1,4 +1,4 @@
-"""Saving beside training: what is on disk is the state at the step, however long writing takes, and errors are not lost."""
+"""Saving beside training: the state on disk is that of the step, however long writing takes, and errors are not lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Trainee:
 
 
 class Gate:
-    """Lets files be written when it is opened."""
+    """Lets files be written once it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -90,7 +90,7 @@ def test_the_next_save_waits_for_the_one_before(trainee: Trainee, tmp_path: Path
     second = saver.save(Progress(2, 0.5))
     assert list_checkpoints(tmp_path)[0] == first
     third = saver.save(Progress(3, 0.5))
-    assert saver.save(Progress(3, 0.5)) == third  # it is there, and fixed by its step
+    assert saver.save(Progress(3, 0.5)) == third  # it is there already, and the step decides its contents
     saver.wait()
     assert list_checkpoints(tmp_path) == [second, third]
 
@@ -126,7 +126,7 @@ def test_an_error_is_raised_by_what_comes_next(
         with pytest.raises(OSError, match=r"full|No space"):
             saver.wait() if after == "wait" else saver.save(Progress(3, 0.5))
     assert sorted(tmp_path.iterdir()) == [first]
-    last = saver.save(Progress(4, 0.5))  # it is raised once
+    last = saver.save(Progress(4, 0.5))  # the error is raised once
     saver.wait()
     assert list_checkpoints(tmp_path) == [first, last]
 

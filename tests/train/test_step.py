@@ -1,4 +1,4 @@
-"""One optimizer step: the gradient is that of the whole batch, it is clipped, and what is not finite changes nothing."""
+"""One optimizer step: the gradient is that of the whole batch, it is clipped, and a gradient that is not finite changes nothing."""
 
 import itertools
 import math
@@ -52,7 +52,7 @@ def bits(model: Decoder, optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 
 def gradients_seen(model: Decoder, tokens_BS: Tensor, **options: Any) -> tuple[dict[str, Tensor], StepResult]:
-    """The gradients as the optimizer is given them, and the result."""
+    """Return the gradients that the optimizer is given, and the result."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -109,7 +109,7 @@ def test_the_rate_stays_between_its_ends_and_never_rises(
 
 
 def ragged(tokens_BS: Tensor) -> Tensor:
-    """The last label of two of four sequences is not learned; labels are also inputs, so only the last one can be left out."""
+    """Leave out the last label of two of four sequences; labels are also inputs, so that only the last one can be left out."""
     tokens_BS[1:3, -1] = IGNORE_INDEX
     return tokens_BS
 
@@ -119,11 +119,11 @@ def ragged(tokens_BS: Tensor) -> Tensor:
 def test_micro_batches_give_the_gradient_of_the_whole_batch(
     make_model: MakeModel, tokens: Tokens, micro_batch_size: int, length: int
 ) -> None:
-    """The two labels of sequences of two tokens are 1 + 0 + 0 + 1 over four micro-batches."""
+    """With sequences of two tokens, four micro-batches have 1 + 0 + 0 + 1 labels."""
     model, batch = make_model(dtype=torch.float64), ragged(tokens(0, 4, length))
     whole, expected = gradients_seen(model, batch)
     parts, result = gradients_seen(model, batch, micro_batch_size=micro_batch_size)
-    largest = max(float(gradient.abs().max()) for gradient in whole.values())  # of queries and keys all are rounding, if there is one key
+    largest = max(float(gradient.abs().max()) for gradient in whole.values())  # with one key those of queries and keys are rounding
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-12, atol=1e-12 * largest)
     assert result.tokens == expected.tokens == 4 * (length - 1) - 2
@@ -133,7 +133,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(
 
 
 def test_the_gradient_is_that_of_cross_entropy_and_balance_by_hand(make_model: MakeModel, tokens: Tokens) -> None:
-    """Two micro-batches with 4 of 4 and 3 of 4 labels; the balance loss is one micro-batch's own, weighted with its labels."""
+    """Two micro-batches have 4 of 4 and 3 of 4 labels; the balance loss is each micro-batch's own, weighted with its labels."""
     model, batch, coefficient = make_model(dtype=torch.float64), tokens(0, 4, 3), 0.5
     batch[3, -1] = IGNORE_INDEX
     seen, result = gradients_seen(model, batch, micro_batch_size=2, balance_coefficient=coefficient)
@@ -187,7 +187,7 @@ def loss_times(model: Decoder, value: float) -> Iterator[None]:
 
 @contextmanager
 def one_gradient(model: Decoder, value: float) -> Iterator[None]:
-    """The loss stays finite."""
+    """Set one gradient to `value`; the loss stays finite."""
     handle = model.get_parameter("layers.1.input_layernorm.weight").register_hook(lambda g: g.index_fill(0, torch.tensor([1]), value))
     yield
     handle.remove()
@@ -281,7 +281,7 @@ def test_the_groups_of_soap(make_model: MakeModel) -> None:
 
 
 def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeModel) -> None:
-    """The trainer decides about layouts; a kind that gives an option has its own."""
+    """The trainer decides about layouts; a section of a kind that gives an option has its own."""
     given = {"lr": 0.5, "eps": 1e-4, "weight_decay": 0.3, "precondition_frequency": 7, "second_moment": "permute", "use_eigh": True}
     config = optim_config("soap", **given, experts={"betas": (0.5, 0.6)}, rest={"lr": 0.25, "eps": 1e-5})
     groups = {group["param_names"][0]: group for group in build_optimizer(config, make_model().named_parameters()).param_groups}
@@ -325,7 +325,7 @@ def test_elementwise_state_of_parameters_in_fp64_is_in_fp64(make_model: MakeMode
 
 
 def test_soap_is_adamw_on_embeddings_and_norms(make_model: MakeModel) -> None:
-    """The same gradients to both; a matrix shows that the comparison can tell them apart."""
+    """Both get the same gradients; a matrix shows that the comparison can tell the two apart."""
     ours, plain = make_model(), make_model()
     config = optim_config("soap", lr=1e-2, precondition_frequency=1, rest={"lr_factor": 1.0})
     optimizers = [
@@ -368,7 +368,7 @@ def test_a_rate_of_zero_moves_nothing_and_refreshes_are_counted(make_model: Make
     step = train_step(model, optimizer_of(model))
     results = [step(Batch.of_tokens(tokens(number)), 0.0) for number in (1, 2, 3, 4)]
     assert all(p.equal(q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
-    assert [result.refreshes_done > 0 for result in results] == [True, True, False, True]  # the first bases, then every second step
+    assert [result.refreshes_done > 0 for result in results] == [True, True, False, True]  # first bases, then every second step
     assert all(result.optimizer_seconds > 0 for result in results)
 
 
@@ -387,5 +387,5 @@ def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(ma
     for number in range(6):
         counts.append(step(Batch.of_tokens(tokens(number)), 1e-3).refreshes_done)
         assert sum(counts) == optimizer.counters["refreshes_done"]
-        optimizer.state_dict()  # as a checkpoint does: what is under way is counted
+        optimizer.state_dict()  # as a checkpoint does: work under way is finished and counted
     assert [count > 0 for count in counts] == [False, True, True, False, True, False]
