@@ -84,7 +84,7 @@ def _rates(path: Path, setting: str, name: str) -> tuple[float, float]:
 
 
 def _lost_by_rates(path: Path, setting: str, name: str) -> float:
-    """The most that the loss of the searched seed rises if one of the two best rates is multiplied or divided by the factor of the search."""
+    """The most by which the loss rises if one of the two best rates is multiplied or divided by the factor of the search, on its seed."""
     study, rows = study_of(path.parent.name), read_rows(path)
     contestant = next(one for one in study.contestants if one.name == name)
     (lr, rest), missing = study.search(contestant, setting, rows)
