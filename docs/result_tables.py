@@ -76,6 +76,26 @@ def _cases(path: Path) -> optimizer_report.Cases:
     return optimizer_report.by_case(_rows(path))
 
 
+def _rates(path: Path, setting: str, name: str) -> tuple[float, float]:
+    """The learning rates of matrices and of the rest with which all runs of a contestant were made."""
+    rows = read_rows(path).values()
+    (rates,) = {tuple(row["rates"]) for row in rows if (row["setting"], row["contestant"]) == (setting, name)}
+    return rates
+
+
+def _lost_by_rates(path: Path, setting: str, name: str) -> float:
+    """The most by which the loss rises if one of the two best rates is multiplied or divided by the factor of the search, on its seed."""
+    study, rows = study_of(path.parent.name), read_rows(path)
+    contestant = next(one for one in study.contestants if one.name == name)
+    (lr, rest), missing = study.search(contestant, setting, rows)
+    assert study.tuning is not None
+    assert not missing
+    factor = study.tuning.factor
+    around = [(lr, rest), (lr / factor, rest), (lr * factor, rest), (lr, rest / factor), (lr, rest * factor)]
+    best, *others = (rows[study.trial(contestant, setting, study.tuning.seed, pair).key]["final"] for pair in around)
+    return max(others) - best
+
+
 def _cost(path: Path, setting: str, name: str, key: str) -> float:
     row = findings_of(path.parent.name).cost(setting, name)
     assert row is not None
@@ -90,11 +110,13 @@ def _gib(path: Path, size: Callable[[dict[str, Any]], int]) -> float:
     return size(json.loads(path.read_text())) / 2**30
 
 
-QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
+QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange | None]] = {
     r"([\w-]+): loss of ([\w-]+)": lambda path, setting, name: findings_of(path.parent.name).final(setting, name),
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).difference(setting, a, b),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).steps_ratio(setting, a, b),
     r"([\w-]+): seconds of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(path.parent.name).seconds_ratio(setting, a, b),
+    r"([\w-]+): rates of ([\w-]+)": _rates,
+    r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
     r"([\w-]+): ms of ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "optimizer_ms"),
     r"([\w-]+): ms of a gradient, ([\w-]+)": lambda path, setting, name: _cost(path, setting, name, "gradient_ms"),
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(_cases(path), rule, peer),
@@ -106,7 +128,7 @@ QUOTABLE: dict[str, Callable[..., float | Mean | RunRange | None]] = {
 """Patterns of links' titles, and the functions that give their numbers."""
 
 
-def value_of(path: Path, title: str) -> float | Mean | RunRange | None:
+def value_of(path: Path, title: str) -> float | tuple[float, float] | Mean | RunRange | None:
     """Return the number that the title names. Raises ValueError for a title of no known form."""
     for pattern, compute in QUOTABLE.items():
         if match := re.fullmatch(pattern, title):
@@ -128,9 +150,11 @@ def wrong_quotes(page: Path) -> Iterator[str]:
             yield f"{page.name}: [{text}] is not {title!r}, which the rows say is {expected}"
 
 
-def _numbers(value: float | Mean | RunRange | None) -> list[float | None]:
-    """The numbers that a text may show, in this order."""
+def _numbers(value: float | tuple[float, float] | Mean | RunRange | None) -> list[float | None]:
+    """Return the numbers that a text may show, in this order."""
     match value:
+        case tuple():
+            return list(value)
         case Mean():
             return [value.value, value.half_width]
         case RunRange():

@@ -9,8 +9,9 @@ rule: "mixed" runs SOAP-Muon on the experts, Muon on the other matrices and Adam
 everything. Printed for each: the loss, and the bytes of optimizer state in all and of the experts' first matrices as `state_bytes` predicts
 them.
 
-The toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers-reference.md has the numbers for
-real sizes.
+The rates are two to five times those that docs/optimizers.md recommends, because with these the toy does not get far in its 100 steps. The
+toy experts are so few and small that stacking saves next to nothing, or even costs; docs/optimizers-reference.md has the numbers for real
+sizes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 A small model with an embedding, a convolution, matrices and norms learns to read a formula off sequences of symbols. `parameter_groups`
 finds what belongs where: the convolution's and the linear layers' weights are preconditioned, the embedding, norms and biases get AdamW,
 all in one optimizer. Prints the loss every 50 steps with SOAP and with AdamW, each at its own best learning rate of three, on the same
-batches. One seed and a toy task: it shows how to use SOAP, not how much better it is.
+batches. One seed and a toy task: it shows how to use SOAP, not how much better it is. docs/optimizers.md has the rates to begin with for
+language models.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def build(mesh: dist.DeviceMesh, device: torch.device) -> tuple[nn.Module, SOAP]
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, SOAP(parameter_groups(model), lr=3e-3, precondition_frequency=5)
+    return model, SOAP(parameter_groups(model, rest_lr=3.2e-2), lr=4e-3, precondition_frequency=5)
 
 
 def batch(step: int, rank: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:

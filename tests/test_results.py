@@ -40,6 +40,20 @@ def test_a_wrong_number_is_noticed(tmp_path: Path) -> None:
     assert "is no quotable number" in wrong("4.07", "whatever")[0]
 
 
+def test_rates_and_what_a_wrong_one_loses_are_those_of_the_rows(tmp_path: Path) -> None:
+    """A page that quotes them from the study is right, and one that exchanges two rates or doubles one is not."""
+    short, tune = (result_tables.RESULTS / "convergence" / study / "rows.jsonl" for study in ("short", "tune"))
+    page = tmp_path / "page.md"
+    for right, wrong, rows, title in (
+        ("0.016 / 0.032", "0.032 / 0.016", short, "qwen-8k: rates of muon"),
+        ("0.006 / 0.016", "0.006 / 0.032", short, "qwen-8k: rates of soap"),
+        ("0.09", "0.03", tune, "qwen-8k: lost by muon at a rate off by the factor"),
+    ):
+        for text, count in ((right, 0), (wrong, 1)):
+            page.write_text(f'[{text}]({rows} "{title}")')
+            assert len(list(result_tables.wrong_quotes(page))) == count, text
+
+
 def test_a_table_that_is_out_of_date_is_noticed_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "results.md"
     text = (result_tables.REPOSITORY / "docs/results.md").read_text()

@@ -29,7 +29,7 @@ def make(accelerator):
     """Make model, optimizer, data and schedule, and prepare them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 1))
-    optimizer = SOAP(parameter_groups(model), lr=1e-2, weight_decay=0.01, precondition_frequency=5)
+    optimizer = SOAP(parameter_groups(model, rest_lr=3.2e-2), lr=4e-3, weight_decay=0.01, precondition_frequency=5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     x = torch.randn(STEPS // 2 * BATCH, 16, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x, x[:, :4].sum(1, keepdim=True).tanh()), batch_size=BATCH)

@@ -18,10 +18,10 @@ from lather.optim import Muon, parameter_groups
 class MuonTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model)
+            groups = parameter_groups(self.model if model is None else model, rest_lr=3.2 * self.args.learning_rate)
             for group in groups:
                 if group.get("rule") == "adamw":  # embeddings, head, norms and biases
-                    group |= {"lr": 0.2 * self.args.learning_rate, "weight_decay": 0.0}
+                    group["weight_decay"] = 0.0
             self.optimizer = Muon(groups, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
         return self.optimizer
 
@@ -43,7 +43,7 @@ def make_rows():
 
 
 def make_trainer(folder, checkpoint=None, **changes):
-    schedule = {"learning_rate": 2e-2, "lr_scheduler_type": "cosine", "warmup_steps": 4, "weight_decay": 0.01, "max_grad_norm": 1.0}
+    schedule = {"learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 4, "weight_decay": 0.01, "max_grad_norm": 1.0}
     length = {"max_steps": 40, "per_device_train_batch_size": 16, "save_steps": 20, "logging_steps": 10, "report_to": "none"}
     arguments = TrainingArguments(folder, **{**schedule, **length, "use_cpu": not torch.cuda.is_available(), **changes})
     return MuonTrainer(make_model(checkpoint), arguments, train_dataset=make_rows())

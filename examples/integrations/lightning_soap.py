@@ -33,7 +33,7 @@ class Regression(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = SOAP(parameter_groups(self), lr=1e-2, weight_decay=0.01, precondition_frequency=5)
+        optimizer = SOAP(parameter_groups(self, rest_lr=3.2e-2), lr=4e-3, weight_decay=0.01, precondition_frequency=5)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -27,7 +27,8 @@ from lather.optim import Muon, parameter_groups
 class MuonContainer(OptimizersContainer):
     def __init__(self, model_parts, config):
         self.model_parts, options = model_parts, {"lr": config.lr, "weight_decay": config.weight_decay}
-        self.optimizers = [Muon(parameter_groups(part, adam_names=("output",)), **options) for part in model_parts]
+        groups = [parameter_groups(part, adam_names=("output",), rest_lr=3.2 * config.lr) for part in model_parts]
+        self.optimizers = [Muon(one, **options) for one in groups]
         self._post_init([p for part in model_parts for p in part.parameters()], options)
 
 
@@ -65,7 +66,7 @@ def register():
 def make_config(folder, steps=20):
     config = JobConfig()
     config.job.dump_folder, config.model.name, config.model.flavor = folder, "counting", "tiny"
-    config.optimizer.lr, config.optimizer.weight_decay = 2e-2, 0.01
+    config.optimizer.lr, config.optimizer.weight_decay = 1e-2, 0.01
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_type = 2, "cosine"
     config.training.steps, config.training.seq_len = steps, 16
     config.training.local_batch_size = 16 // int(os.environ["WORLD_SIZE"])

@@ -24,7 +24,8 @@ def plain_loop(factor: float, parts: int = 1) -> Weights:
     """Train without Lightning; the gradients of `parts` parts of a batch are averaged, as between processes."""
     torch.manual_seed(0)
     module = example.Regression()
-    optimizer = example.SOAP(parameter_groups(module), lr=factor * 1e-2, weight_decay=0.01, precondition_frequency=5)
+    groups = parameter_groups(module, rest_lr=factor * 3.2e-2)
+    optimizer = example.SOAP(groups, lr=factor * 4e-3, weight_decay=0.01, precondition_frequency=5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, example.STEPS)
     for _ in range(2):
         for x, y in example.make_data():

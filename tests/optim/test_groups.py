@@ -75,3 +75,11 @@ def test_embeddings_may_have_a_basis() -> None:
     assert bases == {"basis_1": (4, 4)}
     assert optimizer.state[model.mixer.weight].keys() == {"step", "momentum_buffer"}
     assert optimizer.state[model.mixer.bias].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_rest_may_have_a_rate_of_its_own() -> None:
+    """Without it, it has that of the optimizer."""
+    for rest_lr, expected in ((3e-2, [1e-2, 1e-2, 3e-2]), (None, [1e-2, 1e-2, 1e-2])):
+        optimizer = Muon(parameter_groups(Tiny(), rest_lr=rest_lr), lr=1e-2)
+        assert [group["lr"] for group in optimizer.param_groups] == expected
+        assert optimizer.param_groups[-1]["rule"] == "adamw"

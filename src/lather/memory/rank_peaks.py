@@ -138,7 +138,7 @@ def _plain(one: RankBytes) -> dict[str, Any]:
 
 def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
     """Print a line per rank and stage: layers, MiB of a chunk, chunks at the peak; and the rank's peak with its first stage."""
-    numbers = ("MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "travelling", "peak, MiB")
+    numbers = ("MiB of a chunk", "waiting for W", "chunks at the peak", "waiting", "in transit", "peak, MiB")
     table = titled_table("a pipeline rank's activations", ("rank", "stage", "layers"), numbers)
     for one in ranks:
         for stage in one.stages:

@@ -56,13 +56,15 @@ def parameter_groups(
     adam_names: Sequence[str] = ADAM_NAMES,
     expert_layout: str = "per_expert",
     rest_rule: str = "adamw",
+    rest_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups of a model, or of named parameters, for `SOAP(parameter_groups(model))` or any other optimizer of this
     package.
 
     `parameters_by_kind` tells which parameters are in which group. Matrices keep their shape. Experts have `matrix_layout=expert_layout`:
     "per_expert", or "stacked" for `StackedSOAP`. Embeddings, heads, norms and biases have `rest_rule`: "adamw", or "embedding_soap", which
-    learns faster from small batches. In rules with bases, only the smaller side of a matrix has one if the other is more than 8 times as
+    learns faster from small batches; and the learning rate `rest_lr`, or that of the optimizer if it is None. (docs/optimizers.md has good
+    rates.) In rules with bases, only the smaller side of a matrix has one if the other is more than 8 times as
     long (`sides="auto"`): both sides of a 4096 x 8 LoRA matrix would need 1,026 times the memory of its weights. Frozen parameters are in
     their groups and take no step until they have gradients.
 
@@ -74,4 +76,6 @@ def parameter_groups(
         "experts": {"matrix_layout": expert_layout, "sides": "auto"},
         "rest": {"matrix_layout": "tensor", "rule": rest_rule},
     }
+    if rest_lr is not None:
+        options["rest"]["lr"] = rest_lr
     return [{"params": kinds[kind], **own} for kind, own in options.items() if kinds[kind]]

@@ -22,7 +22,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "gradients": ("gradients",),
     "gathered": ("gathered parameters", "rounded weights"),
     "activations": ("activations",),
-    "travelling": ("communication",),
+    "communication": ("communication",),
     "temporaries": ("temporaries", "checkpoint copies"),
 }
 """Columns of the table, and the kinds that each sums."""
