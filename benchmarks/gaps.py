@@ -50,7 +50,7 @@ MODEL = Qwen3MoeConfig(
     num_experts=8,
     num_experts_per_tok=2,
 )
-SEQUENCES, LENGTH, MICRO_BATCH = 16, 512, 4
+SEQUENCES, MICRO_BATCH = 16, 4
 """Sizes that give four micro-batches, the fewest that two ranks take, and so the longest gaps."""
 CONTESTANTS = ("filled", "at once")
 WARM_UP = 3
@@ -63,6 +63,7 @@ class GapsBenchmark:
 
     frequency: int = 1
     """Steps between refreshes."""
+    sequence_length: int = 512
     rounds: int = 9
     """Timed rounds of a run, each of one step per contestant."""
     runs: int = 3
@@ -82,7 +83,7 @@ def run(options: GapsBenchmark) -> int:
     for _ in range(options.runs):
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "found.json"
-            if launch(measure, (options.frequency, options.rounds, str(found)), 2):
+            if launch(measure, (options, str(found)), 2):
                 file.discard()
                 return 1
             ranks = json.loads(found.read_text("utf-8"))
@@ -109,7 +110,14 @@ def _row(options: GapsBenchmark, ranks: list[dict[str, Any]]) -> Row:
     median = percentiles(ratios)["median"]
     return {
         "benchmark": "gaps",
-        "config": {"ranks": 2, "optimizer": "soap", "frequency": options.frequency, "rounds": options.rounds, "micro_batches": 4},
+        "config": {
+            "ranks": 2,
+            "optimizer": "soap",
+            "frequency": options.frequency,
+            "rounds": options.rounds,
+            "micro_batches": 4,
+            "length": options.sequence_length,
+        },
         "baseline": "at once",
         "step_ms": {name: percentiles(times[name]) for name in CONTESTANTS},
         "ratio": percentiles(ratios),
@@ -132,13 +140,14 @@ class TrainingContestant:
     engine: Engine
     step: TrainStep
     recorder: TimelineRecorder
+    length: int
 
     @classmethod
-    def make(cls, name: str, frequency: int, mesh: Mesh) -> TrainingContestant:
+    def make(cls, name: str, options: GapsBenchmark, mesh: Mesh) -> TrainingContestant:
         config = Config(
             model=MODEL,
-            train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=LENGTH),
-            optim=optim_config("soap", lr=1e-3, precondition_frequency=frequency, async_refresh=True),
+            train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=options.sequence_length),
+            optim=optim_config("soap", lr=1e-3, precondition_frequency=options.frequency, async_refresh=True),
             parallel=ParallelConfig(pp=2),
         )
         recorder = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
@@ -147,26 +156,26 @@ class TrainingContestant:
         step = TrainStep(engine, optimizer, 1.0)
         assert isinstance(optimizer, MatrixOptimizer)
         optimizer.put_off_refreshes().put_off = name == "filled"
-        return cls(engine, step, recorder)
+        return cls(engine, step, recorder, options.sequence_length)
 
     def timed_step(self, number: int) -> float:
         """Take one step; returns its milliseconds."""
         generator = torch.Generator().manual_seed(number)
-        batch: Batch = self.engine.share_of(torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator))
+        batch: Batch = self.engine.share_of(torch.randint(MODEL.vocab_size, (SEQUENCES, self.length + 1), generator=generator))
         dist.barrier()
         start = time.perf_counter()
         self.step(batch, 1e-3)
         return 1e3 * (time.perf_counter() - start)
 
 
-def measure(frequency: int, rounds: int, path: str, world: World) -> int:
+def measure(options: GapsBenchmark, path: str, world: World) -> int:
     """Measure on one rank, as a worker of `launch`; rank 0 writes what every rank found to `path`."""
     torch.set_num_threads(1)
     mesh = Mesh.build(ParallelConfig(pp=2), torch.device("cpu"))
-    contestants = {name: TrainingContestant.make(name, frequency, mesh) for name in CONTESTANTS}
+    contestants = {name: TrainingContestant.make(name, options, mesh) for name in CONTESTANTS}
     found: dict[str, Any] = {name: {"ms": []} for name in CONTESTANTS}
     order = list(CONTESTANTS)
-    for number in range(WARM_UP + rounds):
+    for number in range(WARM_UP + options.rounds):
         for name in order:
             milliseconds = contestants[name].timed_step(number)
             if number >= WARM_UP:
@@ -174,7 +183,7 @@ def measure(frequency: int, rounds: int, path: str, world: World) -> int:
         order.append(order.pop(0))
     for name, contestant in contestants.items():
         contestant.recorder.begin()
-        contestant.timed_step(WARM_UP + rounds)
+        contestant.timed_step(WARM_UP + options.rounds)
         events = contestant.recorder.end()
         found[name]["events"] = [(event.rank, str(event.action), event.start, event.end) for event in events]
         found[name]["weights"] = [p.double().sum().item() for p in contestant.engine.part.parameters()]

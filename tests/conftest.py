@@ -19,7 +19,7 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 
 import torch  # noqa: E402
 
-os.fsync = lambda file: None if os.fstat(file) else None  # it takes a tenth of the time of runs; no test cuts the power
+forked.without_fsync()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # runs Triton's kernels on CPU tensors; Triton reads it when it is first imported

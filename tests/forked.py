@@ -42,6 +42,12 @@ def server() -> ForkServerContext:
     return context
 
 
+def without_fsync() -> None:
+    """Leave data to the operating system in this process: waiting for the disk takes a tenth of the time of runs, and no test cuts the
+    power."""
+    os.fsync = lambda file: os.fstat(file) and None  # a file that is not open is still an error
+
+
 class ForkedPython(subprocess.Popen[str]):
     """Runs `python ARGUMENTS`, which begin with a script or with `-m MODULE`. Options are those of Popen, without a standard input."""
 
@@ -91,6 +97,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], streams
         stream.close()
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     _fork_instead_of_starting()
+    without_fsync()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

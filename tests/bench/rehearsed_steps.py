@@ -1,6 +1,6 @@
 """Runs whole training steps with the branches that a GPU takes, on the stand-in device, in a process of its own, and prints what it found.
 
-    python tests/bench/rehearsed_steps.py         a line of JSON for each case
+    python tests/bench/rehearsed_steps.py [more]         a line of JSON for each case, or for each further case
 
 Each case has three steps: with first bases, without, with a refresh; two where there are no bases. Tensors have no values, but torch checks
 their shapes, dtypes and devices; a kernel of Triton is launched with the arguments that it would get.
@@ -82,23 +82,33 @@ class Rehearsal:
 
 
 def rehearsals() -> list[Rehearsal]:
-    """List cases of every family, precision and rule, and every choice that a GPU could make differently; AdamW unless the case is about
-    the rule."""
+    """List cases of every family, precision and kind of rule, and every choice that a GPU could make differently; AdamW unless the case is
+    about the rule."""
     recomputed = {"recompute": ("attention", "experts", "shared_experts")}
     return [
-        Rehearsal(),
-        Rehearsal("qwen3_moe"),
-        *(Rehearsal(family, "fp32", "adamw") for family in WIDE),
-        *(Rehearsal(rule=rule) for rule in ("klsoap", "soap_muon", "muon")),
+        Rehearsal("gpt_oss", "fp32", "adamw"),
+        Rehearsal(rule="soap_muon"),
+        Rehearsal(rule="muon"),
         Rehearsal(sizes=NARROW),
-        Rehearsal(precision="fp32", sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed),
-        Rehearsal(rule="adamw", packed=True),
-        Rehearsal("gpt_oss", rule="adamw"),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
         Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, "z_loss_coefficient": 0.01}),
         Rehearsal("qwen3_moe", rule="adamw", moe={"balance_level": "global_batch", "balance_coefficient": 0.1}),
+        Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
+    ]
+
+
+def more_rehearsals() -> list[Rehearsal]:
+    """List further combinations of the same choices."""
+    return [
+        Rehearsal(),
+        Rehearsal("qwen3_moe"),
+        *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
+        Rehearsal(rule="klsoap"),
+        Rehearsal(precision="fp32", sizes=NARROW),
+        Rehearsal(rule="adamw", packed=True),
+        Rehearsal("gpt_oss", rule="adamw"),
         Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),
     ]
 
@@ -127,7 +137,7 @@ def rehearse(case: Rehearsal) -> list[dict[str, Any]]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for case in rehearsals():
+    for case in more_rehearsals() if sys.argv[1:] == ["more"] else rehearsals():
         try:
             result: dict[str, Any] = {"steps": rehearse(case)}
         except Exception:

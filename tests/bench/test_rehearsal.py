@@ -1,5 +1,6 @@
 """Whole training steps as a GPU would take them, rehearsed on tensors without values: see `rehearsed_steps.py`."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,33 +10,33 @@ from typing import Any
 
 import pytest
 
-from bench.rehearsed_steps import NARROW, Rehearsal, rehearsals
+from bench.rehearsed_steps import NARROW, Rehearsal, more_rehearsals, rehearsals
 
 pytestmark = pytest.mark.timeout(900)
-"""The first test rehearses all cases, which takes a minute on a quiet core."""
+"""The first test rehearses all cases, which takes half a minute on a quiet core."""
 
-CASES = rehearsals()
+CASES, MORE_CASES = rehearsals(), more_rehearsals()
 REPOSITORY = Path(__file__).parents[2]
 ONCE = ["engine/engine.py", "engine/step.py"]
 """Where the host waits in a step: for loss, norm and counts, and for the optimizer's end. If a refresh was under way beside the last step,
 the step also looks how that went."""
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+@functools.cache
+def found(*which: str) -> dict[str, Any]:
     """The results by case, from a process of its own: a process cannot undo that torch knows the stand-in."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # kernels are counted, not interpreted
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py")), *which]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_gpu_would_take_the_step(found: dict[str, Any], case: Rehearsal) -> None:
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.grid) for case in MORE_CASES)], ids=lambda case: case.name)
+def test_a_gpu_would_take_the_step(case: Rehearsal) -> None:
     """No device, dtype or shape is wrong; no product is in fp64, no attention has S x S elements; in bf16 the host hardly ever waits."""
-    result = found[case.name]
+    result = (found() if case in CASES else found("more"))[case.name]
     assert "error" not in result, result["error"]
     for step in result["steps"]:
         assert step["notes"] == {}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from making_helpers import Notes, documents_of
 
+from forked import ForkedPython, fresh_python
 from lather.data import sources
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
@@ -243,21 +244,28 @@ if __name__ == "__main__":
 """
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    """Start `lather` with units of 6,000 bytes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "200"},
-        start_new_session=True,
-    )
+Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, workers: int) -> None:
-    """There are ten kills, of the whole group or of the parent alone, whose child processes then end by themselves."""
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Start `lather` with units of 6,000 bytes, forked or in a process of its own."""
+    script = tmp_path / "units.py"
+    script.write_text(COMMAND)
+
+    def start(*arguments: object, python: Start = ForkedPython) -> subprocess.Popen[str]:
+        environment = {**os.environ, "COLUMNS": "200"}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return python([script, *arguments], env=environment, start_new_session=True, **streams)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_kills"), [(1, 2), (2, 4), pytest.param(1, 10, marks=pytest.mark.grid), pytest.param(2, 10, marks=pytest.mark.grid)]
+)
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, start: Start, workers: int, num_kills: int) -> None:
+    """Kills are of the whole group, or of the parent alone, whose child processes then end by themselves."""
     source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
     options = ["--tokenizer", tokenizer, "--workers", workers, "--holdout-every", 10]
     undisturbed = start("data", "make", tmp_path / "undisturbed", source, *options)
@@ -266,7 +274,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path,
     seconds = time.monotonic() - begun
     assert undisturbed.returncode == 0
     draw, kills = random.Random(workers), 0
-    while kills < 10:
+    while kills < num_kills:
         process = start("data", "make", tmp_path / "killed", source, *options)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(draw.uniform(0.2, 0.9) * seconds)
@@ -275,7 +283,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path,
             kill = os.killpg if draw.random() < 0.5 else os.kill
             kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
-        if kills < 10:
+        if kills < num_kills:
             shutil.rmtree(tmp_path / "killed", ignore_errors=True)  # it had finished before the kill
     last = start("data", "make", tmp_path / "killed", source, *options)
     out, _ = last.communicate(timeout=120)
@@ -291,10 +299,10 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: Path, tokenizer: Path, start: Start) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(20_000))
     command = ("data", "make", tmp_path / "ours", source, "--tokenizer", tokenizer, "--workers", 2, "--holdout-every", 0)
-    process = start(*command)
+    process = start(*command, python=fresh_python)
     units = tmp_path / "ours.partial" / "units"
     while process.poll() is None and not any(units.glob("*.json")):
         time.sleep(0.01)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from forked import server
+from forked import server, without_fsync
 from lather.processes import end_with_parent
 
 
@@ -72,6 +72,7 @@ def _run(rank: int, world_size: int, file: str, name: str, args: bytes, store: s
     os.environ.clear()
     os.environ.update(environ)
     end_with_parent()
+    without_fsync()
     try:
         import torch
         import torch.distributed as dist

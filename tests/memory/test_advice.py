@@ -40,7 +40,12 @@ def estimator() -> Iterator[Estimator]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changes"), [({"pp": 2}, {}), ({"ep": 2}, {}), ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"})]
+    ("mesh", "changes"),
+    [
+        ({"pp": 2}, {}),
+        pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
+        ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
+    ],
 )
 def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], changes: dict[str, str]) -> None:
     config = changed(deep_config("soap", **mesh), changes)

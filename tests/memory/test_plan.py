@@ -225,7 +225,7 @@ def test_the_command_shows_whether_it_fits(tmp_path: Path, capsys: pytest.Captur
     assert sum(rank["steps"]["a step"]["kinds"].values()) == rank["steps"]["a step"]["peak"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "quickstart: 1 rank" in (tmp_path / "plan.html").read_text("utf-8")
-    assert main([*arguments, "--memory", f"{document['needed'] - 1}B"]) == 1
+    assert main([*arguments, "--memory", f"{document['needed'] - 1}B", "--advice", "never"]) == 1
     assert "does not fit" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ from lather.planning.plan_report import dealt, to_json
 from lather.planning.stage_bytes import _kinds_of, _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
 from lather.planning.workers import Assumed
 
-LAYERS = 10
+LAYERS = 6
 
 
 def deep_config(partition: str, **parallel: Any) -> Config:

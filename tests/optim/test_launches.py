@@ -44,18 +44,18 @@ NEWTON_SCHULZ = 15
 
 CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
     "soap": ("SOAP", MATRICES * 2, "float32", {}, 10),
-    "soap, 100 matrices": ("SOAP", MATRICES * 100, "float32", {}, 10),
+    "soap, 20 matrices": ("SOAP", MATRICES * 20, "float32", {}, 10),
     "soap, bf16 weights": ("SOAP", MATRICES * 2, "bfloat16", {}, 12),
     "soap, experts": ("SOAP", EXPERTS, "float32", PER_EXPERT, 9),
-    "klsoap": ("KLSOAP", MATRICES * 100, "float32", {}, 19),
+    "klsoap": ("KLSOAP", MATRICES * 20, "float32", {}, 19),
     "klsoap, experts": ("KLSOAP", EXPERTS, "float32", PER_EXPERT, 17),
-    "muon": ("Muon", MATRICES * 100, "float32", {}, 10 + NEWTON_SCHULZ),
-    "muon, bf16 weights": ("Muon", MATRICES * 100, "bfloat16", {}, 12 + NEWTON_SCHULZ),
-    "soap_muon": ("SOAPMuon", MATRICES * 100, "float32", {}, 19 + NEWTON_SCHULZ),
+    "muon": ("Muon", MATRICES * 20, "float32", {}, 10 + NEWTON_SCHULZ),
+    "muon, bf16 weights": ("Muon", MATRICES * 20, "bfloat16", {}, 12 + NEWTON_SCHULZ),
+    "soap_muon": ("SOAPMuon", MATRICES * 20, "float32", {}, 19 + NEWTON_SCHULZ),
     "soap_muon, experts": ("SOAPMuon", EXPERTS, "float32", PER_EXPERT, 18 + NEWTON_SCHULZ),
-    "soap_muon, both sides": ("SOAPMuon", MATRICES * 100, "float32", {"sides": "both"}, 22 + NEWTON_SCHULZ),
-    "adamw": ("AdamW", MATRICES * 100, "float32", {}, 2),
-    "adamw, bf16 weights": ("AdamW", MATRICES * 100, "bfloat16", {}, 6),
+    "soap_muon, both sides": ("SOAPMuon", MATRICES * 20, "float32", {"sides": "both"}, 22 + NEWTON_SCHULZ),
+    "adamw": ("AdamW", MATRICES * 20, "float32", {}, 2),
+    "adamw, bf16 weights": ("AdamW", MATRICES * 20, "bfloat16", {}, 6),
 }
 """Cases by name: class, shapes, dtype, options, and the most launches of statistics and update, all of which fit one chunk."""
 
