@@ -82,7 +82,7 @@ def main() -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     train(model, optimizer, range(STEPS // 2, STEPS), device)
 
-    own = torch.tensor(sum(piece.value.nbytes for piece in optimizer.state_pieces() if piece.key != "step"), device=device)
+    own = torch.tensor(sum(piece.value.nbytes for _, piece in optimizer.state_pieces() if piece.name != "step"), device=device)
     sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, own)
     if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 IMPORTED_BEFORE = [
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",

@@ -3,10 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import ForkedPython
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,16 +15,14 @@ ROOT = Path(__file__).parent.parent
 def run_example(name: str, num_ranks: int = 0) -> str:
     """Run an example; with `num_ranks` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / name)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = ForkedPython([*launcher, ROOT / "examples" / name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
 
 
 def test_soap_any_model() -> None:

@@ -26,11 +26,24 @@ from tiny_run import TIME_FIELDS
 STEPS = 8
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder for the finished run, and for the path at which it was made."""
+    return tmp_path_factory.mktemp("finished")
+
+
 @pytest.fixture
-def first(make_config: MakeConfig) -> Config:
-    """A run with checkpoints at 2, 4, 6 and 8."""
-    config = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9})
-    run(config)
+def first(make_config: MakeConfig, tmp_path: Path, finished: Path) -> Config:
+    """Return a run with checkpoints at 2, 4, 6 and 8, which was trained once for all tests and is copied."""
+    config, made_at = make_config(train={"steps": STEPS}, checkpoint={"keep_last": 9}), finished / "made_at.txt"
+    if made_at.exists():
+        shutil.copytree(finished / "run", config.run_dir)
+        for file in (path for path in Path(config.run_dir).iterdir() if path.suffix in (".toml", ".json", ".jsonl")):
+            file.write_text(file.read_text().replace(made_at.read_text(), str(tmp_path)))
+    else:
+        run(config)
+        shutil.copytree(config.run_dir, finished / "run")
+        made_at.write_text(str(tmp_path))
     return config
 
 

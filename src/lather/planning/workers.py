@@ -26,7 +26,7 @@ POINTS = 1500
 def worker_processes() -> ProcessPoolExecutor:
     """Return a pool with as many processes as cores; a process runs one call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lather.planning.dry_run"])
+    context.set_forkserver_preload(["lather.planning.dry_run", "torch._dynamo"])  # torch imports the latter at a first step
     return ProcessPoolExecutor(os.cpu_count() or 1, context, end_with_parent, max_tasks_per_child=1)
 
 
