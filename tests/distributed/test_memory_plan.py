@@ -43,7 +43,7 @@ def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str
 
 
 @pytest.mark.grid
-def test_planned_peaks_with_layers_dealt_by_memory() -> None:
+def test_planned_peaks_with_layers_partitioned_by_memory() -> None:
     config = run_config("soap", layers=9, parallel={"pp": 2, "partition": "memory"})
     assert largest_error(config, 2) < TOLERANCE
 

@@ -118,7 +118,7 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found["diverged"] = diverge(rank, folder)
         found["at once"] = without_pieces(make_config(folder, "at once", RUNS["async klsoap"], {"parallel": {"pp": 2}}))
         found["slow neighbour"] = slow_neighbour(rank)
-        found["dealt by memory"] = dealt_by_memory(rank, folder)
+        found["partitioned by memory"] = partitioned_by_memory(rank, folder)
     return found
 
 
@@ -144,7 +144,7 @@ def diverge(rank: int, folder: Path) -> str:
     return "finished"
 
 
-def dealt_by_memory(rank: int, folder: Path) -> bool:
+def partitioned_by_memory(rank: int, folder: Path) -> bool:
     """Train with the layers of the stages that rank 0, and it alone, finds. The search itself is left out, as a rank here may not have
     processes of its own."""
 
@@ -153,7 +153,7 @@ def dealt_by_memory(rank: int, folder: Path) -> bool:
         return Partition((1, 3, 1, 2), (2.0, 1.0), 3.0)
 
     with patch.object(memory_check, "memory_partition", search):
-        return start(make_config(folder, "dealt by memory", RUNS["deep"], {"parallel": {"pp": 2, "partition": "memory"}})).finished
+        return start(make_config(folder, "partitioned by memory", RUNS["deep"], {"parallel": {"pp": 2, "partition": "memory"}})).finished
 
 
 def without_pieces(config: Config) -> bool:
@@ -275,9 +275,9 @@ def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(tw
     assert_same_rows(folder / "moved", folder / "everything")
 
 
-def test_layers_dealt_by_memory_change_no_number(two: list[dict[str, Any]], folder: Path) -> None:
-    assert all(found["dealt by memory"] for found in two)
-    assert_same_rows(folder / "dealt by memory", folder / "deep")
+def test_layers_partitioned_by_memory_change_no_number(two: list[dict[str, Any]], folder: Path) -> None:
+    assert all(found["partitioned by memory"] for found in two)
+    assert_same_rows(folder / "partitioned by memory", folder / "deep")
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(two: list[dict[str, Any]], folder: Path) -> None:

@@ -158,7 +158,7 @@ def work_of(config: Config) -> Work:
 
 
 def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
-    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers dealt by memory.
+    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers partitioned by memory.
     If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
 
     def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
@@ -167,16 +167,16 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
         too_large = only_early and not config.parallel.early_weight_gradients
         return SimpleNamespace(needed=needed + 1000 * too_large, peaks_where_weight_gradients_wait=too_large)
 
-    def dealt(config: Config, world_size: int, assumed: Assumed) -> Partition:
+    def partitioned(config: Config, world_size: int, assumed: Assumed) -> Partition:
         if saved < 0:
-            raise ConfigError("cannot be dealt")
+            raise ConfigError("cannot be partitioned")
         size = size_of(config, world_size)
         return Partition((1, 2, 2, 3), (size - saved, 1.0), size)
 
     with (
         patch.object(advice_module, "Estimator", MadeUp),
         patch.object(advice_module, "plan", planned),
-        patch.object(advice_module, "memory_partition", dealt),
+        patch.object(advice_module, "memory_partition", partitioned),
         patch.object(advice_module._Search, "has_room", lambda search, parts: True),
     ):
         return advise(deep_config("soap"), 2, memory, "cpu")
@@ -197,13 +197,13 @@ def test_less_is_kept_before_the_rule_changes() -> None:
     assert flops == sorted(flops)
 
 
-def test_layers_are_dealt_by_memory_where_a_pipeline_nearly_fits() -> None:
-    """A pipeline needs 100 bytes, 95 with layers dealt by memory; 91 are there."""
+def test_layers_are_partitioned_by_memory_where_a_pipeline_nearly_fits() -> None:
+    """A pipeline needs 100 bytes, 95 with layers partitioned by memory; 91 are there."""
     found = advised(91, saved=10)
-    (dealt,) = [setting for setting, _ in found.settings if setting.partition is not None]
-    assert dealt.changes == {"parallel.pp": 2, "parallel.partition": "memory"}
-    assert dealt.estimate.needed == pytest.approx(90)
-    assert dealt.bubble == bubble_of_layers((1, 2, 2, 3), 16)
+    (partitioned,) = [setting for setting, _ in found.settings if setting.partition is not None]
+    assert partitioned.changes == {"parallel.pp": 2, "parallel.partition": "memory"}
+    assert partitioned.estimate.needed == pytest.approx(90)
+    assert partitioned.bubble == bubble_of_layers((1, 2, 2, 3), 16)
     assert not any(setting.partition for setting, _ in advised(91, saved=0).settings)
     assert not any(setting.partition for setting, _ in advised(80, saved=10).settings)  # the search does not hope for 20 % less
 
@@ -218,7 +218,7 @@ def test_weight_gradients_come_early_where_a_whole_plan_needs_it() -> None:
     assert not any(setting.config.parallel.early_weight_gradients for setting, _ in advised(90).settings)
 
 
-def test_a_search_goes_on_where_layers_cannot_be_dealt() -> None:
+def test_a_search_goes_on_where_layers_cannot_be_partitioned() -> None:
     assert advised(91, saved=-1).settings
 
 

@@ -1,8 +1,10 @@
 """`lather plan`: each kind of bytes from first principles, refusals, and the output. (tests/distributed has plans against real ranks.)"""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from planned_configs import SIZES, config_of
 from torch import Tensor, nn
 
+from benchmarks import plans
 from lather.cli import main
 from lather.commands.parsing import parse_size
 from lather.config.config import CheckpointConfig
@@ -19,6 +22,12 @@ from lather.planning.ledger import KINDS, Ledger
 from lather.planning.plan import MemoryPlan, plan
 
 OUTER = ("embed_tokens", "lm_head")
+ROOT = Path(__file__).parents[2]
+
+
+def stored_plan(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / plans.FOLDER / f"{name}.json").read_text())
+    return found
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -258,35 +267,67 @@ def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_table_of_qwen3_30b_is_that_of_its_plans() -> None:
-    root = Path(__file__).parents[2]
-    lines = [line for line in (root / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 x", "| 8 x"))]
+    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 x", "| 8 x"))]
     assert len(lines) == 5
     for line in lines:
         gpus, mesh, rule, needs, fits = (cell.strip() for cell in line.strip("|").split("|"))
         number, size, unit = gpus.replace("x ", "").split()
-        name = f"qwen3-30b-a3b-{number}-{mesh.replace(', ', '-').replace(' ', '')}-{rule.split('`')[1]}.json"
-        document = json.loads((root / "benchmarks/results/plans" / name).read_text())
+        name = f"qwen3-30b-a3b-{number}-{mesh.replace(', ', '-').replace(' ', '')}-{rule.split('`')[1]}"
+        document = stored_plan(name)
         assert f"{document['needed'] / 2**30:.2f}" == needs
         assert (document["needed"] <= parse_size(size + unit, "memory")) == (fits == "yes")
         assert document["world_size"] == int(number)
 
 
-def test_the_table_of_layers_dealt_by_memory_is_that_of_its_plans() -> None:
-    root = Path(__file__).parents[2]
-    lines = [line for line in (root / "docs/memory.md").read_text().splitlines() if line.startswith("| pp ")]
+def test_the_table_of_layers_partitioned_by_memory_is_that_of_its_plans() -> None:
+    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith("| pp ")]
     assert len(lines) == 2
     for line in lines:
         mesh, layers, even, by_memory, expected, bubble = (cell.strip() for cell in line.strip("|").split("|"))
         name = f"qwen3-30b-a3b-16-{mesh.replace(', ', '-').replace(' ', '')}-soap_muon"
-        uniform, dealt = (json.loads((root / f"benchmarks/results/plans/{name}{end}.json").read_text()) for end in ("", "-by-memory"))
-        found = dealt["dealt"]
+        uniform, by_size = (stored_plan(f"{name}{end}") for end in ("", "-by-memory"))
+        found = by_size["partition"]
         assert [int(count) for count in layers.split()] == found["layers"]
-        peaks = [max(rank["peak"] for rank in document["ranks"]) for document in (uniform, dealt)]
+        peaks = [max(rank["peak"] for rank in document["ranks"]) for document in (uniform, by_size)]
         assert [even, by_memory, expected] == [f"{size / 2**30:.2f}" for size in (*peaks, found["expected"])]
         assert bubble == f"{100 * found['bubble_uniform']:.1f} % -> {100 * found['bubble']:.1f} %"
 
 
 def test_deepseek_v2_needs_what_its_plan_says() -> None:
-    root = Path(__file__).parents[2]
-    needed = json.loads((root / "benchmarks/results/plans/deepseek-v2-512-pp8-ep8-soap_muon.json").read_text())["needed"]
-    assert f"pp 8, ep 8: {needed / 2**30:.2f} GiB" in (root / "docs/memory.md").read_text()
+    needed = stored_plan("deepseek-v2-512-pp8-ep8-soap_muon")["needed"]
+    assert f"pp 8, ep 8: {needed / 2**30:.2f} GiB" in (ROOT / "docs/memory.md").read_text()
+
+
+def test_the_table_of_early_weight_gradients_is_that_of_its_plans() -> None:
+    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith("| attention")]
+    assert len(lines) == 2
+    for line, name in zip(lines, ("attention", "all"), strict=True):
+        normal, early = (stored_plan(f"quickstart-deep-{name}{end}") for end in ("", "-early"))
+        peaks = [f"{rank['peak'] / 2**20:.2f}" for document in (normal, early) for rank in document["ranks"]]
+        price = early["early_weight_gradients"]
+        bubbles = [f"{100 * price[key]:.1f} %" for key in ("bubble_normal", "bubble")]
+        assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [*peaks, *bubbles]
+
+
+def test_the_advice_of_the_page_needs_what_its_plans_say() -> None:
+    page = (ROOT / "docs/memory.md").read_text()
+    smaller, both, bf16 = (
+        stored_plan(f"qwen3-30b-a3b-16-pp2-ep8-soap-{name}")["needed"] / 2**30 for name in ("smaller", "smaller-bf16", "bf16")
+    )
+    for options, needed in (
+        ("sides smaller", smaller),
+        ("sides smaller --optim.state-dtype bfloat16", both),
+        ("state-dtype bfloat16", bf16),
+    ):
+        assert re.search(rf"^ --optim.{options} +{needed:.2f} +{80 - needed:.2f} ", page, re.MULTILINE), options
+    alone, halved = (stored_plan(f"qwen3-30b-a3b-8-ep8-soap{end}")["needed"] / 2**30 for end in ("", "-smaller"))
+    assert f"needs {alone:.2f} GiB, and {halved:.2f} with" in page
+
+
+def test_every_stored_plan_has_a_command_that_makes_it_again() -> None:
+    assert {path.stem for path in (ROOT / plans.FOLDER).glob("*.json")} == set(plans.PLANS)
+    for name, options in plans.PLANS.items():
+        document = stored_plan(name)
+        assert document["arguments"][: len(options.split())] == options.split(), name
+        assert document["lather"].startswith("lather ")
+        assert "dirty" not in document["lather"]

@@ -16,7 +16,7 @@ from lather.pipeline.partition import uniform
 from lather.planning.dry_run import BUILDING, RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan, plan
-from lather.planning.plan_report import dealt, to_json
+from lather.planning.plan_report import describe_partition, to_json
 from lather.planning.stage_bytes import _kinds_of, _rank_peaks, _Sample, _samples, memory_partition, phase_peaks
 from lather.planning.workers import Assumed
 
@@ -47,16 +47,16 @@ def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, M
     assert plans["uniform"].partition is None
 
 
-def test_what_was_dealt_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> None:
+def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> None:
     found = plans["memory"]
     assert found.partition is not None
     bubble, uniform_bubble = found.bubbles(found.partition)
     assert uniform_bubble > bubble > 0  # each rank has five layers, instead of four and six
-    line = dealt(found, found.partition)
+    line = describe_partition(found, found.partition)
     assert " ".join(map(str, found.partition.layers)) in line
     assert f"bubble {bubble:.1%} instead of {uniform_bubble:.1%}" in line
-    assert to_json(found)["dealt"]["layers"] == found.partition.layers
-    assert to_json(plans["uniform"])["dealt"] is None
+    assert to_json(found)["partition"]["layers"] == found.partition.layers
+    assert to_json(plans["uniform"])["partition"] is None
 
 
 def test_nothing_is_searched_where_there_is_nothing_to_deal() -> None:

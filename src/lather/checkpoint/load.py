@@ -10,7 +10,7 @@ from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
 from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
 from lather.errors import CheckpointError
 from lather.optim.sharded.placement import Piece
-from lather.parallel.agreement import together
+from lather.parallel.agreement import errors_on_all_ranks
 
 ANOTHER = "use the configuration it was made with"
 BIAS = ".e_score_correction_bias"
@@ -28,7 +28,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     table = _open(path, state, state.names())
     pieces = list(state.weights())
     if state.optimizer is not None and table.optimizer is not None:
-        with together(state.group):
+        with errors_on_all_ranks(state.group):
             _check_optimizer(path, table, state.optimizer)
         try:
             state.create_optimizer_state(table.tensors)
@@ -54,20 +54,20 @@ def load_parameters(path: Path, state: TrainingState) -> None:
 def _load(path: Path, table: Table, state: TrainingState, pieces: Iterable[Piece]) -> None:
     """Fill this rank's pieces, one stored piece at a time."""
     tensors = CheckpointTensors(path, table)
-    with together(state.group):
+    with errors_on_all_ranks(state.group):
         for piece in pieces:
             tensors.read_into(piece.value, piece.name, piece.offset)
 
 
 def _open(path: Path, state: TrainingState, names: set[str], passed_over: str | None = None) -> Table:
     """Check all files, and that the weights are those of all ranks, `names`; return the table."""
-    with together(state.group):
+    with errors_on_all_ranks(state.group):
         table = read_table(path)
-    with together(state.group):
+    with errors_on_all_ranks(state.group):
         tensors = CheckpointTensors(path, table)
         for file in list(table.files.values())[state.rank :: state.num_ranks]:
             tensors.check_file(file)
-    with together(state.group):
+    with errors_on_all_ranks(state.group):
         place = path / STATE_FILE
         found = {name for name in table.tensors if "/" not in name and not (passed_over and name.endswith(passed_over))}
         for name in sorted(names - found):

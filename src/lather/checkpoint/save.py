@@ -38,7 +38,7 @@ from lather.errors import CheckpointError
 from lather.files import names_full_disk, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box, Piece
-from lather.parallel.agreement import dealt, gathered, of_first, together
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
 FIRST_FILE = "rank-00000.safetensors"
 
@@ -52,18 +52,18 @@ def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, r
     target = checkpoint_path(folder, progress.step)
     group = state.saving_group
     exists = target.exists()  # then it is complete, and its contents are the same
-    if of_first(exists, group):
+    if broadcast(exists, group):
         return target
     optimizer = None if state.optimizer is None else type(state.optimizer).__name__
     writer = CheckpointWriter(target, group)
     pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
     try:
         files, tensors = writer.write(pieces, stage)
-        with together(group):
+        with errors_on_all_ranks(group):
             if writer.rank == 0:
                 writer.publish(Table(progress, optimizer, files, tensors), retention)
     except Exception:  # raised on all ranks, so none is still writing
-        with together(group):
+        with errors_on_all_ranks(group):
             if writer.rank == 0 and writer.aside.exists():
                 shutil.rmtree(writer.aside, ignore_errors=True)  # the disk may be full
         raise
@@ -104,16 +104,16 @@ class CheckpointWriter:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
         own = [PieceToWrite(piece.name, piece.box, piece.shape, piece.value.dtype) for piece in mine.values()]
-        by_rank = gathered(own, self.group)
+        by_rank = gather(own, self.group)
         plan: list[list[PieceToWrite]] = []
-        with together(self.group):
+        with errors_on_all_ranks(self.group):
             if self.rank == 0:
                 plan = self._prepare(by_rank)
-        chosen = dealt(plan, self.group)
-        with together(self.group):
+        chosen = scatter(plan, self.group)
+        with errors_on_all_ranks(self.group):
             values: Mapping[Key, Tensor] = {one.key: mine[one.key].value for one in chosen}
             stored = self.write_file(chosen, values if stage is None else stage(values))
-        files = {file.name: file for file in gathered(stored, self.group) if file is not None}
+        files = {file.name: file for file in gather(stored, self.group) if file is not None}
         return files, stored_entries(plan)
 
     def _prepare(self, by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:

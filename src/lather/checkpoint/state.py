@@ -21,7 +21,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
 from lather.optim.sharded.placement import Piece
-from lather.parallel.agreement import together
+from lather.parallel.agreement import errors_on_all_ranks
 from lather.parallel.local_parameters import ShardInfo
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class TrainingState:
         else:
             self._allocate(stored_shapes(stored))
         try:
-            with together(self.group):
+            with errors_on_all_ranks(self.group):
                 self._check_optimizer_state(stored)
         except CheckpointError:
             self.optimizer.state.clear()

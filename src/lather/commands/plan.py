@@ -71,7 +71,7 @@ def plan_command(arguments: list[str]) -> int:
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance, memory=memory)
     if parsed.json:
-        plan_report.write(found, parsed.json)
+        plan_report.write(found, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
         draw(found, memory, title, parsed.out)

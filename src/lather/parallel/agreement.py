@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Wait at the end of the block for all ranks. If any rank raises inside, every rank raises: its own error, or else that of the lowest
     rank that has one.
 
@@ -43,7 +43,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
                 raise each
 
 
-def of_first(value: T, group: dist.ProcessGroup | None) -> T:
+def broadcast(value: T, group: dist.ProcessGroup | None) -> T:
     """Return rank 0's value on all ranks of `group`, for values that ranks might see differently, such as the entries of a slow file
     system."""
     if group is None:
@@ -53,7 +53,7 @@ def of_first(value: T, group: dist.ProcessGroup | None) -> T:
     return values[0]
 
 
-def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return the values of all ranks of `group` on rank 0, and an empty list on the others."""
     if group is None:
         return [value]
@@ -62,7 +62,7 @@ def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return cast(list[T], values)
 
 
-def dealt(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
+def scatter(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
     """Distribute rank 0's values, one to each rank of `group`, and return this rank's."""
     if group is None:
         (value,) = values
@@ -72,15 +72,15 @@ def dealt(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
     return cast(T, found[0])
 
 
-def on_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Do the work on rank 0 alone and return its result on all ranks of `group`; if it raises there, all ranks raise."""
     if group is None:
         return work()
     found: T | None = None
-    with together(group):
+    with errors_on_all_ranks(group):
         if dist.get_rank(group) == 0:
             found = work()
-    return cast(T, of_first(found, group))
+    return cast(T, broadcast(found, group))
 
 
 def _portable(error: Exception) -> Exception:

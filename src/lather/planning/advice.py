@@ -43,9 +43,9 @@ ENOUGH = 3
 """Number of advised settings."""
 MOST_PLANS = 6
 """Maximal number of settings that are planned in full."""
-MOST_DEALT = 2
+MOST_PARTITIONED = 2
 """Maximal number of settings whose layers are assigned by memory; each takes its own dry runs."""
-DEALING_SAVES = 0.15
+PARTITION_SAVES = 0.15
 """Fraction of the largest rank's bytes that assigning layers by memory is assumed to save at most; the largest observed was 0.13."""
 LARGEST_WORLD = 64
 """Largest factor by which the number of ranks is multiplied if nothing fits."""
@@ -173,7 +173,7 @@ class _Search:
         if not self.tried:
             raise ConfigError(f"no setting could be estimated: {self.estimator.failures[0]}")
         if not self.is_enough():
-            self.deal_by_memory()
+            self.partition_by_memory()
         for name, lighter in (
             ("fewer kept activations", [{}]),
             ("smaller optimizer states", self.lighter_states()),
@@ -183,16 +183,16 @@ class _Search:
             if not self.is_enough() and lighter:
                 self.try_all(name, [mesh | less | state for state, mesh, less in product(lighter, meshes, kept)])
 
-    def deal_by_memory(self) -> None:
+    def partition_by_memory(self) -> None:
         """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest rank is as small as possible."""
         near = [
             setting
             for setting in self.tried
             if setting.config.parallel.pp > 1
             and setting.config.parallel.partition == "uniform"
-            and self.memory < setting.estimate.needed <= self.memory / (1 - DEALING_SAVES)
+            and self.memory < setting.estimate.needed <= self.memory / (1 - PARTITION_SAVES)
         ]
-        for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_DEALT]:
+        for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_PARTITIONED]:
             changes: Changes = {**setting.changes, "parallel.partition": "memory"}
             config = changed(self.config, changes)
             assert config is not None
@@ -203,7 +203,7 @@ class _Search:
                 self.say(f"not assigned: {error}")
                 continue
             if partition is not None and partition.largest < partition.uniform_largest:
-                self.tried.append(_dealt(setting, changes, config, partition, self.world_size, self.assumed.device))
+                self.tried.append(_partitioned(setting, changes, config, partition, self.world_size, self.assumed.device))
 
     def is_enough(self) -> bool:
         return len(self.fitting()) >= ENOUGH
@@ -297,7 +297,7 @@ class _Search:
         return None
 
 
-def _dealt(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
+def _partitioned(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
     """Return the setting with this partition; its estimate shrinks by the factor by which the largest rank does."""
     factor = partition.largest / partition.uniform_largest
     peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})

@@ -13,7 +13,7 @@ from lather.memory.profile_report import unit_of, whole_file
 from lather.planning.ledger import KINDS, MemoryTimeline
 from lather.planning.plan import MemoryPlan
 from lather.planning.plan_picture import COLORS, doings, kinds_of
-from lather.planning.plan_report import dealt, layers_of, needs, verdict
+from lather.planning.plan_report import describe_partition, layers_of, needs, verdict
 
 POINTS = 700
 """Points of each curve; a screen cannot show more."""
@@ -31,7 +31,7 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
     kinds = kinds_of(plan)
     notes = [verdict(plan, memory)] if memory is not None else []
     if plan.partition is not None:
-        notes.append(dealt(plan, plan.partition))
+        notes.append(describe_partition(plan, plan.partition))
     if plan.device == "gpu":
         notes.append(needs(plan))
     return {

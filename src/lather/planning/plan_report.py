@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lather.pipeline.partition import SLACK, Partition
 from lather.planning.dry_run import RankRun
 from lather.planning.ledger import MemoryTimeline
 from lather.planning.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
+from lather.version import describe_version
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
@@ -46,7 +47,7 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
     console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
     if plan.partition is not None:
-        console.print(dealt(plan, plan.partition), highlight=False)
+        console.print(describe_partition(plan, plan.partition), highlight=False)
     if plan.early_weight_gradients:
         console.print(early_weight_gradients(plan), highlight=False)
     console.print(checkpoint(plan), highlight=False)
@@ -81,7 +82,7 @@ def verdict(plan: MemoryPlan, memory: int) -> str:
     return f"{word} in {_in(memory, GIB)} GiB: {_in(abs(memory - plan.needed), GIB)} GiB {rest}"
 
 
-def dealt(plan: MemoryPlan, partition: Partition) -> str:
+def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     """Describe a partition by memory in one line."""
     unit, scale = unit_of(partition.uniform_largest)
     counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
@@ -100,9 +101,9 @@ def early_weight_gradients(plan: MemoryPlan) -> str:
     return f"weight gradients as early as they can be: bubble {bubble:.1%} instead of {normal_bubble:.1%} if all layers take equally long"
 
 
-def write(plan: MemoryPlan, out: Path) -> None:
-    """Write all numbers as JSON. Raises UserError if the file cannot be written."""
-    write_json(to_json(plan), out)
+def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
+    """Write all numbers as JSON, with the arguments of the command that planned. Raises UserError if the file cannot be written."""
+    write_json({"lather": describe_version(), "arguments": list(arguments), **to_json(plan)}, out)
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "imbalance": plan.imbalance,
         "needed": plan.needed,
         "allowance": plan.allowance,
-        "dealt": None if plan.partition is None else _partition_json(plan, plan.partition),
+        "partition": None if plan.partition is None else _partition_json(plan, plan.partition),
         "early_weight_gradients": _early_json(plan) if plan.early_weight_gradients else None,
         "ranks": [_rank_json(run) for run in plan.ranks],
     }

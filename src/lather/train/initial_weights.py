@@ -23,7 +23,7 @@ from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
 from lather.models.hf.published_tensors import PublishedTensors
 from lather.models.hf.safetensors_folder import TensorSource
-from lather.parallel.agreement import together
+from lather.parallel.agreement import errors_on_all_ranks
 from lather.train.companions import same_tokenizer
 
 OF_TRAINING = frozenset({"initializer_range", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_position_embeddings"})
@@ -77,14 +77,14 @@ def load_start(path: Path, state: TrainingState) -> None:
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
     if (path / CONFIG_FILE).is_file():
-        with together(state.group):
+        with errors_on_all_ranks(state.group):
             load_source(PublishedTensors(open_hugging_face(path)[0]), state)
         return
     run = path.parent.parent
     lora = load_run(run).lora if (run / "config.toml").is_file() else None
     has_adapters = any(is_adapters(name) for name in state.names())
     if lora is not None and (lora.rank or has_adapters):
-        with together(state.group):
+        with errors_on_all_ranks(state.group):
             load_source(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
     else:
         load_parameters(path, state)

@@ -32,7 +32,7 @@ from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.engine.trained_parameters import trained_parameters
 from lather.errors import UserError
 from lather.files import read_rows, write_aside
-from lather.parallel.agreement import of_first, on_first, together
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
@@ -110,7 +110,7 @@ def _run_directory(config: Config, mesh: Mesh) -> Iterator[RunDirectory | None]:
     """Open the run directory on rank 0, and close it after the block; None on the other ranks."""
     run_dir: RunDirectory | None = None
     try:
-        with together(mesh.control_group):
+        with errors_on_all_ranks(mesh.control_group):
             if mesh.rank == 0:
                 run_dir = RunDirectory.open(config)
         yield run_dir
@@ -123,18 +123,18 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     """Find initial weights or checkpoint, open the data, build model and optimizer, and record what the run is made from. Only rank 0 has
     `run_dir`; all ranks use what it finds there."""
     group, rate_is_given = mesh.control_group, config.optim.lr is not None
-    begin = of_first(None if run_dir is None else run_dir.start, group)
+    begin = broadcast(None if run_dir is None else run_dir.start, group)
     assert begin is not None
     config = begin.config
-    source = on_first(lambda: _initial_weights(config), group)
-    begun_with = on_first(lambda: None if run_dir is None else run_dir.begun_with(), group)
+    source = on_rank_0(lambda: _initial_weights(config), group)
+    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), group)
     data = _open_data(begin, begun_with, mesh, display, source)
-    with together(group):
+    with errors_on_all_ranks(group):
         if run_dir is not None:
             run_dir.check_data(data)
     run = _TrainingRun(config, data, mesh, display, source)
     _note_rates(display, begin, starts_from_weights=source is not None and not rate_is_given)
-    with together(group):
+    with errors_on_all_ranks(group):
         if run_dir is not None:
             run_dir.record(data)
     return run
@@ -144,13 +144,13 @@ def _open_data(begin: Start, begun_with: str | None, mesh: Mesh, display: Displa
     """Open the data sets: first on rank 0, which may have to tokenize text, then on the others, which check that they see the same."""
     config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
     data: RunData | None = None
-    with together(mesh.control_group):
+    with errors_on_all_ranks(mesh.control_group):
         if mesh.rank == 0:
             data = open_run_data(config, display.note, begun_with, phases)
             if source is not None and data.tokenizer is not None:
                 check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
-    identities = of_first({} if data is None else data.identities, mesh.control_group)
-    with together(mesh.control_group):
+    identities = broadcast({} if data is None else data.identities, mesh.control_group)
+    with errors_on_all_ranks(mesh.control_group):
         data = data or open_run_data(config, display.note, begun_with, phases)
         check_same_data(data, identities)
     return data
@@ -189,7 +189,7 @@ class _TrainingRun:
         checkpoint = config.checkpoint
         retention = Retention(checkpoint.keep_last, checkpoint.keep_every)
         self.saver = Saver(self.path / "checkpoints", self.state, retention=retention, asynchronous=checkpoint.asynchronous)
-        existing = of_first(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
+        existing = broadcast(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
         self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
         if start is not None:
             load_start(start, self.state)
@@ -219,9 +219,9 @@ class _TrainingRun:
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.lowest_loss = math.inf
         if checkpoint.keep_best:
-            with together(mesh.control_group):
+            with errors_on_all_ranks(mesh.control_group):
                 best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
-            self._keep_best(of_first(best, mesh.control_group))
+            self._keep_best(broadcast(best, mesh.control_group))
 
     def train(self, stop: Callable[[], bool]) -> RunOutcome:
         steps = self.config.train.steps
@@ -246,7 +246,7 @@ class _TrainingRun:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-        with together(self.mesh.control_group):  # rank 0 draws, and loads the model for the sample
+        with errors_on_all_ranks(self.mesh.control_group):  # rank 0 draws, and loads the model for the sample
             return self._outcome(checkpoint)
 
     def _outcome(self, checkpoint: Path) -> RunOutcome:

@@ -22,7 +22,7 @@ from lather.device import gpu_module, is_gpu
 from lather.engine.engine import Engine
 from lather.files import write_aside
 from lather.optim.sharded.placement import local
-from lather.parallel.agreement import on_first
+from lather.parallel.agreement import on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
 from lather.planning.dry_run import RankRun, kind_of_state
@@ -115,7 +115,7 @@ def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
     uniformly. Raises ConfigError on all ranks if the search is not possible for this model."""
     if config.parallel.partition == "uniform" or mesh.pp == 1:
         return None
-    return on_first(
+    return on_rank_0(
         lambda: memory_partition(config, mesh.size, Assumed(device_kind(mesh.device), memory=device_memory(mesh.device))),
         mesh.control_group,
     )

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from lather.config.config import ParallelConfig
 from lather.errors import CheckpointError
-from lather.parallel.agreement import together
+from lather.parallel.agreement import errors_on_all_ranks
 from lather.parallel.mesh import Mesh
 
 
@@ -41,7 +41,7 @@ def outcomes(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     for name, errors in ERRORS.items():
         found[name] = "nothing"
         try:
-            with together(group):
+            with errors_on_all_ranks(group):
                 time.sleep(0.2 * (rank == 1))
                 time.sleep(4 * (name == "slow" and rank == 0))  # longer than ranks wait for each other elsewhere
                 (folder / f"{name}{rank}").touch()
@@ -75,7 +75,7 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_by_itself() -> None:
-    with pytest.raises(LocalError), together(None):
+    with pytest.raises(LocalError), errors_on_all_ranks(None):
         raise LocalError("a", "b")
-    with together(None):
+    with errors_on_all_ranks(None):
         pass
