@@ -158,8 +158,8 @@ def work_of(config: Config) -> Work:
 
 
 def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = False) -> Advice:
-    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers partitioned by memory.
-    If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
+    """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers partitioned by
+    memory. If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
 
     def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
         assert (partition is not None) == (config.parallel.partition == "memory")
