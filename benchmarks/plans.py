@@ -7,12 +7,15 @@ They need no GPU and no quiet machine: the same commit plans the same bytes ever
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDER = Path("benchmarks/results/plans")
+FOLDER = ROOT / "benchmarks" / "results" / "plans"
 
 QWEN3 = "configs/qwen3-30b-a3b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
 QWEN3_WIDE = "configs/qwen3-30b-a3b.toml --world 16 --parallel.pp 4 --parallel.ep 4"
@@ -57,9 +60,14 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(PLANS)):
         print(f"no plan is called {', '.join(unknown)}: there are {', '.join(PLANS)}", file=sys.stderr)
         return 2
-    for name in names or PLANS:
-        command = ["plan", *PLANS[name].split(), "--json", str(FOLDER / f"{name}.json")]
-        subprocess.run([sys.executable, "-m", "lather", *command], check=True, cwd=ROOT)
+    with tempfile.TemporaryDirectory() as folder:  # the files are replaced last: a checkout with changes has no commit to name
+        for name in names or PLANS:
+            arguments, out = PLANS[name].split(), Path(folder) / f"{name}.json"
+            subprocess.run([sys.executable, "-m", "lather", "plan", *arguments, "--json", str(out)], check=True, cwd=ROOT)
+            document = json.loads(out.read_text("utf-8"))
+            out.write_text(json.dumps({**document, "arguments": arguments}, indent=1) + "\n", "utf-8")
+        for out in Path(folder).iterdir():
+            shutil.copyfile(out, FOLDER / out.name)
     return 0
 
 
