@@ -38,6 +38,10 @@ VOCABULARY = 8192
 MIB = 1 << 20
 
 
+FEW = 10_000
+"""Documents with which those of the memory case are compared."""
+
+
 @dataclass(frozen=True)
 class DataBenchmark:
     """Measures how fast data sets are made and read, and in how much memory."""
@@ -50,6 +54,8 @@ class DataBenchmark:
     """Rounds of the throughput case, after one that warms up."""
     documents: int = 10_000_000
     """Documents of the memory case, against 10,000."""
+    batches: int = 2_000
+    """Batches that are read in the memory case."""
     step_ms: float = 480.0
     """The time of a quickstart step, in ms, with which the loader's time is compared."""
 
@@ -136,7 +142,7 @@ def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
     """Make and read data sets of documents of a few words each."""
     tokenizer_file = folder / "tokenizer.json"
     found: dict[int, tuple[float, float, float]] = {}
-    for count in (10_000, options.documents):
+    for count in (FEW, options.documents):
         source, made = folder / f"{count}.jsonl", folder / f"set-{count}"
         draw = random.Random(0)
         with source.open("w") as file:
@@ -145,11 +151,11 @@ def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
         arguments = ["data", "make", str(made), str(source), "--tokenizer", str(tokenizer_file)]
         making = _peak_mib([sys.executable, "-m", "lather", *arguments])
         source.unlink()
-        reading = _peak_mib([sys.executable, "-c", READER, str(made)])
+        reading = _peak_mib([sys.executable, "-c", READER, str(made), str(options.batches)])
         begun = time.perf_counter()
         DataSet(made).split("train")
         found[count] = making, reading, time.perf_counter() - begun
-    few, many = found[10_000], found[options.documents]
+    few, many = found[FEW], found[options.documents]
     for name, index in (("making", 0), ("reading", 1)):
         row = {"case": f"memory of {name}", "documents": options.documents, "mib": many[index], "mib_of_10_000": few[index]}
         yield (
@@ -166,7 +172,7 @@ from lather.data.config import DataConfig
 from lather.data.opening import open_datasets, training_batches
 config = DataConfig(path=(sys.argv[1],))
 batches = training_batches(open_datasets(config, 8192, print), config, 128, 64, 0)
-for step in range(1, 2001):
+for step in range(1, int(sys.argv[2]) + 1):
     batches.batch(step)
 """
 

@@ -165,6 +165,9 @@ def fake_tensors_behave() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(lifts)
 
 
+IMPORTED_LATE = "torch._dynamo"
+"""Module that torch imports at a first optimizer step, which takes half a second."""
+
 FAKE = "fake_on_"
 """Prefix of the names of backends whose other ranks do not exist."""
 

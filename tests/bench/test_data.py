@@ -7,7 +7,7 @@ from tiny_run import run
 
 
 def test_small_cases_give_rows(tmp_path: Path) -> None:
-    status, out, err = run("bench", "data", "--out", tmp_path, "--megabytes", 1, "--rounds", 1, "--documents", 11_000)
+    status, out, err = run("bench", "data", "--out", tmp_path, "--megabytes", 1, "--rounds", 1, "--documents", 11_000, "--batches", 50)
     assert status == 0, err
     rows = {row["case"]: row for row in map(json.loads, (tmp_path / "data-cpu.jsonl").read_text().splitlines())}
     assert list(rows) == ["throughput", "memory of making", "memory of reading", "opening", "loader"]

@@ -28,7 +28,7 @@ NOT_ENOUGH = 3
 
 def limited_config() -> Config:
     """Make most tensors so large that the C library gives each its own pages, which go back when it is freed."""
-    large = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    large = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 768, "moe_intermediate_size": 384, "num_hidden_layers": 2}
     config = config_of("soap")
     return replace(
         config,

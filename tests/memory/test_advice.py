@@ -42,7 +42,7 @@ def estimator() -> Iterator[Estimator]:
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ({"pp": 2}, {}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
         pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
         ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
     ],

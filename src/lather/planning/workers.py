@@ -16,6 +16,7 @@ from lather.config.config import Config
 from lather.planning.dry_run import FIRST, SAVE, STEP, RankRun, run_rank
 from lather.processes import end_with_parent
 from lather.standin.device import module, standin
+from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]
 
@@ -26,7 +27,7 @@ POINTS = 1500
 def worker_processes() -> ProcessPoolExecutor:
     """Return a pool with as many processes as cores; a process runs one call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lather.planning.dry_run", "torch._dynamo"])  # torch imports the latter at a first step
+    context.set_forkserver_preload(["lather.planning.dry_run", IMPORTED_LATE])
     return ProcessPoolExecutor(os.cpu_count() or 1, context, end_with_parent, max_tasks_per_child=1)
 
 
