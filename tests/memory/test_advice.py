@@ -42,9 +42,9 @@ def estimator() -> Iterator[Estimator]:
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
+        ({"ep": 2}, {}),
         pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
-        pytest.param({"ep": 2}, {}, marks=pytest.mark.grid),
-        ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
+        pytest.param({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
     ],
 )
 def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], changes: dict[str, str]) -> None:
