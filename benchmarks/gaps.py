@@ -155,7 +155,7 @@ class TrainingContestant:
         optimizer = build_optimizer(config.optim, engine.parameters)
         step = TrainStep(engine, optimizer, 1.0)
         assert isinstance(optimizer, MatrixOptimizer)
-        optimizer.put_off_refreshes().put_off = name == "filled"
+        optimizer.defer_refreshes().deferred = name == "filled"
         return cls(engine, step, recorder, options.sequence_length)
 
     def timed_step(self, number: int) -> float:

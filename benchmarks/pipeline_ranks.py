@@ -119,7 +119,7 @@ class OurRuntime:
         defer_weight_gradients(self.part, queue)
         frees = Frees(enabled=levers.early_frees)
         segments = Segments(
-            exchange_over(mesh.ep_group, case.model.n_routed_experts, give_back=frees.give_back),
+            exchange_over(mesh.ep_group, case.model.n_routed_experts, free_buffer=frees.free_buffer),
             weight_gradients=queue,
             frees=frees,
             recompute=levers.recompute,

@@ -32,21 +32,21 @@ class GivesBackTooEarly(ExpertExchange):
     """An exchange with one mistake: it gives a buffer back while the buffer has still to be read."""
 
     def __init__(self, mistake: str, group: dist.ProcessGroup, num_experts: int) -> None:
-        super().__init__(group, num_experts, give_back=Frees(poison=True).give_back)
+        super().__init__(group, num_experts, free_buffer=Frees(poison=True).free_buffer)
         self.mistake = mistake
 
     def _launch(self, rows: Tensor, *splits: Any, own: bool) -> Any:
         if self.mistake == "what is sent" and own:
-            self.give_back(rows)
+            self.free_buffer(rows)
         travel = super()._launch(rows, *splits, own=own)
         is_routing = not rows.is_floating_point()
         if self.mistake == ("routing that came" if is_routing else "rows that came"):
-            return replace(travel, give_back=lambda _: self.give_back(travel.received))
+            return replace(travel, free_buffer=lambda _: self.free_buffer(travel.received))
         return travel
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         if self.mistake == "rows to be added":
-            self.give_back(rows_SD)
+            self.free_buffer(rows_SD)
         return super()._sum_per_token(way, rows_SD)
 
 
@@ -71,7 +71,7 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
     """Go there and back in the two modes that keep buffers; returns whether the buffers end up poisoned, or hold their values."""
     found = {}
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
-        exchange = ExpertExchange(group, case.e, give_back=frees.give_back)
+        exchange = ExpertExchange(group, case.e, free_buffer=frees.free_buffer)
         there = exchange.start_dispatch(case.x(me), case.routing(me))
         sent = [travel.sent for travel in there._travels]
         packed = there._travels[0].received

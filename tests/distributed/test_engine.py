@@ -66,7 +66,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
             meshes[layout] = mesh_of(case)
         pair = make_pair(case, mesh=meshes[layout])
         segments = pair.engine._segments
-        assert not isinstance(segments.exchange, ExpertExchange) or segments.exchange.give_back == segments.frees.give_back
+        assert not isinstance(segments.exchange, ExpertExchange) or segments.exchange.free_buffer == segments.frees.free_buffer
         tokens = pair.tokens()
         key = pair.plain_key()
         if key not in plain:

@@ -158,12 +158,12 @@ def partitioned_by_memory(rank: int, folder: Path) -> bool:
 
 def without_pieces(config: Config) -> bool:
     """Train with all refreshes done at the end of the step that begins them."""
-    put_off = MatrixOptimizer.put_off_refreshes
-    MatrixOptimizer.put_off_refreshes = lambda optimizer: optimizer._pending  # type: ignore[method-assign]
+    put_off = MatrixOptimizer.defer_refreshes
+    MatrixOptimizer.defer_refreshes = lambda optimizer: optimizer._pending  # type: ignore[method-assign]
     try:
         return start(config).finished
     finally:
-        MatrixOptimizer.put_off_refreshes = put_off  # type: ignore[method-assign]
+        MatrixOptimizer.defer_refreshes = put_off  # type: ignore[method-assign]
 
 
 class Pieces:

@@ -175,8 +175,8 @@ def nccl(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.ProcessGroup) -> None:
     """The only rank exchanges with itself, but through the all-to-alls, their stream and the early frees."""
     plain, exchanging = (engine_on(cuda(), config(schedule, poison=True)) for _ in range(2))
-    give_back, sizes_group = exchanging._segments.frees.give_back, dist.new_group([0])
-    exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, give_back=give_back, sizes_group=sizes_group)
+    free_buffer, sizes_group = exchanging._segments.frees.free_buffer, dist.new_group([0])
+    exchanging._segments.exchange = ExpertExchange(nccl, EXPERTS, free_buffer=free_buffer, sizes_group=sizes_group)
     for step in range(3):
         batch = tokens(config(), step)
         expected, found = plain.gradients(plain.share_of(batch)), exchanging.gradients(exchanging.share_of(batch))

@@ -164,7 +164,7 @@ def test_masks_of_documents_are_counted_once_per_chunk(model: Decoder, tokens: t
 def test_expert_ranks_that_are_not_there_send_what_is_sent_to_them(model: Decoder, tokens: torch.Tensor) -> None:
     normed_TD = random_normal(60, 24)
     routing = model.routers()[0](normed_TD.to(model.norm.weight))
-    exchange = _Mirror(4, 2, Frees().give_back)
+    exchange = _Mirror(4, 2, Frees().free_buffer)
     dispatched = exchange.start_dispatch(normed_TD, routing).wait()
     rows = [int(((routing.experts_TK // 2) == rank).any(1).sum()) for rank in (0, 1)]
     assert len(dispatched.x_RD) == sum(rows)

@@ -56,7 +56,7 @@ def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     monkeypatch.setattr(pending, "CPU_PIECE_FLOPS", 1.0)  # so that a piece is one matrix and dim
     params, others = parameters(), parameters()
     a, b = make(kind, params, async_refresh=True, **options), make(kind, others, async_refresh=True, **options)
-    refreshes, done = b.put_off_refreshes(), []
+    refreshes, done = b.defer_refreshes(), []
     for step in range(8):
         run(a, params, [step])
         run(b, others, [step])
@@ -75,7 +75,7 @@ def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
 def test_pieces_run_under_the_settings_of_a_step() -> None:
     params, others = parameters(), parameters()
     a, b = make("soap", params, async_refresh=True), make("soap", others, async_refresh=True)
-    refreshes = b.put_off_refreshes()
+    refreshes = b.defer_refreshes()
     for step in range(4):
         run(a, params, [step])
         run(b, others, [step])
@@ -132,7 +132,7 @@ def test_what_is_under_way_is_in_a_saved_state(kind: str, how: str, puts_off: bo
     params = parameters()
     a = make(kind, params, async_refresh=True, **RETRIED)
     if puts_off:
-        a.put_off_refreshes()
+        a.defer_refreshes()
     run(a, params, range(5))
     assert a._pending.waiting or a._pending.launched
     others = copy.deepcopy(params)

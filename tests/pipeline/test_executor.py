@@ -190,7 +190,7 @@ class Watch:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.problems: list[str] = []
-        self.peak_tapes = self.most_sends = self.put_off = 0
+        self.peak_tapes = self.most_sends = self.deferred = 0
         self.received: dict[tuple[Kind, int, int], Any] = {}
         self.done: set[tuple[Kind, int, int]] = set()
         self.sends: list[TrackedWork] = []
@@ -218,7 +218,7 @@ class Watch:
             self.received[(action.kind, *key)] = weakref.ref(arriving.buffer.untyped_storage())
         if action.kind is Kind.BACKWARD_INPUT:
             assert action.micro_batch is not None
-            self.put_off += len(walk.waiting[action.stage, action.micro_batch])
+            self.deferred += len(walk.waiting[action.stage, action.micro_batch])
         queue = walk.segments.weight_gradients
         if len(queue) or queue.deferring:
             self.problems.append(f"{action} left something in the queue")
@@ -300,7 +300,7 @@ def walk_through(case: Case) -> dict[str, Any]:
         "problems": watched.problems,
         "tapes": (watched.peak_tapes, executor.schedule.peak_live_chunks(executor.rank), 2 * case.pp + 1),
         "most sends": watched.most_sends,
-        "put off": (watched.put_off > 0, any(action.kind is Kind.BACKWARD_INPUT for action in row)),
+        "put off": (watched.deferred > 0, any(action.kind is Kind.BACKWARD_INPUT for action in row)),
         "received": len(watched.received),
         "receives": sum(action.kind in (Kind.RECV_F, Kind.RECV_B) for action in row),
         "sends": (len(watched.sends), sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in row)),

@@ -226,7 +226,7 @@ def test_poison_is_all_of_the_storage_and_keeps_it() -> None:
 @pytest.mark.parametrize(("dtype", "floating"), [(torch.int32, torch.float32), (torch.int64, torch.float64)])
 def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(dtype: torch.dtype, floating: torch.dtype) -> None:
     x = torch.arange(6, dtype=dtype)
-    Frees(poison=True).give_back(x[1:3])
+    Frees(poison=True).free_buffer(x[1:3])
     assert (x > 2**30).all()
     assert x.view(floating).isnan().all()
     with pytest.raises(IndexError):
@@ -236,8 +236,8 @@ def test_poison_of_integers_is_out_of_range_and_a_nan_where_they_are_bits(dtype:
 def test_a_buffer_of_nobody_else_is_given_back_as_told() -> None:
     for frees, size in ((Frees(), 0), (Frees(poison=True), 12), (Frees(enabled=False), 12)):
         x = torch.ones(3)
-        frees.give_back(x)
-        frees.give_back(torch.empty(0))
+        frees.free_buffer(x)
+        frees.free_buffer(torch.empty(0))
         assert x.untyped_storage().nbytes() == size
         assert not size or bool(x.isnan().all()) == frees.poison
 

@@ -133,8 +133,8 @@ class TrainingState:
                 torch.set_rng_state(piece.value)
 
     def create_optimizer_state(self, stored: Mapping[str, StoredEntry]) -> None:
-        """Replace the optimizer state by one with the stored entries, to load into; parameters without stored state start anew. Every rank
-        calls this.
+        """Replace the optimizer state by one with the stored entries, to load into; parameters without stored state begin with
+        none. Every rank calls this.
 
         Raises CheckpointError, on all ranks, if the optimizer has another state than the stored one; the earlier state is then restored.
         """

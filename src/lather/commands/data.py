@@ -79,7 +79,9 @@ def _check(arguments: list[str]) -> int:
     for name in dataset.manifest.splits:
         dataset.split(name)
     if wrong := dataset.check():
-        raise DataError(f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make it anew")
+        raise DataError(
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make the data set again"
+        )
     print(f"{dataset.folder} is as it was made ({dataset.manifest.identity})")
     return 0
 

@@ -89,7 +89,7 @@ class Engine:
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
         frees = Frees() if frees is None else frees
         self._segments = Segments(
-            exchange_over(mesh.ep_group, part.num_experts, give_back=frees.give_back, sizes_group=mesh.sizes_group),
+            exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group),
             weight_gradients=queue,
             frees=frees,
             recompute=loop.recompute,

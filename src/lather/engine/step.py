@@ -67,7 +67,7 @@ class TrainStep:
         """`optimizer`: for `engine.parameters`; `max_grad_norm`: 0 does not clip."""
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
-            engine.fill_waits(optimizer.put_off_refreshes())
+            engine.fill_waits(optimizer.defer_refreshes())
         self._refreshes_before = self._refreshes()
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:

@@ -26,7 +26,7 @@ from lather.models.moe import LOCAL_EXCHANGE, Arrived, Pending
 from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.exchange_plan import Way, plan_rows
-from lather.parallel.expert_exchange import ExpertExchange, GiveBack
+from lather.parallel.expert_exchange import ExpertExchange, FreeBuffer
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
 from lather.pipeline.segments import ChunkTape, MicroBatch, Segments
@@ -95,7 +95,7 @@ class ChunkMeter:
         num_experts = len(self.model.routers()[0].weight) if self.model.routers() else 0
         frees = Frees(enabled=levers.early_frees)
         segments = Segments(
-            LOCAL_EXCHANGE if self.expert_ranks == 1 else _Mirror(num_experts, self.expert_ranks, frees.give_back),
+            LOCAL_EXCHANGE if self.expert_ranks == 1 else _Mirror(num_experts, self.expert_ranks, frees.free_buffer),
             weight_gradients=self._queue,
             frees=frees,
             recompute=levers.recompute,
@@ -158,11 +158,11 @@ class ChunkMeter:
 class _Mirror(ExpertExchange):
     """An exchange with ranks that do not exist. Sent rows come back: rows for experts of another rank become rows for the experts here."""
 
-    def __init__(self, num_experts: int, num_ranks: int, give_back: GiveBack) -> None:
+    def __init__(self, num_experts: int, num_ranks: int, free_buffer: FreeBuffer) -> None:
         assert num_experts % num_ranks == 0
         self.num_experts, self.num_ranks = num_experts, num_ranks
         self.num_local_experts = num_experts // num_ranks
-        self.give_back = give_back
+        self.free_buffer = free_buffer
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
@@ -173,7 +173,7 @@ class _Mirror(ExpertExchange):
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
         received = rows.clone()
         if own:
-            self.give_back(rows)
+            self.free_buffer(rows)
         return Arrived(received)
 
 

@@ -43,7 +43,7 @@ from lather.parallel.exchange_plan import ExchangePlan, Way, pack_routing, plan_
 from lather.shapes import Float
 
 Result = TypeVar("Result")
-GiveBack = Callable[[Tensor], None]
+FreeBuffer = Callable[[Tensor], None]
 """Called with a buffer that will not be read again."""
 
 
@@ -56,21 +56,21 @@ def exchange_over(
     group: dist.ProcessGroup | None,
     num_experts: int,
     *,
-    give_back: GiveBack = resize_away,
+    free_buffer: FreeBuffer = resize_away,
     sizes_group: dist.ProcessGroup | None = None,
 ) -> Exchange:
     """Return the exchange between the ranks of an expert-parallel group; for one rank (or None), the local one. Options as
     `ExpertExchange`."""
     if group is None or dist.get_world_size(group) == 1:
         return LOCAL_EXCHANGE
-    return ExpertExchange(group, num_experts, give_back=give_back, sizes_group=sizes_group)
+    return ExpertExchange(group, num_experts, free_buffer=free_buffer, sizes_group=sizes_group)
 
 
 class ExpertExchange:
     """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
     Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
-    D, K and dtypes must not differ. `give_back` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
+    D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
     and its own communicator, so that the numbers of rows do not queue behind rows. Raises ValueError if the experts cannot be divided
     evenly.
     """
@@ -80,11 +80,11 @@ class ExpertExchange:
         group: dist.ProcessGroup,
         num_experts: int,
         *,
-        give_back: GiveBack = resize_away,
+        free_buffer: FreeBuffer = resize_away,
         sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.group, self.num_experts, self.num_ranks = group, num_experts, dist.get_world_size(group)
-        self.sizes_group, self.give_back = group if sizes_group is None else sizes_group, give_back
+        self.sizes_group, self.free_buffer = group if sizes_group is None else sizes_group, free_buffer
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(
                 f"{num_experts} experts cannot be divided evenly among {self.num_ranks} ranks: use an expert-parallel size that does"
@@ -135,7 +135,7 @@ class ExpertExchange:
 
         def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
             experts_RK, weights_RK = unpack_routing(packed, dtype)
-            self.give_back(packed)
+            self.free_buffer(packed)
             return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
         return _Launched(travels, finish)
@@ -170,7 +170,7 @@ class ExpertExchange:
 
         def finish(grad_SD: Tensor, grad_weights_SK: Tensor) -> tuple[Tensor, Tensor]:
             grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
-            self.give_back(grad_weights_SK)
+            self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 
         return _Launched(travels, finish)
@@ -178,7 +178,7 @@ class ExpertExchange:
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         _used_here(way.row_TK)
         sum_TD = combine_rows_sum(rows_SD, way.row_TK)
-        self.give_back(rows_SD)
+        self.free_buffer(rows_SD)
         return sum_TD
 
     def _launch_back(self, rows_RD: Tensor, way: Way) -> Pending[Tensor]:
@@ -188,7 +188,7 @@ class ExpertExchange:
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
         received = rows.new_empty(sum(received_P), rows.shape[1])
         work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
-        return _Travel(rows, received, work, self.give_back if own else None)
+        return _Travel(rows, received, work, self.free_buffer if own else None)
 
 
 class _Planned:
@@ -219,14 +219,14 @@ class _Travel:
     sent: Tensor
     received: Tensor
     work: dist.Work
-    give_back: GiveBack | None
+    free_buffer: FreeBuffer | None
     """Called with the sent rows; None if the exchange did not allocate them."""
 
     def wait(self) -> Tensor:
         self.work.wait()
         _used_here(self.sent, self.received)
-        if self.give_back is not None:
-            self.give_back(self.sent)
+        if self.free_buffer is not None:
+            self.free_buffer(self.sent)
         return self.received
 
 

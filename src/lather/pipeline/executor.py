@@ -302,16 +302,16 @@ class _Walk:
         """Return an output or gradient in the dtype in which it is sent; if that is a copy, free the original."""
         narrow = x.to(self.executor.activation.travels_as or x.dtype)
         if narrow is not x:
-            self._give_back(x, self.tapes.get(key))
+            self._free_buffer(x, self.tapes.get(key))
         return narrow
 
-    def _give_back(self, x: Tensor, tape: ChunkTape | None) -> None:
+    def _free_buffer(self, x: Tensor, tape: ChunkTape | None) -> None:
         self.segments.frees.release(x, held=[] if tape is None else tape.held)
 
     def _finish_oldest_send(self) -> None:
         work, x, tape = self.sends.popleft()
         work.wait()
-        self._give_back(x, tape)
+        self._free_buffer(x, tape)
 
     def _shard(self, action: Action) -> None:
         for unit in self.executor.units[action.stage]:

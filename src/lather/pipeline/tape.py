@@ -117,9 +117,9 @@ class Frees:
             return
         storage = x.untyped_storage()
         if not any(storage is other.untyped_storage() for other in still_read):
-            self.give_back(x)
+            self.free_buffer(x)
 
-    def give_back(self, x: Tensor) -> None:
+    def free_buffer(self, x: Tensor) -> None:
         """Free a buffer that belongs to no chunk, such as an exchange's own. If not `enabled`, it lives until its last reference is
         gone."""
         storage = x.untyped_storage()

@@ -39,7 +39,7 @@ def open_run_data(
     """
     data = _of_format_1(config, begun_with, report) if begun_with else _of_configuration(config, report, phases)
     if data.tokenizer is not None:
-        load_tokenizer(data.tokenizer, f"delete {data.tokenizer.parent} to make the data set anew")
+        load_tokenizer(data.tokenizer, f"delete {data.tokenizer.parent} to make the data set again")
     return data
 
 

@@ -298,10 +298,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         ranks). Empty before the first step."""
         return self._sharding.state_bytes()
 
-    def put_off_refreshes(self) -> PendingRefreshes:
+    def defer_refreshes(self) -> PendingRefreshes:
         """From now on defer the refreshes of groups with `async_refresh` and return the object that holds them: the caller does them in
         pieces (`PendingRefreshes.work`) whenever it would wait for other ranks. The next step does the rest."""
-        self._pending.put_off = True
+        self._pending.deferred = True
         return self._pending
 
     def _finish_refreshes(self) -> None:

@@ -1,7 +1,7 @@
 """Refreshes that are done between a step and the next one (`async_refresh`).
 
 On a GPU they are launched on a side stream immediately and run during the next forward and backward pass. A caller that sometimes waits for
-other ranks can defer them instead (`put_off`) and do one piece at a time, by `work`, while it waits. The next step, and everything that
+other ranks can defer them instead (`deferred`) and do one piece at a time, by `work`, while it waits. The next step, and everything that
 reads the state, first does the rest (`finish`). Between two steps nothing else reads or changes factors, bases and moments, so results do
 not depend on when a piece was done.
 """
@@ -44,7 +44,7 @@ class PendingRefreshes:
         self._last: Any = None
         """Event at the end of the last piece, on a GPU."""
         self._rate = FIRST_RATE
-        self.put_off = False
+        self.deferred = False
         """Whether pieces wait for the caller's `work`; otherwise all are launched when they are added."""
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class PendingRefreshes:
 
     def add(self, precision: str, jobs: Iterable[DimRefresh]) -> None:
         """Add refreshes that are to be done in this fp32 matmul precision."""
-        if self.put_off:
+        if self.deferred:
             self.waiting.extend((precision, piece) for job in jobs for piece in _pieces(job))
         else:
             self._launch(precision, list(jobs))

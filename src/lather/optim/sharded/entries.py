@@ -22,7 +22,7 @@ from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
 
-AT_ONCE = 2**26
+BATCH_BYTES = 2**26
 """Bytes of whole entries that one all-to-all moves: limits the memory of saving and loading."""
 
 States = Sequence[tuple[ParamInfo, dict[str, Any]]]
@@ -115,6 +115,6 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
                 shape = kept.shape_in(one.layout)
                 spread = share.spread if share.elementwise and not share.travels else share.spread.rows(shape)
                 entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)
-                yield entry, (spread.ranks, kept.dtype, entry.is_cut_alike), math.prod(shape) * kept.dtype.itemsize / AT_ONCE
+                yield entry, (spread.ranks, kept.dtype, entry.is_cut_alike), math.prod(shape) * kept.dtype.itemsize / BATCH_BYTES
 
     return in_batches(entries())
