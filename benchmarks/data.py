@@ -157,7 +157,13 @@ def memory(folder: Path, options: DataBenchmark) -> Iterator[Result]:
         found[count] = making, reading, time.perf_counter() - begun
     few, many = found[FEW], found[options.documents]
     for name, index in (("making", 0), ("reading", 1)):
-        row = {"case": f"memory of {name}", "documents": options.documents, "mib": many[index], "mib_of_10_000": few[index]}
+        row = {
+            "case": f"memory of {name}",
+            "documents": options.documents,
+            "batches": options.batches,
+            "mib": many[index],
+            "mib_of_10_000": few[index],
+        }
         yield (
             row,
             (f"memory of {name}", f"{many[index]:,.0f} MiB", f"{many[index] - few[index]:+,.0f} MiB against 10,000 documents", "300 MB"),

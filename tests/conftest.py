@@ -31,8 +31,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _shapes_are_checked() -> None:
+def pytest_fixture_setup() -> None:
+    typechecker.forget_calls()
+
+
+def pytest_runtest_call() -> None:
     typechecker.forget_calls()
 
 

@@ -3,20 +3,21 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forked import ForkedPython
+from forked import ForkedPython, fresh_python
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_example(name: str, num_ranks: int = 0) -> str:
+def run_example(name: str, num_ranks: int = 0, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
     """Run an example; with `num_ranks` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = ForkedPython([*launcher, ROOT / "examples" / name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = python([*launcher, ROOT / "examples" / name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=200)
     finally:
@@ -26,7 +27,7 @@ def run_example(name: str, num_ranks: int = 0) -> str:
 
 
 def test_soap_any_model() -> None:
-    lines = run_example("soap_any_model.py").splitlines()
+    lines = run_example("soap_any_model.py", python=fresh_python).splitlines()
     assert [line.split()[0] for line in lines] == ["SOAP", "AdamW"]
     for line in lines:
         first, last = re.search(r" 1: ([\d.]+)", line), re.search(r"last ten: ([\d.]+)", line)

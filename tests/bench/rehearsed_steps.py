@@ -88,10 +88,12 @@ def rehearsals() -> list[Rehearsal]:
     return [
         Rehearsal("gpt_oss", "fp32", "adamw"),
         Rehearsal(rule="soap_muon"),
+        Rehearsal(rule="klsoap"),
         Rehearsal(rule="muon"),
         Rehearsal(sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed),
+        Rehearsal(rule="adamw", packed=True),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
         Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, "z_loss_coefficient": 0.01}),
         Rehearsal("qwen3_moe", rule="adamw", moe={"balance_level": "global_batch", "balance_coefficient": 0.1}),
@@ -105,9 +107,7 @@ def more_rehearsals() -> list[Rehearsal]:
         Rehearsal(),
         Rehearsal("qwen3_moe"),
         *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
-        Rehearsal(rule="klsoap"),
         Rehearsal(precision="fp32", sizes=NARROW),
-        Rehearsal(rule="adamw", packed=True),
         Rehearsal("gpt_oss", rule="adamw"),
         Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),
     ]

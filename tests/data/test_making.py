@@ -306,8 +306,8 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
     units = tmp_path / "ours.partial" / "units"
     while process.poll() is None and not any(units.glob("*.json")):
         time.sleep(0.01)
-    worker, _ = (number for child in children(process.pid) for number in children(child))  # children of the server of forks
-    os.kill(worker, signal.SIGKILL)
+    workers = [child for child in children(process.pid) if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2, out
     assert f"a process ended while it was at work on {source}: it was killed" in " ".join(out.split())

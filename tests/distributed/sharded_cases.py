@@ -211,12 +211,17 @@ def cases(kinds: Sequence[str]) -> Iterator[tuple[str, torch.dtype, int]]:
             yield from zip([kind] * 2, (torch.float32, torch.bfloat16), frequencies, strict=True)
 
 
+def chosen(number: int, share: int, kinds: Sequence[str]) -> list[tuple[str, torch.dtype, int]]:
+    """Return the cases of a layout: one in `share`, the next layout's three further."""
+    return list(cases(kinds))[3 * number % share :: share]
+
+
 def differences(rank: int, world_size: int, share: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Name the parameters that are not bit for bit one process's. Each layout runs one case in `share`, the next layout another one."""
+    """Name the parameters that are not bit for bit one process's, in the chosen cases of each layout."""
     wrong = []
     for number, (name, layout) in enumerate(LAYOUTS[world_size].items()):
         mesh = layout.mesh()
-        for kind, dtype, frequency in list(cases(kinds))[number % share :: share]:
+        for kind, dtype, frequency in chosen(number, share, kinds):
             expected, _ = trained(kind, dtype, STEPS, frequency)
             found = make_spread(kind, layout, dtype, mesh, precondition_frequency=frequency)
             found.run(range(STEPS))

@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 from gathered_cases import changes, gathered_differences
 from ranks import run_ranks
-from sharded_cases import LAYOUTS, STRANGERS, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
+from sharded_cases import KINDS as RULES
+from sharded_cases import LAYOUTS, STRANGERS, chosen, differences, expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from sharded_refusals import counts, refusals
 from sharded_state_cases import KINDS, Kinds, frozen_differences, full_states, load_all, save_all
+
+SHARE = 17
+"""Each layout runs one in so many cases; the grid runs all."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
-    assert run_ranks(differences, world_size, 23 if world_size == 4 else 11) == [[]] * world_size
+    assert run_ranks(differences, world_size, SHARE) == [[]] * world_size
+
+
+def test_every_rule_is_tried_on_four_ranks() -> None:
+    assert {kind for number in range(len(LAYOUTS[4])) for kind, _, _ in chosen(number, SHARE, tuple(RULES))} == set(RULES)
 
 
 @pytest.mark.grid

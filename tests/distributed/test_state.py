@@ -65,7 +65,11 @@ FILE = "rank-00000.safetensors"
 
 def cases(world_size: int) -> list[tuple[str, str]]:
     """The pairs of optimizer and mesh."""
-    return [(optimizer, name) for optimizer, name in itertools.product(RUNS, MESHES[world_size]) if optimizer == "soap" or name in LAYOUTS]
+    return [
+        (optimizer, name)
+        for optimizer, name in itertools.product(RUNS, MESHES[world_size])
+        if optimizer == "soap" or name in (*LAYOUTS, "pp2")
+    ]
 
 
 def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:

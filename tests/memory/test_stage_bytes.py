@@ -51,7 +51,7 @@ def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> 
     found = plans["memory"]
     assert found.partition is not None
     bubble, uniform_bubble = found.bubbles(found.partition)
-    assert uniform_bubble > bubble > 0  # each rank has five layers, instead of four and six
+    assert uniform_bubble > bubble > 0  # each rank has three layers, instead of two and four
     line = describe_partition(found, found.partition)
     assert " ".join(map(str, found.partition.layers)) in line
     assert f"bubble {bubble:.1%} instead of {uniform_bubble:.1%}" in line
@@ -59,7 +59,7 @@ def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> 
     assert to_json(plans["uniform"])["partition"] is None
 
 
-def test_nothing_is_searched_where_there_is_nothing_to_deal() -> None:
+def test_nothing_is_searched_where_there_is_nothing_to_choose() -> None:
     assert memory_partition(deep_config("uniform"), 2, Assumed("cpu")) is None
     assert memory_partition(deep_config("memory", pp=1), 1, Assumed("cpu")) is None
     one_way = config_of("adamw", parallel={"pp": 2, "partition": "memory"})  # four stages have four layers

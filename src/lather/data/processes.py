@@ -1,7 +1,7 @@
 """Distributes units of work over several processes, and counts the documents and tokens that they have made.
 
-The processes are forked from a server that has imported this module, because forking a process that has threads is not safe. They end with
-their parent. A single unit, or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
+The processes are spawned and not forked, because forking a process that has threads is not safe. They end with their parent. A single unit,
+or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
     if workers == 1 or len(units) < 2:
         _do_here(units, num_units, making, display)
         return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    done = num_units - len(units)
+    done, context = num_units - len(units), multiprocessing.get_context("spawn")
     counts = context.Array("q", 2)
     waiting, at_work = list(reversed(units)), {}
     processes: dict[Connection, BaseProcess] = {}

@@ -126,7 +126,9 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     begin = broadcast(None if run_dir is None else run_dir.start, group)
     assert begin is not None
     config = begin.config
-    source = on_rank_0(lambda: _initial_weights(config), group)
+    with errors_on_all_ranks(group):  # each rank reads its part, and so needs the folder
+        source = _initial_weights(config)
+    source = broadcast(source, group)
     begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), group)
     data = _open_data(begin, begun_with, mesh, display, source)
     with errors_on_all_ranks(group):
