@@ -49,7 +49,8 @@ class StepRow:
     optimizer_seconds: float
     """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
-    """On a GPU the peak of allocated memory since the previous row; otherwise the peak resident memory of the process so far."""
+    """Memory of the rank with most. On a GPU the most that was allocated at a time since the previous row; on a CPU the most that the
+    process has had in memory at a time (resident) since it began."""
     expert_load_min: float
     """Rows of the least loaded expert of any block, relative to an even load."""
     expert_load_max: float
