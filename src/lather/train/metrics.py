@@ -71,7 +71,7 @@ class ValidationRow(TypedDict):
     step: int
     """Steps trained before it."""
     seconds: float
-    """Seconds since the start of training, added up over all starts of the run."""
+    """Seconds since the start of training, added up over all launches of the run."""
     validation_loss: float
     """Cross entropy on the run's own held-out set, nats per token."""
     validation_losses: NotRequired[dict[str, float]]
@@ -84,7 +84,7 @@ class ExpertLoadRow(TypedDict):
     step: int
     """Number of the step."""
     seconds: float
-    """Seconds since the start of training, added up over all starts of the run."""
+    """Seconds since the start of training, added up over all launches of the run."""
     expert_load: list[list[float]]
     """A list for each MoE block: each expert's rows as a share of the even load."""
 
