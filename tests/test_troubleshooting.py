@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -47,6 +48,28 @@ def test_words_that_are_nowhere_are_noticed() -> None:
     assert any(pattern.search(message) for pattern in patterns)
     for wrong in (message.replace("do not fit", "fit badly"), message.replace("vocabulary", "dictionary"), "model.seed = 3: 4 and 5"):
         assert not any(pattern.search(wrong) for pattern in patterns), wrong
+
+
+def test_every_message_has_a_remedy() -> None:
+    page = PAGE.read_text()
+    assert without_a_remedy(page) == []
+    assert without_a_remedy(page + "\n```text\nlast\n```\n") == ["last"]
+    lost = re.sub(r"(it must be 0 without init_from.*?\n```\n)\n[^\n]+\n", r"\1", page, flags=re.DOTALL)
+    assert len(without_a_remedy(lost)) == 1
+    assert without_a_remedy(page.replace("trained weights\n```\n", "trained weights\n```text\n```\n"))
+
+
+def without_a_remedy(page: str) -> list[str]:
+    """Return the first line of each block of the page that is empty, is not closed by a bare fence, or after which no paragraph follows."""
+    parts = re.split(r"^```", page, flags=re.MULTILINE)
+    blocks, after = parts[1::2], parts[2::2]
+    wrong = []
+    for block, text in itertools.zip_longest(blocks, after, fillvalue=""):
+        language, _, message = block.partition("\n")
+        follows = re.sub(r"<!--.*?-->", "", text.removeprefix("\n"), flags=re.DOTALL).strip()
+        if language != "text" or not message.strip() or not text.startswith("\n") or not follows or follows.startswith("#"):
+            wrong.append(message.partition("\n")[0])
+    return wrong
 
 
 def others_of(page: str) -> list[str]:

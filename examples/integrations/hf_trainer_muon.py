@@ -22,7 +22,7 @@ class MuonTrainer(Trainer):
             for group in groups:
                 if group.get("rule") == "adamw":  # embeddings, head, norms and biases
                     group["weight_decay"] = 0.0
-            self.optimizer = Muon(groups, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
+            self.optimizer = Muon(groups, lr=self.args.learning_rate, momentum=0.9, weight_decay=self.args.weight_decay)
         return self.optimizer
 
 

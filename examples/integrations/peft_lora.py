@@ -28,7 +28,7 @@ def make_model():
 
 
 def make_optimizer(model):
-    optimizer = Muon(parameter_groups(model), lr=1e-2)
+    optimizer = Muon(parameter_groups(model), lr=1e-2, momentum=0.9)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
 

@@ -28,7 +28,7 @@ class MuonContainer(OptimizersContainer):
     def __init__(self, model_parts, config):
         self.model_parts, options = model_parts, {"lr": config.lr, "weight_decay": config.weight_decay}
         groups = [parameter_groups(part, adam_names=("output",), rest_lr=3.2 * config.lr) for part in model_parts]
-        self.optimizers = [Muon(one, **options) for one in groups]
+        self.optimizers = [Muon(one, momentum=0.9, **options) for one in groups]
         self._post_init([p for part in model_parts for p in part.parameters()], options)
 
 

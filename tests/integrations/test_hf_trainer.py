@@ -44,7 +44,7 @@ def with_muon(factor: float) -> Weights:
     model = example.make_model()
     matrices, experts, rest = parameter_groups(model)
     rest |= {"lr": factor * 3.2e-2, "weight_decay": 0.0}
-    return plain_loop(model, Muon([matrices, experts, rest], lr=factor * 1e-2, weight_decay=0.01))
+    return plain_loop(model, Muon([matrices, experts, rest], lr=factor * 1e-2, momentum=0.9, weight_decay=0.01))
 
 
 def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:

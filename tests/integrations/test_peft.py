@@ -43,7 +43,7 @@ def test_the_adapters_take_the_steps_that_they_take_alone() -> None:
 
     def plain(factor: float) -> Weights:
         alone = example.make_model()
-        optimizer = Muon([p for p in alone.parameters() if p.requires_grad], lr=factor * 1e-2)
+        optimizer = Muon([p for p in alone.parameters() if p.requires_grad], lr=factor * 1e-2, momentum=0.9)
         example.train(alone, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, example.STEPS), range(STEPS))
         return weights_of(alone)
 

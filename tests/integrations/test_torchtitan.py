@@ -69,7 +69,7 @@ def plain_loop(rank: int, num_ranks: int, factor: float) -> Weights:
         model.init_weights()  # this initialises the buffers
     set_weights(model)
     groups = example.parameter_groups(model, adam_names=("output",), rest_lr=3.2 * factor * config.optimizer.lr)
-    optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
+    optimizer = example.Muon(groups, lr=factor * config.optimizer.lr, momentum=0.9, weight_decay=config.optimizer.weight_decay)
     (schedule,) = build_lr_schedulers([optimizer], config.lr_scheduler, STEPS)
     data = iter(example.Counting(1, 0, config))
     for _ in range(STEPS):

@@ -49,7 +49,8 @@ class StepRow:
     optimizer_seconds: float
     """Seconds of this step in the optimizer."""
     peak_memory_bytes: int
-    """On a GPU the peak of allocated memory since the previous row; otherwise the peak resident memory of the process so far."""
+    """Memory of the rank with most. On a GPU the most that was allocated at a time since the previous row; on a CPU the most that the
+    process has had in memory at a time (resident) since it began."""
     expert_load_min: float
     """Rows of the least loaded expert of any block, relative to an even load."""
     expert_load_max: float
@@ -70,7 +71,7 @@ class ValidationRow(TypedDict):
     step: int
     """Steps trained before it."""
     seconds: float
-    """Seconds since the start of training, added up over all starts of the run."""
+    """Seconds since the start of training, added up over all launches of the run."""
     validation_loss: float
     """Cross entropy on the run's own held-out set, nats per token."""
     validation_losses: NotRequired[dict[str, float]]
@@ -83,7 +84,7 @@ class ExpertLoadRow(TypedDict):
     step: int
     """Number of the step."""
     seconds: float
-    """Seconds since the start of training, added up over all starts of the run."""
+    """Seconds since the start of training, added up over all launches of the run."""
     expert_load: list[list[float]]
     """A list for each MoE block: each expert's rows as a share of the even load."""
 
