@@ -1,4 +1,7 @@
-"""Checks, in these tests, every call of Lather whose annotations have shapes; jaxtyping has to be imported before Lather is."""
+"""Has the shapes in annotations of Lather checked, at the first calls of each function in every test and fixture (`typechecker`).
+
+jaxtyping has to be imported before Lather is.
+"""
 
 import os
 from typing import Any

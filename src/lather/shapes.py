@@ -1,7 +1,7 @@
 """Shape annotations: `Float[Tensor, "b m n"]` and similar.
 
-Under pytest they are jaxtyping's, and every annotated call is checked (tests/conftest.py imports jaxtyping before Lather). Otherwise they
-do nothing, so that `import lather.optim` needs torch alone and costs nothing.
+Under pytest they are jaxtyping's, and a function's first calls in each test are checked (tests/conftest.py imports jaxtyping before
+Lather). Otherwise they do nothing, so that `import lather.optim` needs torch alone and costs nothing.
 """
 
 from __future__ import annotations

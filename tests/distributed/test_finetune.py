@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.errors import CheckpointError
 from lather.files import read_rows
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.models.hf.model_export import save_hugging_face
 from lather.parallel.mesh import Mesh
+from lather.train import loop
 from lather.train.loop import RunOutcome, train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
@@ -139,6 +142,24 @@ def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) ->
         assert_same_run(folder / name, folder / run, 1e-5 if run == "soap" else 1e-9)
     if world_size == 2:
         assert_same_run(folder / "moved", folder / "adapters", 1e-9)
+
+
+def weights_that_one_rank_lacks(rank: int, world_size: int, folder: Path) -> str:
+    """Train from a folder that rank 1's machine does not have; returns what this rank raises."""
+
+    def lost(config: Config) -> Path:
+        raise CheckpointError(f"init_from = {config.init_from!r} has no checkpoint")
+
+    with patch.object(loop, "find_start", lost if rank == 1 else loop.find_start), pytest.raises(CheckpointError) as error:
+        start(make_config(folder, "lacking", {"parallel": {"pp": 2}}))
+    return str(error.value)
+
+
+def test_weights_that_one_rank_lacks_are_an_error_of_all_and_leave_nothing(folder: Path) -> None:
+    first, second = run_ranks(weights_that_one_rank_lacks, 2, folder)
+    assert first == second
+    assert first.startswith("init_from = ")
+    assert not (folder / "lacking").exists()
 
 
 def test_only_what_is_trained_changes_and_has_state(folder: Path) -> None:

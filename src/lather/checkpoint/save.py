@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
-from lather.checkpoint.state import Key, Stage, TrainingState
+from lather.checkpoint.state import CopyTensors, PieceKey, TrainingState
 from lather.checkpoint.table import (
     DTYPE_NAMES,
     STATE_FILE,
@@ -43,7 +43,9 @@ from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, sc
 FIRST_FILE = "rank-00000.safetensors"
 
 
-def save_checkpoint(folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Stage | None = None) -> Path:
+def save_checkpoint(
+    folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: CopyTensors | None = None
+) -> Path:
     """Write `folder/step-<step>`, then delete older checkpoints that are not kept. Returns the path of the checkpoint.
 
     Every rank calls this and writes its own pieces, or the tensors by which `stage` replaces them. On return the checkpoint is complete on
@@ -80,7 +82,7 @@ class PieceToWrite:
     dtype: torch.dtype
 
     @property
-    def key(self) -> Key:
+    def key(self) -> PieceKey:
         return self.name, self.box.offset
 
     @property
@@ -100,7 +102,7 @@ class CheckpointWriter:
         self.aside = aside_path(target)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def write(self, pieces: Iterable[Piece], stage: Stage | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
+    def write(self, pieces: Iterable[Piece], stage: CopyTensors | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
         own = [PieceToWrite(piece.name, piece.box, piece.shape, piece.value.dtype) for piece in mine.values()]
@@ -111,7 +113,7 @@ class CheckpointWriter:
                 plan = self._prepare(by_rank)
         chosen = scatter(plan, self.group)
         with errors_on_all_ranks(self.group):
-            values: Mapping[Key, Tensor] = {one.key: mine[one.key].value for one in chosen}
+            values: Mapping[PieceKey, Tensor] = {one.key: mine[one.key].value for one in chosen}
             stored = self.write_file(chosen, values if stage is None else stage(values))
         files = {file.name: file for file in gather(stored, self.group) if file is not None}
         return files, stored_entries(plan)
@@ -125,13 +127,13 @@ class CheckpointWriter:
         sync(self.target.parent.parent)
         return plan
 
-    def write_file(self, chosen: Sequence[PieceToWrite], values: Mapping[Key, Tensor]) -> StoredFile | None:
+    def write_file(self, chosen: Sequence[PieceToWrite], values: Mapping[PieceKey, Tensor]) -> StoredFile | None:
         """Write this rank's file and sync it to disk; return None if the rank has nothing to write."""
         if not chosen:
             return None
         by_name = {one.name_in_file: one for one in chosen}
         tensors = [TensorToWrite(name, one.dtype, one.box.size) for name, one in sorted(by_name.items())]
-        file, digest = self.aside / file_of(self.rank), hashlib.sha256()
+        file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
             write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest)
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
@@ -154,8 +156,8 @@ class CheckpointWriter:
 
 def each_once(by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
     """Assign every piece to one rank that has it: the one with the fewest bytes assigned so far, largest pieces first."""
-    havers: defaultdict[Key, list[int]] = defaultdict(list)
-    pieces: dict[Key, PieceToWrite] = {}
+    havers: defaultdict[PieceKey, list[int]] = defaultdict(list)
+    pieces: dict[PieceKey, PieceToWrite] = {}
     for rank, own in enumerate(by_rank):
         for piece in own:
             havers[piece.key].append(rank)
@@ -180,11 +182,11 @@ def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEn
         (first, _), *_ = pieces
         assert all((one.shape, one.dtype) == (first.shape, first.dtype) for one, _ in pieces), name
         check_cover(name, first.shape, [one.box for one, _ in pieces])
-        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, {one.box: file_of(rank) for one, rank in pieces})
+        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, {one.box: rank_file(rank) for one, rank in pieces})
     return entries
 
 
-def file_of(rank: int) -> str:
+def rank_file(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 

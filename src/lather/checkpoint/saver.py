@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lather.checkpoint.folder import Retention, checkpoint_path
 from lather.checkpoint.save import save_checkpoint
-from lather.checkpoint.state import Key, TrainingState
+from lather.checkpoint.state import PieceKey, TrainingState
 from lather.checkpoint.table import Progress
 from lather.device import gpu_module, is_gpu
 
@@ -28,10 +28,10 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """`device`: device of the tensors."""
         self.device = device
-        self._kept: dict[Key, Tensor] = {}
+        self._kept: dict[PieceKey, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, own: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
+    def copy(self, own: Mapping[PieceKey, Tensor]) -> Mapping[PieceKey, Tensor]:
         """Copy the tensors; the copies are complete on return."""
         self._kept = {index: self._room(index, value) for index, value in own.items()}
         for index, value in own.items():
@@ -40,7 +40,7 @@ class Staging:
             gpu_module(self.device).current_stream(self.device).synchronize()
         return self._kept
 
-    def _room(self, index: Key, value: Tensor) -> Tensor:
+    def _room(self, index: PieceKey, value: Tensor) -> Tensor:
         kept = self._kept.get(index)
         if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
             return kept
@@ -83,7 +83,7 @@ class Saver:
     def _write(self, progress: Progress, retention: Retention, copied: Future[None]) -> None:
         assert self.staging is not None
 
-        def stage(own: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
+        def stage(own: Mapping[PieceKey, Tensor]) -> Mapping[PieceKey, Tensor]:
             assert self.staging is not None
             staged = self.staging.copy(own)
             copied.set_result(None)

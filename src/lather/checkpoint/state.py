@@ -34,10 +34,10 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
 
 
-Key = tuple[str, tuple[int, ...]]
+PieceKey = tuple[str, tuple[int, ...]]
 """Name of the tensor and offset of the piece, which together identify the piece."""
 
-Stage = Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
+CopyTensors = Callable[[Mapping[PieceKey, Tensor]], Mapping[PieceKey, Tensor]]
 """Replaces the tensors that this rank is to write by those that are written."""
 
 

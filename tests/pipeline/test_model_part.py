@@ -147,7 +147,7 @@ def test_the_experts_of_a_rank_are_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "ranks"), [(6, 4), (5, 2), (2, 4)])
-def test_experts_that_cannot_be_dealt_out_are_refused(num_experts: int, ranks: int) -> None:
+def test_experts_that_cannot_be_divided_are_refused(num_experts: int, ranks: int) -> None:
     with pytest.raises(ValueError, match=rf"{num_experts} experts .* evenly among {ranks} ranks: use a divisor of {num_experts}"):
         fresh_part(config_of("deepseek_v2", experts=num_experts), PartLayers((range(5),), (0,), 0, ranks), generator(), CPU)
 
