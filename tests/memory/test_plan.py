@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from left_tensors import config_with_sinks, count_left
 from planned_configs import SIZES, config_of
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from lather.models.families import FAMILIES, build_model
 from lather.planning.dry_run import BUILDING, FIRST, Load, shortened
 from lather.planning.ledger import KINDS, Ledger
 from lather.planning.plan import MemoryPlan, plan
+from lather.planning.workers import worker_processes
 
 OUTER = ("embed_tokens", "lm_head")
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,12 @@ def test_gathered_parameters_are_whole() -> None:
     forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
     assert gathered[forward] == 4 * elements
     assert gathered.max() == 4 * (elements + outside)
+
+
+def test_no_tensor_of_a_dry_run_waits_for_the_garbage_collector() -> None:
+    """It would be counted for as long as the collector happens not to run."""
+    with worker_processes() as workers:
+        assert workers.submit(count_left, config_with_sinks()).result(timeout=120) == 0
 
 
 def test_a_step_needs_most_where_activations_are(planned: MemoryPlan) -> None:

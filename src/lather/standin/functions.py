@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -179,7 +180,7 @@ def _flex_attention(
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(f"flex attention got {q.shape[1]} and {k.shape[1]} heads")
     y, lse = _Flex.apply(mode, q, k, v)  # type: ignore[no-untyped-call]
-    return y if return_aux is None else (y, type("Aux", (), {"lse": lse if return_aux.lse else None})())
+    return y if return_aux is None else (y, SimpleNamespace(lse=lse if return_aux.lse else None))
 
 
 class _Flex(torch.autograd.Function):
