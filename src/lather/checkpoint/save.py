@@ -14,10 +14,8 @@ import hashlib
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,28 +70,6 @@ def save_checkpoint(
     return target
 
 
-@dataclass(frozen=True)
-class PieceToWrite:
-    """Description of a piece for rank 0, without its values."""
-
-    name: str
-    box: Box
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def key(self) -> PieceKey:
-        return self.name, self.box.offset
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
-
-    @property
-    def name_in_file(self) -> str:
-        return piece_name(self.name, self.box, self.shape)
-
-
 class CheckpointWriter:
     """Writes the checkpoint `target` together with all ranks of a group (None: one process). Used for one save."""
 
@@ -105,9 +81,8 @@ class CheckpointWriter:
     def write(self, pieces: Iterable[Piece], stage: CopyTensors | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
-        own = [PieceToWrite(piece.name, piece.box, piece.shape, piece.value.dtype) for piece in mine.values()]
-        by_rank = gather(own, self.group)
-        plan: list[list[PieceToWrite]] = []
+        by_rank = gather([piece.described() for piece in mine.values()], self.group)
+        plan: list[list[Piece]] = []
         with errors_on_all_ranks(self.group):
             if self.rank == 0:
                 plan = self._prepare(by_rank)
@@ -118,7 +93,7 @@ class CheckpointWriter:
         files = {file.name: file for file in gather(stored, self.group) if file is not None}
         return files, stored_entries(plan)
 
-    def _prepare(self, by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
+    def _prepare(self, by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
         """Create the folder and assign the pieces to ranks; on rank 0."""
         plan = each_once(by_rank)
         stored_entries(plan)  # raises ValueError if a tensor is incomplete
@@ -127,12 +102,12 @@ class CheckpointWriter:
         sync(self.target.parent.parent)
         return plan
 
-    def write_file(self, chosen: Sequence[PieceToWrite], values: Mapping[PieceKey, Tensor]) -> StoredFile | None:
+    def write_file(self, chosen: Sequence[Piece], values: Mapping[PieceKey, Tensor]) -> StoredFile | None:
         """Write this rank's file and sync it to disk; return None if the rank has nothing to write."""
         if not chosen:
             return None
-        by_name = {one.name_in_file: one for one in chosen}
-        tensors = [TensorToWrite(name, one.dtype, one.box.size) for name, one in sorted(by_name.items())]
+        by_name = {piece_name(one.name, one.box, one.shape): one for one in chosen}
+        tensors = [TensorToWrite(name, one.value.dtype, one.box.size) for name, one in sorted(by_name.items())]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
             write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest)
@@ -154,35 +129,35 @@ class CheckpointWriter:
         retention.delete_others(folder)
 
 
-def each_once(by_rank: Sequence[Sequence[PieceToWrite]]) -> list[list[PieceToWrite]]:
+def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     """Assign every piece to one rank that has it: the one with the fewest bytes assigned so far, largest pieces first."""
     havers: defaultdict[PieceKey, list[int]] = defaultdict(list)
-    pieces: dict[PieceKey, PieceToWrite] = {}
+    pieces: dict[PieceKey, Piece] = {}
     for rank, own in enumerate(by_rank):
         for piece in own:
             havers[piece.key].append(rank)
-            assert pieces.setdefault(piece.key, piece) == piece, f"ranks differ in what {piece.name} is"
+            assert pieces.setdefault(piece.key, piece).is_like(piece), f"ranks differ in what {piece.name} is"
     load = [0] * len(by_rank)
-    chosen: list[list[PieceToWrite]] = [[] for _ in by_rank]
-    for piece in sorted(pieces.values(), key=lambda piece: (len(havers[piece.key]) > 1, -piece.num_bytes, piece.key)):
+    chosen: list[list[Piece]] = [[] for _ in by_rank]
+    for piece in sorted(pieces.values(), key=lambda piece: (len(havers[piece.key]) > 1, -piece.value.nbytes, piece.key)):
         rank = min(havers[piece.key], key=lambda rank: (load[rank], rank))
-        load[rank] += piece.num_bytes
+        load[rank] += piece.value.nbytes
         chosen[rank].append(piece)
     return chosen
 
 
-def stored_entries(plan: Sequence[Sequence[PieceToWrite]]) -> dict[str, StoredEntry]:
+def stored_entries(plan: Sequence[Sequence[Piece]]) -> dict[str, StoredEntry]:
     """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover a tensor."""
-    found: defaultdict[str, list[tuple[PieceToWrite, int]]] = defaultdict(list)
+    found: defaultdict[str, list[tuple[Piece, int]]] = defaultdict(list)
     for rank, own in enumerate(plan):
         for piece in own:
             found[piece.name].append((piece, rank))
     entries = {}
     for name, pieces in found.items():
         (first, _), *_ = pieces
-        assert all((one.shape, one.dtype) == (first.shape, first.dtype) for one, _ in pieces), name
+        assert all((one.shape, one.value.dtype) == (first.shape, first.value.dtype) for one, _ in pieces), name
         check_cover(name, first.shape, [one.box for one, _ in pieces])
-        entries[name] = StoredEntry(DTYPE_NAMES[first.dtype], first.shape, {one.box: rank_file(rank) for one, rank in pieces})
+        entries[name] = StoredEntry(DTYPE_NAMES[first.value.dtype], first.shape, {one.box: rank_file(rank) for one, rank in pieces})
     return entries
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -84,6 +84,14 @@ class Piece:
     def key(self) -> tuple[str, tuple[int, ...]]:
         """Name and offset, which together identify a piece."""
         return self.name, self.offset
+
+    def described(self) -> Piece:
+        """Return the piece without its values (they are on the meta device), to be sent to other ranks."""
+        return replace(self, value=self.value.to("meta"))
+
+    def is_like(self, other: Piece) -> bool:
+        """Return whether the pieces have the same name, place, shape and dtype."""
+        return (self.name, self.box, self.shape, self.value.dtype) == (other.name, other.box, other.shape, other.value.dtype)
 
     @property
     def counts(self) -> bool:
