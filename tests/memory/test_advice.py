@@ -33,7 +33,7 @@ def deep_config(rule: str, **parallel: int) -> Config:
     return replace(config, model=replace(config.model, num_hidden_layers=LAYERS))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def estimator() -> Iterator[Estimator]:
     with Estimator(deep_config("soap"), "cpu") as found:
         yield found
@@ -43,8 +43,9 @@ def estimator() -> Iterator[Estimator]:
     ("mesh", "changes"),
     [
         ({"ep": 2}, {}),
-        pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
         ({"pp": 2}, {"moe.memory": "recompute", "optim.name": "muon"}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.grid),
+        pytest.param({"ep": 2}, {"moe.memory": "recompute", "optim.name": "muon"}, marks=pytest.mark.grid),
     ],
 )
 def test_estimates_are_near_plans(estimator: Estimator, mesh: dict[str, int], changes: dict[str, str]) -> None:
