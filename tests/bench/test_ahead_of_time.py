@@ -56,7 +56,9 @@ def committed() -> list[Row]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """Compile for every architecture; the command ends with an error if a kernel exceeds a limit or has no case."""
-    return compile_all(tmp_path_factory.mktemp("ahead") / "rows.jsonl", "--models", "DeepSeek-V2-Lite")
+    folder = tmp_path_factory.mktemp("ahead")
+    rows = compile_all(folder / "rows.jsonl", "--models", "DeepSeek-V2-Lite")
+    return rows + compile_all(folder / "clamped.jsonl", "--models", "GPT-OSS-20B", "--dtypes", "bf16", "--architectures", "90")
 
 
 def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:

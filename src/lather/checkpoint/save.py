@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
-from lather.checkpoint.state import CopyTensors, PieceKey, TrainingState
+from lather.checkpoint.state import CopyTensors, TrainingState
 from lather.checkpoint.table import (
     DTYPE_NAMES,
     STATE_FILE,
@@ -35,7 +35,7 @@ from lather.checkpoint.table import (
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
-from lather.optim.sharded.placement import Box, Piece
+from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
 FIRST_FILE = "rank-00000.safetensors"
@@ -136,7 +136,8 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     for rank, own in enumerate(by_rank):
         for piece in own:
             havers[piece.key].append(rank)
-            assert pieces.setdefault(piece.key, piece).is_like(piece), f"ranks differ in what {piece.name} is"
+            first = pieces.setdefault(piece.key, piece)
+            assert first.is_like(piece), f"ranks differ in what {piece.name} is"
     load = [0] * len(by_rank)
     chosen: list[list[Piece]] = [[] for _ in by_rank]
     for piece in sorted(pieces.values(), key=lambda piece: (len(havers[piece.key]) > 1, -piece.value.nbytes, piece.key)):

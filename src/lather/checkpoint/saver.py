@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lather.checkpoint.folder import Retention, checkpoint_path
 from lather.checkpoint.save import save_checkpoint
-from lather.checkpoint.state import PieceKey, TrainingState
+from lather.checkpoint.state import TrainingState
 from lather.checkpoint.table import Progress
 from lather.device import gpu_module, is_gpu
+from lather.optim.sharded.placement import PieceKey
 
 
 class Staging:

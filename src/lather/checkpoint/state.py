@@ -20,7 +20,7 @@ from lather.checkpoint.table import StoredEntry
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack, split_entry
-from lather.optim.sharded.placement import Piece
+from lather.optim.sharded.placement import Piece, PieceKey
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.parallel.local_parameters import ShardInfo
 
@@ -33,9 +33,6 @@ RANDOM = "random/"
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of optimizer state, by entry and key."""
 
-
-PieceKey = tuple[str, tuple[int, ...]]
-"""Name of the tensor and offset of the piece, which together identify the piece."""
 
 CopyTensors = Callable[[Mapping[PieceKey, Tensor]], Mapping[PieceKey, Tensor]]
 """Replaces the tensors that this rank is to write by those that are written."""

@@ -63,6 +63,10 @@ class Box:
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.size, strict=True))
 
 
+PieceKey = tuple[str, tuple[int, ...]]
+"""Name of a tensor and offset of a piece, which together identify the piece."""
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A box of a tensor, and the values in it."""
@@ -81,8 +85,7 @@ class Piece:
         return Box(self.offset, tuple(self.value.shape))
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """Name and offset, which together identify a piece."""
+    def key(self) -> PieceKey:
         return self.name, self.offset
 
     def described(self) -> Piece:
