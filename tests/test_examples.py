@@ -61,8 +61,8 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
         losses[num_ranks] = [float(line.split()[-1]) for line in steps]
         sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
     assert losses[2][-1] < 0.25 * losses[2][0]
-    assert losses[0][:2] == pytest.approx(losses[2][:2], rel=0.01)
-    assert losses[0] == pytest.approx(losses[2], rel=0.1)  # after the rounding of 200 steps
+    assert losses[0][:3] == pytest.approx(losses[2][:3], rel=0.02)
+    assert losses[0][3:] == pytest.approx(losses[2][3:], abs=0.02)  # rounding grows over 200 steps, and differs from CPU to CPU
     assert sum(sizes[2]) == sum(sizes[0])
     assert max(sizes[2]) < 0.6 * sizes[0][0]
 
