@@ -85,6 +85,7 @@ def rehearsals() -> list[Rehearsal]:
     """List cases of every family, precision and kind of rule, and every choice that a GPU could make differently; AdamW unless the case is
     about the rule."""
     recomputed = {"recompute": ("attention", "experts", "shared_experts")}
+    losses = {"z_loss_coefficient": 0.01, "balance_level": "global_batch", "balance_coefficient": 0.1}
     return [
         Rehearsal("gpt_oss", "fp32", "adamw"),
         Rehearsal(rule="soap_muon"),
@@ -92,11 +93,9 @@ def rehearsals() -> list[Rehearsal]:
         Rehearsal(rule="muon"),
         Rehearsal(sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
-        Rehearsal(rule="adamw", loop=recomputed),
-        Rehearsal(rule="adamw", packed=True),
+        Rehearsal(rule="adamw", loop=recomputed, packed=True),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
-        Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, "z_loss_coefficient": 0.01}),
-        Rehearsal("qwen3_moe", rule="adamw", moe={"balance_level": "global_batch", "balance_coefficient": 0.1}),
+        Rehearsal("qwen3_moe", rule="adamw", moe={"memory": "recompute", "bias_update_rate": 0.1, **losses}),
         Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
     ]
 

@@ -13,7 +13,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -23,8 +23,10 @@ SIZES: dict[str, Any] = {
 
 
 def config_of(rule: str, *, parallel: dict[str, Any] | None = None, batch_size: int = 8, **loop: Any) -> Config:
+    """Configure two layers for every pipeline rank, one in each of its stages."""
+    layers = 2 * (parallel or {}).get("pp", 1)
     return Config(
-        model=FAMILIES["qwen3_moe"].config(**SIZES),
+        model=FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": layers}),
         train=LoopConfig(batch_size=batch_size, micro_batch_size=1, sequence_length=32, **loop),
         moe=MoEConfig(),
         parallel=ParallelConfig(**(parallel or {})),
