@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from benchmarks.report import Row
-from lather.pipeline.replay import TRANSFERS, Durations, Event, replay
-from lather.pipeline.schedule import COMPUTE, Action, Kind, dualpipev
+from lather.pipeline.replay import Durations, Event, replay
+from lather.pipeline.schedule import COMPUTE, TRANSFERS, Action, Kind, dualpipev
 
 MICRO_BATCHES_PER_RANK = 4
 

@@ -108,7 +108,7 @@ def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[f
         if len(seconds) > WARM_UP and time.monotonic() - started > settings.seconds:
             break
     memory = gpu_module(device).max_memory_allocated(device) if is_gpu(device) else None
-    return results, seconds, memory, engine.parameters.infos()
+    return results, seconds, memory, [entry.info for entry in engine.parameters]
 
 
 def flops_per_token(infos: list[ShardInfo], config: Config) -> float:

@@ -239,7 +239,7 @@ def test_flops_of_a_token_are_counted_by_hand() -> None:
 
     config = load_config(REPOSITORY / "benchmarks/gpu/small.toml")
     model = build_model(config.model, None, torch.device("meta"))
-    infos = local_parameters(model, Mesh.single(CPU)).infos()
+    infos = [entry.info for entry in local_parameters(model, Mesh.single(CPU))]
     attention = 64 * 2 * 24 + 64 * (16 + 8) + 16 * 2 * (16 + 16) + 2 * 16 * 64
     dense, expert, shared, router = 3 * 64 * 96, 3 * 64 * 32, 3 * 64 * 32, 64 * 8
     parameters = 2 * attention + dense + 2 * expert + shared + router + 500 * 64

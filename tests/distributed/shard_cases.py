@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lather.models.decoder import Block, Decoder
 from lather.models.moe import MoE
 from lather.parallel.fsdp_units import FsdpUnit
+from lather.parallel.local_parameters import LocalParameters, norm_dtype, squared_norm
 from lather.parallel.mesh import Mesh
 from models.tiny import layout_of, random_normal, tiny_family_model
 
@@ -157,3 +159,12 @@ def reduce(stages: list[list[FsdpUnit]]) -> None:
     for stage in stages:
         for unit in stage:
             unit.wait_for_gradients()
+
+
+@torch.no_grad()
+def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Tensor:
+    """Return the 2-norm of the gradients of the whole model, the same on all ranks, as a training step does."""
+    square = squared_norm(parameters, mesh)
+    if mesh.size > 1:
+        dist.all_reduce(square)
+    return square.sqrt().to(norm_dtype(parameters))

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from shard_cases import MICRO_BATCHES, Case, Part, gather, loss_of, reduce, reshard, tokens_of, whole_model
+from shard_cases import MICRO_BATCHES, Case, Part, gather, grad_norm, loss_of, reduce, reshard, tokens_of, whole_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lather.config.config import ParallelConfig
 from lather.parallel.fsdp_units import FsdpUnit, shard
-from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local_parameters import ShardInfo, local_parameters
+from lather.parallel.local_parameters import ShardInfo, clip_, local_parameters
 from lather.parallel.mesh import Mesh
 from models.tiny import largest_error
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shard_cases import HIDDEN, Case, Part, gather, reduce, tokens_of, whole_model
+from shard_cases import HIDDEN, Case, Part, gather, grad_norm, reduce, tokens_of, whole_model
 from torch import nn
 
 from lather.models.decoder import Decoder
 from lather.parallel.fsdp_units import check_dtypes, shard
-from lather.parallel.gradients import clip_, grad_norm
-from lather.parallel.local_parameters import local_parameters
+from lather.parallel.local_parameters import clip_, local_parameters
 from lather.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from lather.pipeline.schedule import Kind
 from lather.planning.dry_run import RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan
-from lather.planning.plan_page import page_data, write_page
-from lather.planning.plan_picture import Doing, doings, draw, figure_of, kinds_of
+from lather.planning.plan_picture import Doing, doings, draw, figure_of, kinds_of, page_data, write_page
 
 MIB = 2**20
 FORWARD, BACKWARD = picture.COLORS[Kind.FORWARD], picture.COLORS[Kind.BACKWARD]

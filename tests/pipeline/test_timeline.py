@@ -11,7 +11,7 @@ from benchmarks.pipeline_bubble import measured_durations
 from lather.pipeline.picture import read_timeline
 from lather.pipeline.replay import Event, Timeline
 from lather.pipeline.schedule import Action, Kind
-from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
+from lather.pipeline.timeline import TimelineRecorder, append_timeline
 
 FORWARD = Action(0, Kind.FORWARD, 3)
 PAIR = Action(-1, Kind.OVERLAP, None, (Action(0, Kind.FORWARD, 4), Action(1, Kind.BACKWARD, 1)))
@@ -41,7 +41,6 @@ def test_actions_from_the_start_of_the_clock_and_what_was_waited_left_out(clock:
     assert events == [Event(2, FORWARD, 1.0, 3.0), Event(2, PAIR, 3.0, 6.0), Event(2, PAIR, 16.0, 20.0)]
     assert measured_durations(events).kinds == {Kind.FORWARD: 2.0, Kind.OVERLAP: 7.0}
     assert Timeline(tuple(events)).idle() == {2: 10.0}
-    assert gather_events(events, None) == events
 
 
 def test_nothing_is_kept_of_other_steps(clock: list[float]) -> None:

@@ -16,11 +16,10 @@ from lather.config.toml_file import config_to_toml
 from lather.console import wide_console
 from lather.errors import UserError, require
 from lather.memory.profile_report import whole_file
-from lather.planning import advice_report, plan_report
+from lather.planning import plan_report
 from lather.planning.advice import advise, as_options
 from lather.planning.plan import plan
-from lather.planning.plan_page import write_page
-from lather.planning.plan_picture import draw
+from lather.planning.plan_picture import draw, write_page
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
         machine=parsed.machine,
         say=lambda what: console.print(what, style="dim", highlight=False),
     )
-    advice_report.show(found, memory, console)
+    plan_report.show_advice(found, memory, console)
     if parsed.write and found.settings:
         best = found.settings[0][0]
         comment = f"# lather plan: for {parsed.world} ranks, {as_options(best.changes) or 'as it was'}\n"

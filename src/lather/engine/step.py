@@ -18,7 +18,7 @@ from lather.engine.optimizer import LR_FACTOR
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.engine.gradients import GradientNorms
-from lather.parallel.gradients import clip_, norm_dtype, squared_norm
+from lather.parallel.local_parameters import clip_, norm_dtype, squared_norm
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:

@@ -72,12 +72,9 @@ class FsdpUnit:
         With `async_op` the gathered buffers of all holders are alive until then, besides the parameters; otherwise one at a time.
         """
         self._holding += 1
-        if self._holding > 1:
-            return
-        for holder in self._sharded():
-            handle = holder.unshard(async_op=async_op)
-            if handle is not None:
-                self._gathering.append(handle)
+        if self._holding == 1:
+            handles = [holder.unshard(async_op=async_op) for holder in self._sharded()]
+            self._gathering += filter(None, handles)
 
     def wait(self) -> None:
         """Make the current stream wait for `unshard`; the host waits only with gloo."""
@@ -194,7 +191,5 @@ def check_dtypes(part: nn.Module) -> None:
 
 
 def _reduce_dtype(modules: list[nn.Module]) -> torch.dtype:
-    for module in modules:
-        for p in module.parameters():
-            return torch.promote_types(p.dtype, torch.float32)
-    return torch.float32
+    first = next((p.dtype for module in modules for p in module.parameters()), torch.float32)
+    return torch.promote_types(first, torch.float32)

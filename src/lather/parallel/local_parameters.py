@@ -1,13 +1,21 @@
-"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as DTensors for those that need whole matrices.
+"""This rank's rows of every parameter: as plain parameters for elementwise optimizers, and as DTensors for those that need whole matrices;
+the norm of their gradients, and clipping by it, with the same numbers on any mesh as in one process.
 
 A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has fewer rows than there are ranks, some
 ranks have none.
+
+    squared_norm  this rank's part of the sum of squares: every row of every parameter counts once over all pipeline stages, shards and
+                  experts, without replicas
+    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; gradients are not touched if the norm is small enough
+
+Norms do not wait for the device. `clip_` takes a norm that is on the host, where steps that are not finite are skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +25,8 @@ from lather.models.experts import Experts
 from lather.optim.sharded.placement import chunk
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
+from lather.shapes import Float
+from lather.torch_private import foreach_mul_, foreach_norm
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,6 @@ class LocalParameters:
         """Return the parameters that are not frozen."""
         return LocalParameters(tuple(entry for entry in self.entries if entry.source.requires_grad))
 
-    def infos(self) -> list[ShardInfo]:
-        return [entry.info for entry in self.entries]
-
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Give every local parameter the reduced gradient of its rows, without a copy. Call it after `FsdpUnit.wait_for_gradients`."""
@@ -122,3 +129,44 @@ def _local_parameter(name: str, source: nn.Parameter, is_expert: bool, mesh: Mes
         start, rows = start + mesh.ep_rank * rows, rows * mesh.ep
     info = ShardInfo(name, is_expert, (rows, *source.shape[1:]), start, length, replica)
     return LocalParameter(info, parameter, source)
+
+
+@torch.no_grad()
+def squared_norm(
+    parameters: LocalParameters, mesh: Mesh, known: Callable[[Tensor], Tensor | None] = lambda source: None
+) -> Float[Tensor, ""]:
+    """Return this rank's part of the squared norm of the gradients of the whole model, in fp64, on `mesh.device`.
+
+    Call it after `collect_gradients`. `known` returns the 2-norms (1-D) of the parts of this rank's gradient of a `LocalParameter.source`
+    if they have been measured already, else None.
+    """
+    norms, unmeasured = [], []
+    for entry in parameters.unique():
+        measured = known(entry.source)
+        if measured is None:
+            unmeasured.append(cast(Tensor, entry.parameter.grad))
+        else:
+            norms.append(measured)
+    if unmeasured:
+        norms.append(torch.stack(foreach_norm(unmeasured, 2, dtype=norm_dtype(parameters))))
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+
+def norm_dtype(parameters: LocalParameters) -> torch.dtype:
+    """Return the dtype of norms: that of the gradients, at least fp32."""
+    dtype = torch.float32
+    for entry in parameters:
+        dtype = torch.promote_types(dtype, entry.parameter.dtype)
+    return dtype
+
+
+@torch.no_grad()
+def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
+    """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm that is not finite destroys them."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} is not valid: give a number > 0")
+    factor = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1)
+    if factor == 1:
+        return
+    for dtype in {grad.dtype for grad in gradients}:
+        foreach_mul_([grad for grad in gradients if grad.dtype == dtype], float(factor.to(dtype)))

@@ -43,13 +43,15 @@ Arrival = tuple[bool, Key]
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Records the actions of a rank."""
+    """Records the actions of a rank; a method that a subclass does not define records nothing."""
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
         """Enclose an action, after its input has arrived."""
+        return nullcontext()
 
     def waiting(self) -> AbstractContextManager[Any]:
         """Enclose the wait for the input of the backward pass, inside an overlapped pair."""
+        return nullcontext()
 
 
 class Filler(Protocol):
@@ -179,12 +181,8 @@ class Executor:
                     raise ValueError(f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every micro-batch must have {expected}")
 
 
-class _NoRecord:
-    def action(self, action: Action) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def waiting(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+class _NoRecord(Recorder):
+    """Records nothing."""
 
 
 @dataclass
@@ -285,13 +283,13 @@ class _Walk:
         key = _key(action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             x = self._narrowed(self.outgoing.pop((action.kind, key)).contiguous(), key)
-            self.sends.append((self._start(dist.isend, x, self.schedule.sends_to(action)), x, self.tapes.get(key)))
+            self.sends.append((self._start(dist.isend, x, self.schedule.peer_of(action)), x, self.tapes.get(key)))
             while len(self.sends) > MOST_SENDS_UNDER_WAY or (is_gpu(x) and self.sends and self.sends[0][0].is_completed()):
                 self._finish_oldest_send()
             return
         like = self.executor.activation
         buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
-        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.receives_from(action)))
+        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action)))
         (self.inputs if action.kind == Kind.RECV_F else self.gradients)[key] = arriving
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:

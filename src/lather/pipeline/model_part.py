@@ -92,9 +92,8 @@ class ModelPart(RoutedModel):
     def _stage(self, index: int) -> Stage:
         blocks = tuple(self.block(layer) for layer in self.share.layers_of_stage[index])
         embed_tokens = self.embed_tokens if index == 0 else None
-        if index < len(self.share.layers_of_stage) - 1:
-            return Stage(index, blocks, embed_tokens)
-        return Stage(index, blocks, embed_tokens, self.norm, self.lm_head)
+        head = (self.norm, self.lm_head) if index == len(self.share.layers_of_stage) - 1 else ()
+        return Stage(index, blocks, embed_tokens, *head)
 
     def block(self, layer: int) -> Block:
         block = self.layers[str(layer)]

@@ -43,6 +43,8 @@ LABELS = {
     Kind.BACKWARD_WEIGHT: "backward, weights",
 }
 
+IDLE: dict[str, Any] = {"facecolor": "#f7f7f7", "edgecolor": "#cfcfcf", "hatch": "////"}
+
 DPI = 110
 LANE, STRIP = 0.42, 0.12
 """Half the height of a lane, and the height of the strip of transfers, in units of the distance between lanes."""
@@ -83,7 +85,6 @@ def draw_timeline(rows: Iterable[Event], path: Path, title: str, *, unit: str = 
     axes = figure.subplots()
     lanes = {rank: lane for lane, rank in enumerate(ranks)}
     boxes = list(bars(timeline, lanes))
-    _draw_idle(axes, timeline, lanes)
     _draw_boxes(axes, boxes)
     _draw_frame(axes, timeline, lanes)
     axes.set_title(f"{title}: bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=11 * scale)
@@ -132,20 +133,6 @@ def bars(timeline: Timeline, lanes: dict[int, int]) -> Iterator[Bar]:
             yield Bar(left, right, top + height, top, color, str(event.action), chunk.micro_batch)
 
 
-def _draw_idle(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
-    """Draw hatched lanes, over which computations are drawn."""
-    axes.barh(
-        list(lanes.values()),
-        timeline.makespan,
-        height=2 * LANE,
-        facecolor="#f7f7f7",
-        edgecolor="#cfcfcf",
-        hatch="////",
-        linewidth=0,
-        zorder=1,
-    )
-
-
 def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:
     corners = [[(b.left, b.bottom), (b.left, b.top), (b.right, b.top), (b.right, b.bottom)] for b in boxes]
     edge = 0.4 if len(boxes) < 10_000 else 0.0
@@ -153,6 +140,8 @@ def _draw_boxes(axes: Axes, boxes: Sequence[Bar]) -> None:
 
 
 def _draw_frame(axes: Axes, timeline: Timeline, lanes: dict[int, int]) -> None:
+    """Draw the axes, and hatched lanes below the computations."""
+    axes.barh(list(lanes.values()), timeline.makespan, 2 * LANE, linewidth=0, zorder=1, **IDLE)
     stages = _stages(timeline)
     names = [f"rank {rank}  (stage{'s' * (len(stages[rank]) > 1)} {', '.join(map(str, stages[rank]))})" for rank in lanes]
     axes.set_yticks(list(lanes.values()), names)
@@ -194,7 +183,7 @@ def color_key(timeline: Timeline) -> list[tuple[str, str]]:
 
 def _legend(timeline: Timeline) -> list[Patch]:
     patches = [Patch(facecolor=color, label=label) for color, label in color_key(timeline)]
-    patches.append(Patch(facecolor="#f7f7f7", edgecolor="#cfcfcf", hatch="////", label="idle"))
+    patches.append(Patch(**IDLE, label="idle"))
     if any(len(stages) > 1 for stages in _stages(timeline).values()):
         patches.append(Patch(facecolor="none", label="(darker: the rank's second stage)"))
     return patches

@@ -24,9 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
-from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule, dualpipev, gives
+from lather.pipeline.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule, dualpipev, gives, needs
 
-TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+SENT_AFTER = {Kind.RECV_F: Kind.FORWARD, Kind.RECV_B: Kind.BACKWARD_INPUT}
+"""Each kind of receive -> the kind of computation, on the stage at its other end, whose result it receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,11 @@ class Timeline:
 
     def filled(self) -> dict[int, float]:
         """Return, by rank, the part of its idle time that is filled with pieces of the optimizer's refreshes."""
-        pieces = [event for event in self.events if event.action.kind is Kind.REFRESH]
-        inside = {id(event): max(0.0, min(event.end, self.end) - max(event.start, self.start)) for event in pieces}
-        return {rank: sum(inside[id(event)] for event in pieces if event.rank == rank) for rank in self.ranks}
+        filled = dict.fromkeys(self.ranks, 0.0)
+        for event in self.events:
+            if event.action.kind is Kind.REFRESH:
+                filled[event.rank] += max(0.0, min(event.end, self.end) - max(event.start, self.start))
+        return filled
 
     def bubble_fractions(self) -> dict[int, float]:
         """Return, by rank, idle time divided by makespan."""
@@ -163,16 +166,12 @@ def bubble_of_layers(layers: tuple[int, ...], num_micro_batches: int, *, early_w
 def _ready(schedule: Schedule, action: Action, ended: Mapping[tuple[Kind, int, int], float], transfer: float) -> float | None:
     """Return when the inputs of `action` from other stages have arrived; None if that is not known yet."""
     ready = 0.0
-    for chunk in action.chunks:
-        if chunk.kind is Kind.FORWARD and chunk.stage > 0:
-            need, neighbour = Kind.FORWARD, chunk.stage - 1
-        elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and chunk.stage < schedule.num_stages - 1:
-            need, neighbour = Kind.BACKWARD_INPUT, chunk.stage + 1
-        else:
-            continue
+    for chunk in action.chunks if action.kind in COMPUTE else ():
         assert chunk.micro_batch is not None
-        if (end := ended.get((need, neighbour, chunk.micro_batch))) is None:
-            return None
-        travels = schedule.rank_of(neighbour) != schedule.rank_of(chunk.stage)
-        ready = max(ready, end + transfer * travels)
+        for kind, stage in needs(schedule, chunk.kind, chunk.stage):
+            travels = kind in TRANSFERS
+            result = (SENT_AFTER[kind], stage + TRANSFERS[kind]) if travels else (kind, stage)
+            if (end := ended.get((*result, chunk.micro_batch))) is None:
+                return None
+            ready = max(ready, end + transfer * travels)
     return ready

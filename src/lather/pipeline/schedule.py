@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -50,8 +50,9 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OVERLAP})
 WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Actions that do not belong to a micro-batch."""
-RECEIVED_AS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
-"""Each kind of send -> its kind of receive, and the stage of the receive relative to that of the send."""
+TRANSFERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+"""Kinds of transfers -> the stage at the other end, relative to the stage of the action."""
+RECEIVED_AS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 _KINDS = {kind.value: kind for kind in Kind}
 _SINGLE = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})(\d*)")
@@ -123,13 +124,9 @@ class Schedule:
         """Whether the table has backward passes."""
         return any(chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self.ranks[0] for chunk in action.chunks)
 
-    def sends_to(self, action: Action) -> int:
-        """Return the rank to which a SEND_F or SEND_B sends."""
-        return self.rank_of(action.stage + RECEIVED_AS[action.kind][1])
-
-    def receives_from(self, action: Action) -> int:
-        """Return the rank from which a RECV_F or RECV_B receives."""
-        return self.rank_of(action.stage + (-1 if action.kind is Kind.RECV_F else 1))
+    def peer_of(self, action: Action) -> int:
+        """Return the rank to which an action sends, or from which it receives."""
+        return self.rank_of(action.stage + TRANSFERS[action.kind])
 
     def peak_live_chunks(self, rank: int) -> int:
         """Return the maximal number of live chunks of `rank`: the forward pass is done, or started in an overlap, and the input gradient is
@@ -251,7 +248,7 @@ class _RankCheck:
             for chunk in action.chunks:
                 self._finish(chunk)
         for stage in self.stages:
-            for kind, times in _times(self.schedule, stage):
+            for kind, times in _times(self.schedule, stage).items():
                 if self.done[kind, stage] != times:
                     raise ValueError(f"rank {self.rank}: stage {stage} has {self.done[kind, stage]} {kind} and should have {times}")
         if self.gathered:
@@ -287,39 +284,35 @@ class _RankCheck:
         raise ValueError(f"rank {self.rank}: {chunk} {problem}")
 
 
-def _times(schedule: Schedule, stage: int) -> Iterator[tuple[Kind, int]]:
-    """Yield how often every kind must occur for `stage`; UNSHARD and RESHARD may occur any number of times."""
+def _times(schedule: Schedule, stage: int) -> dict[Kind, int]:
+    """Return how often every kind must occur for `stage`; UNSHARD and RESHARD may occur any number of times."""
     here, n = schedule.rank_of(stage), schedule.num_micro_batches
     from_before = stage > 0 and schedule.rank_of(stage - 1) != here
     to_next = stage < schedule.num_stages - 1 and schedule.rank_of(stage + 1) != here
     trained = n * schedule.trains
-    yield Kind.REDUCE_GRAD, int(schedule.trains)
-    yield from (
-        (Kind.FORWARD, n),
-        (Kind.BACKWARD_INPUT, trained),
-        (Kind.BACKWARD_WEIGHT, trained),
-        (Kind.RECV_F, n * from_before),
-        (Kind.SEND_B, trained * from_before),
-        (Kind.SEND_F, n * to_next),
-        (Kind.RECV_B, trained * to_next),
-    )
+    return {
+        Kind.REDUCE_GRAD: int(schedule.trains),
+        Kind.FORWARD: n,
+        Kind.BACKWARD_INPUT: trained,
+        Kind.BACKWARD_WEIGHT: trained,
+        Kind.RECV_F: n * from_before,
+        Kind.SEND_B: trained * from_before,
+        Kind.SEND_F: n * to_next,
+        Kind.RECV_B: trained * to_next,
+    }
 
 
 def _check_transfers(schedule: Schedule) -> None:
     """Raise ValueError unless, between any two ranks, one receives what the other sends, in the same order."""
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, action in _with_rank(schedule.ranks):
-        if action.kind in RECEIVED_AS:
-            kind, further = RECEIVED_AS[action.kind]
-            sent[rank, schedule.sends_to(action)].append(Action(action.stage + further, kind, action.micro_batch))
-        elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-            received[schedule.receives_from(action), rank].append(action)
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if (kind := RECEIVED_AS.get(action.kind)) is not None:
+                sent[rank, schedule.peer_of(action)].append(Action(action.stage + TRANSFERS[action.kind], kind, action.micro_batch))
+            elif action.kind in TRANSFERS:
+                received[schedule.peer_of(action), rank].append(action)
     for pair in sent.keys() | received.keys():
         for index, (left, right) in enumerate(zip(sent[pair], received[pair], strict=False)):
             if left != right:
                 raise ValueError(f"transfer {index} from rank {pair[0]} to rank {pair[1]} is sent as {left} and received as {right}")
-
-
-def _with_rank(ranks: Iterable[Iterable[Action]]) -> Iterator[tuple[int, Action]]:
-    return ((rank, action) for rank, actions in enumerate(ranks) for action in actions)

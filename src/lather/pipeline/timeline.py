@@ -99,18 +99,9 @@ class TimelineRecorder:
         return seconds
 
 
-def gather_events(events: list[Event], group: dist.ProcessGroup | None) -> list[Event] | None:
-    """Gather the events of all ranks on rank 0, rank by rank; return None elsewhere. Every rank of `group` calls this; None: a single
-    process."""
-    if group is None:
-        return events
-    everybody: list[list[Event]] | None = [[] for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
-    dist.gather_object(events, everybody, group=group)
-    return None if everybody is None else [event for own in everybody for event in own]
-
-
 def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
-    """Append a step to a `timeline.jsonl`, for `lather.pipeline.picture.read_timeline`: a line per event, times in seconds."""
+    """Append the events of all ranks in a step to a `timeline.jsonl`, for `lather.pipeline.picture.read_timeline`: a line per event, times
+    in seconds."""
     rows = [
         {"step": step, "rank": event.rank, "action": str(event.action), "start": round(event.start, 9), "end": round(event.end, 9)}
         for event in events

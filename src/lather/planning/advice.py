@@ -12,7 +12,7 @@ which are no prediction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -146,22 +146,18 @@ def advise(
     return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
 
 
+@dataclass
 class _Search:
     """The search that the module docstring describes."""
 
-    def __init__(
-        self,
-        config: Config,
-        world_size: int,
-        memory: int,
-        assumed: Assumed,
-        machine: int,
-        estimator: Estimator,
-        say: Callable[[str], None],
-    ) -> None:
-        self.config, self.world_size, self.assumed, self.memory, self.machine = config, world_size, assumed, memory, machine
-        self.estimator, self.say = estimator, say
-        self.tried: list[Setting] = []
+    config: Config
+    world_size: int
+    memory: int
+    assumed: Assumed
+    machine: int
+    estimator: Estimator
+    say: Callable[[str], None]
+    tried: list[Setting] = field(default_factory=list)
 
     def run(self) -> None:
         meshes = list(self.meshes(self.world_size))
@@ -222,8 +218,7 @@ class _Search:
             if experts % ep == 0 and world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine and self.has_room(pp * ep)
         ]
         for changes in [own, *(one for one in others if one != own)]:
-            config = changed(self.config, changes)
-            if config is not None and _divides(config, world_size):
+            if self.changed(changes, world_size) is not None:
                 yield changes
 
     def has_room(self, parts: int) -> bool:
@@ -260,8 +255,8 @@ class _Search:
         known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
         new: list[tuple[Changes, Config]] = []
         for changes in several:
-            config = changed(self.config, changes)
-            if config is not None and repr(config) not in known and _divides(config, world_size):
+            config = self.changed(changes, world_size)
+            if config is not None and repr(config) not in known:
                 known.add(repr(config))
                 new.append((changes, config))
         self.say(f"trying {name}: {len(new)} settings")
@@ -274,6 +269,16 @@ class _Search:
         if world_size == self.world_size:
             self.tried += found
         return found
+
+    def changed(self, changes: Changes, world_size: int) -> Config | None:
+        """Return the configuration with other values; None if they contradict each other, or if this many ranks cannot divide the batch."""
+        config = changed(self.config, changes)
+        try:
+            if config is not None:
+                config.num_micro_batches(data_ranks(config, world_size))
+        except ConfigError:
+            return None
+        return config
 
     def _differences(self, changes: Changes) -> Changes:
         return {name: value for name, value in changes.items() if value != _value(self.config, name)}
@@ -302,9 +307,7 @@ def _partitioned(setting: Setting, changes: Changes, config: Config, partition: 
     factor = partition.largest / partition.uniform_largest
     peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
     estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
-    number = config.num_micro_batches(data_ranks(config, world_size))
-    bubble = bubble_of_layers(partition.layers, number, early_weight_gradients=config.parallel.early_weight_gradients)
-    return Setting(changes, config, estimate, bubble, partition)
+    return Setting(changes, config, estimate, bubble_of(config, world_size, partition.layers), partition)
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
@@ -330,21 +333,13 @@ def as_options(changes: Changes) -> str:
     return " ".join(parts)
 
 
-def bubble_of(config: Config, world_size: int) -> float:
-    """Return the bubble of a step with equally many layers on all stages."""
+def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = None) -> float:
+    """Return the bubble of a step with these numbers of layers on the stages; None: equally many."""
     if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
         return 0.0
-    layers = uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
+    layers = layers or uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
     number = config.num_micro_batches(data_ranks(config, world_size))
     return bubble_of_layers(layers, number, early_weight_gradients=config.parallel.early_weight_gradients)
-
-
-def _divides(config: Config, world_size: int) -> bool:
-    try:
-        config.num_micro_batches(data_ranks(config, world_size))
-    except ConfigError:
-        return False
-    return True
 
 
 def _value(config: Config, name: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -31,7 +31,8 @@ from lather.engine.step import TrainStep
 from lather.optim import MatrixOptimizer
 from lather.optim.sharded.placement import local
 from lather.parallel.mesh import Mesh
-from lather.pipeline.schedule import Action, Kind
+from lather.pipeline.executor import Recorder
+from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.planning.ledger import Ledger, MemoryTimeline
 from lather.planning.work import Work, WorkTally
 from lather.standin.device import module
@@ -43,10 +44,7 @@ SETTLES = {
     Kind.UNSHARD: "gathered parameters",
     Kind.RESHARD: "gathered parameters",
     Kind.REDUCE_GRAD: "gradients",
-    Kind.SEND_F: "communication",
-    Kind.SEND_B: "communication",
-    Kind.RECV_F: "communication",
-    Kind.RECV_B: "communication",
+    **dict.fromkeys(TRANSFERS, "communication"),
 }
 """Kind of the unlabelled bytes that an action leaves; all other actions leave activations."""
 
@@ -136,15 +134,15 @@ class LedgerMode(StandInMode):
             self.tally.add(Work(flops(func, name, args, kwargs, out)))
 
 
-class Bookkeeper:
-    """Labels the bytes in a ledger during a step, as a `Recorder` of the executor's actions."""
+class Bookkeeper(Recorder):
+    """Labels the bytes in a ledger during a step, action by action."""
 
     def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
         self.ledger, self.tally = ledger, tally
         self.engine: Engine | None = None
 
     @contextmanager
-    def _recorded(self, action: Action) -> Iterator[None]:
+    def action(self, action: Action) -> Iterator[None]:
         self.ledger.settle("gathered parameters", BETWEEN)  # allocated in the wait for them
         self.ledger.settle("activations")
         self.ledger.mark(str(action))
@@ -154,13 +152,6 @@ class Bookkeeper:
         self.label_step()
         self.ledger.settle(SETTLES.get(action.kind, "activations"))
         self.ledger.mark(BETWEEN)
-
-    def action(self, action: Action) -> AbstractContextManager[Any]:
-        return self._recorded(action)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        yield
 
     def label_step(self) -> None:
         """Label the current gradients and rounded weights."""

@@ -40,6 +40,9 @@ class Bytes:
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes({kind: self.kinds.get(kind, 0) + other.kinds.get(kind, 0) for kind in {**self.kinds, **other.kinds}})
 
+    def __mul__(self, factor: float) -> Bytes:
+        return Bytes({kind: size * factor for kind, size in self.kinds.items()})
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -170,21 +173,9 @@ def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _H
         return str(error)
     layers = -(-config.model.num_hidden_layers // stages)
     factor = (layers - sizes[0]) / (sizes[1] - sizes[0])
-
-    def grown(one: Bytes, other: Bytes) -> Bytes:
-        return one + Bytes({kind: factor * (other.kinds.get(kind, 0) - one.kinds.get(kind, 0)) for kind in {**one.kinds, **other.kinds}})
-
-    def more(one: Work, other: Work) -> Work:
-        return one + (other + one * -1.0) * factor
-
     first, second = _summary(small, name), _summary(large, name)
-    return _Half(
-        grown(first.peak, second.peak),
-        grown(first.building, second.building),
-        grown(first.state, second.state),
-        more(first.rest, second.rest),
-        more(first.refresh, second.refresh),
-    )
+    pairs = ((getattr(first, part.name), getattr(second, part.name)) for part in fields(_Half))
+    return _Half(*(one + (one * -1.0 + other) * factor for one, other in pairs))
 
 
 def _summary(run: RankRun, name: str) -> _Half:

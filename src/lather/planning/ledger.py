@@ -41,7 +41,6 @@ KINDS = (
 class StorageRecord:
     """The history of a storage."""
 
-    born: int
     size: int
     """Current bytes; 0 after it was deleted."""
     phase: str
@@ -85,7 +84,7 @@ class Ledger:
             key, size = id(storage), storage.nbytes()
             known = self._alive.get(key)
             if known is None:
-                record = StorageRecord(self.time, size, self.phase, self.segment, changes=[(self.time, size)])
+                record = StorageRecord(size, self.phase, self.segment, changes=[(self.time, size)])
                 self.records.append(record)
                 self._alive[key] = (ref(storage, partial(self._gone, key)), record)
             else:

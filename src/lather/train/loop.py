@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -32,10 +33,10 @@ from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.engine.trained_parameters import trained_parameters
 from lather.errors import UserError
 from lather.files import read_rows, write_aside
-from lather.parallel.agreement import broadcast, errors_on_all_ranks, on_rank_0
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
-from lather.pipeline.timeline import TimelineRecorder, append_timeline, gather_events
+from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import (
@@ -322,9 +323,8 @@ class _TrainingRun:
             return
         self.timeline.begin()
         yield
-        events = gather_events(self.timeline.end(), self.mesh.control_group)
-        if events is not None:
-            append_timeline(self.path / TIMELINE, step, events)
+        if of_ranks := gather(self.timeline.end(), self.mesh.control_group):
+            append_timeline(self.path / TIMELINE, step, chain.from_iterable(of_ranks))
 
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> StepRow:
         least, most, entropy = expert_load(result.counts_LE)

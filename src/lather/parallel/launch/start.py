@@ -1,8 +1,8 @@
 """Starts ranks on this machine, or joins ranks that torchrun or SLURM has started, and ends all of them if one fails.
 
-torch's elastic launcher starts local ranks. This module decides what happens when one dies, because a rank that is blocked in a collective
-runs no signal handler: every rank has a connection to a hub (`lifeline`). When a rank fails, the parent kills the others at once and shows
-the error of that rank. When the parent dies, the connections break and the ranks exit.
+Local ranks are processes of `multiprocessing`, and find each other through a store in their parent. A rank that is blocked in a collective
+runs no signal handler, so every rank has a connection to a hub (`lifeline`). When a rank fails, the parent kills the others at once and
+shows the error of that rank. When the parent dies, the connections break and the ranks exit.
 
 SIGTERM or SIGINT, sent to the parent or to all processes (as Ctrl-C in a terminal does), becomes a request to stop that each rank reads
 from `World.stop`; a second signal ends the job at once.
@@ -10,8 +10,8 @@ from `World.stop`; a second signal ends the job at once.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -23,18 +23,20 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in `__all__`
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from lather.device import gpu_module, is_gpu
 from lather.errors import ConfigError, UserError
-from lather.parallel.launch.lifeline import SETTLE_SECONDS, Failure, Hub, Lifeline
+from lather.parallel.launch.lifeline import SETTLE_SECONDS, TICK_SECONDS, Failure, Hub, Lifeline
 from lather.parallel.launch.world import World
 
 LOCAL = "127.0.0.1"
@@ -58,14 +60,10 @@ class GroupOptions:
 def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
     """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices. Raises ConfigError unless N is a positive
     number."""
-    rest, given = [], None
-    left = iter(arguments)
-    for argument in left:
-        name, equals, value = argument.partition("=")
-        if name == "--nproc":
-            given = value if equals else next(left, "")
-        else:
-            rest.append(argument)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", nargs="?", const="")
+    known, rest = parser.parse_known_args(arguments)
+    given = known.nproc
     if given is None:
         return rest, None
     if given == "gpu" and not torch.cuda.device_count():
@@ -81,7 +79,7 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
 
     `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this process, without a process group.
 
-    Returns 1, after showing the traceback or the signal, if a rank raised or died; 128 + its number if a signal ended the launcher.
+    Returns 1, after showing the traceback or the signal, if a rank raised or died.
 
     Raises:
         UserError: a rank raised it, there are too few devices, or `check_connections` raised; the last two before anything is started.
@@ -89,39 +87,26 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     """
     if nproc == 1:
         return worker(*args, World())
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     options = options or GroupOptions()
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
-    processes = _Processes(nproc)
+    store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
+    processes = _Processes()
     hub = Hub(LOCAL, nproc, lambda _: processes.kill(), watch=processes.failed, died=processes.end_of)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"lather-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOCAL}:0",
-        local_addr=LOCAL,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # one is required; SIGTERM and SIGINT are handled here, SIGHUP keeps its action
-    )
     try:
-        with _passing_signals_on(hub, processes), _silent_launcher():
-            status: int = elastic_launch(config, _local_rank)(worker, args, options, hub.port)[0]
-            return status
-    except ChildFailedError as error:
-        hub.close()
-        rank, failure = error.get_first_failure()
-        return _show(hub.cause or Failure(rank, "died", _exit_text(failure.exitcode), failure.timestamp))
-    except SignalException as error:
-        return 128 + int(error.sigval)
+        with _passing_signals_on(hub, processes):
+            for rank in range(nproc):
+                world = World(rank, nproc, rank, nproc, (LOCAL, store.port))
+                processes.start(worker, args, world, options, hub.port)
+            while hub.cause is None and processes.are_running():
+                time.sleep(TICK_SECONDS)
     finally:
         processes.kill()
         hub.close()
+    if hub.cause is None and not processes.failed() and processes.result.poll():
+        status: int = processes.result.recv()
+        return status
+    rank = next((rank for rank, process in enumerate(processes.ranks) if process.exitcode), 0)
+    return _show(hub.cause or Failure(rank, "died", _exit_text(processes.ranks[rank].exitcode), time.time()))
 
 
 def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions | None = None) -> int:
@@ -147,10 +132,8 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     return status
 
 
-def _local_rank(worker: Worker, args: tuple[Any, ...], options: GroupOptions, hub_port: int) -> int:
-    """Run a rank that `launch` has started. It shows no errors; its parent does."""
-    world = World.of_environment(os.environ)
-    assert world is not None
+def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int, result: Connection) -> None:
+    """Run a rank that `launch` has started, and send rank 0's result. It shows no errors; its parent does."""
     lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -161,7 +144,11 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], options: GroupOptions, hu
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
-    return _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, _store(world, options))
+    assert world.address is not None
+    store = TCPStore(*world.address, timeout=timedelta(seconds=options.timeout))
+    status = _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
+    if world.rank == 0:
+        result.send(status)
 
 
 def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
@@ -246,50 +233,36 @@ def _show(failure: Failure) -> int:
 
 
 class _Processes:
-    """The processes of the local ranks, observed without reaping them, since the launcher waits for their exit statuses too."""
+    """The processes of the local ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._others = set(multiprocessing.active_children())
-        self._mine: dict[int, BaseProcess] = {}
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self.result, self._sender = self._context.Pipe(duplex=False)
+        self.ranks: list[BaseProcess] = []
+
+    def start(self, *args: Any) -> None:
+        """Start a process that calls `_local_rank` with these arguments."""
+        process = self._context.Process(target=_local_rank, args=(*args, self._sender))
+        process.start()
+        self.ranks.append(process)
+
+    def are_running(self) -> bool:
+        return any(process.exitcode is None for process in self.ranks)
 
     def failed(self) -> dict[int, str]:
         """Return how each process that has failed so far ended, by its id."""
-        self._find()
-        return {pid: _exit_text(status) for pid in self._mine if (status := self._status(pid))}
+        return {process.pid: _exit_text(process.exitcode) for process in self.ranks if process.exitcode and process.pid}
 
     def end_of(self, pid: int) -> str:
         """Return how a process ended whose sockets were just closed."""
-        self._find()
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while pid in self._mine and (status := self._status(pid)) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return _exit_text(status if pid in self._mine else None)
+        process = next(process for process in self.ranks if process.pid == pid)
+        process.join(SETTLE_SECONDS)
+        return _exit_text(process.exitcode)
 
     def kill(self) -> None:
         """Kill the processes that still run."""
-        self._find()
-        for pid in self._mine:
-            if self._status(pid) is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def _find(self) -> None:
-        if len(self._mine) < self._num_ranks:
-            found = set(multiprocessing.active_children()) - self._others
-            self._mine.update({process.pid: process for process in found if process.pid})
-
-    def _status(self, pid: int) -> int | None:
-        """Return the exit status, negative for a signal; None while the process runs."""
-        if not hasattr(os, "waitid"):
-            return self._mine[pid].exitcode
-        try:
-            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # the launcher has reaped it
-            return self._mine[pid].exitcode
-        if end is None:
-            return None
-        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        for process in self.ranks:
+            process.kill()
 
 
 def _exit_text(status: int | None) -> str:
@@ -327,29 +300,9 @@ def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     before = {number: signal.signal(number, receive) for number in STOPPING}
-    before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # the launcher changes it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     hub.start(unblocked=STOPPING)
     try:
         yield
     finally:
         restore()
-
-
-@contextlib.contextmanager
-def _silent_launcher() -> Iterator[None]:
-    """Suppress the log of torch's launcher, whose contents are shown here, and restore its environment variable."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
-    loud = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
-    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    earlier = os.environ.get(variable)
-    for logger in loud:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger in loud:
-            logger.disabled = False
-        os.environ.pop(variable, None)
-        if earlier is not None:
-            os.environ[variable] = earlier
