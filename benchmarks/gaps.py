@@ -64,6 +64,7 @@ class GapsBenchmark:
     frequency: int = 1
     """Steps between refreshes."""
     sequence_length: int = 512
+    """Tokens per sequence."""
     rounds: int = 9
     """Timed rounds of a run, each of one step per contestant."""
     runs: int = 3

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -29,6 +30,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import tyro
 
 from lather import cli
+from lather.commands import bench
 from lather.config.config import Config
 from lather.config.optim import KINDS, KindConfig, OptimConfig
 from lather.models.gpt_oss import GptOssConfig
@@ -39,7 +41,8 @@ from lather.optim.rules import RULES
 from lather.optim.rules.bases import BasisRule
 from lather.train.metrics import ExpertLoadRow, StepRow, ValidationRow
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))  # so that the checkout's `benchmarks`, which is not installed, is found
 PAGES = [DOCS / f"{name}.md" for name in ("optimizers-reference", "configuration", "commands", "metrics")]
 TABLE = re.compile(r"(<!-- (?:options of (\w+)|(configuration|commands|metrics)) -->\n)(.*?)(<!-- end of \w+ -->)", re.DOTALL)
 CODE = re.compile(r"(`[^`]*`)")
@@ -144,6 +147,15 @@ def configuration() -> str:
 # --- commands -------------------------------------------------------------------------------------------------------------------------
 
 
+A_CONFIG = ["`CONFIG`", "path", "", "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps 100`."]
+NPROC_WORDS = "Number of ranks to start on this machine; gpu: one for each CUDA device. Not under torchrun or srun, which start the ranks."
+NPROC = ["`--nproc`", "integer or `gpu`", "`1`", NPROC_WORDS]
+HELP_WORDS = "Show the fields that are changed most; `--help all`: all fields; `--help optim` (or another section): those of that section."
+HELP = ["`--help [SECTION]`", "text", "", HELP_WORDS]
+BESIDE_THE_DATACLASS = {"train": [NPROC, HELP], "doctor": [NPROC], "plan": [HELP], "profile": [HELP]}
+"""Rows of arguments that a command reads before its dataclass reads the others (`take_nproc`, `take_help`)."""
+
+
 def commands() -> str:
     """Make a section of the page for each command, from its module's docstring and the options of its dataclasses."""
     parts = []
@@ -158,7 +170,11 @@ def commands() -> str:
             parts.append(f"```text\n{usage.strip()}\n```\n")
         for cls in own:
             parts.append(" ".join((cls.__doc__ or "").split()) + "\n")
-            parts.append(arguments_table(cls))
+            parts.append(arguments_table(cls, BESIDE_THE_DATACLASS.get(name, [])))
+        if name == "train":
+            parts.append(arguments_table(None, [A_CONFIG, *BESIDE_THE_DATACLASS[name]]))
+        if name == "bench":
+            parts += benchmarks()
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -168,9 +184,18 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
             yield value
 
 
-def arguments_table(cls: type) -> str:
-    """Make the table of a command's arguments. It has the arguments of dataclasses within it, and names a configuration."""
-    rows = ["| argument | type | default | what it is |", "|---|---|---|---|", *_argument_rows(cls)]
+def benchmarks() -> Iterator[str]:
+    """Make a section for each benchmark, from its dataclass in the checkout."""
+    for name, (module_name, class_name) in bench.BENCHMARKS.items():
+        cls = getattr(importlib.import_module(module_name), class_name)
+        yield f"### lather bench {name}\n"
+        yield " ".join((cls.__doc__ or "").split()) + "\n"
+        yield arguments_table(cls)
+
+
+def arguments_table(cls: type | None, more: Sequence[list[str]] = ()) -> str:
+    """Make the table of a command's arguments: those of its dataclass and of dataclasses within it, and `more`."""
+    rows = ["| argument | type | default | what it is |", "|---|---|---|---|", *(_argument_rows(cls) if cls else ()), *map(_row, more)]
     return "\n".join(rows) + "\n"
 
 
@@ -180,13 +205,13 @@ def _argument_rows(cls: type) -> Iterator[str]:
         hint = hints[one.name]
         inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         if inner is Config:
-            what = "The configuration, a TOML file; each of its fields is an option, too, such as `--train.steps 100`."
-            yield _row(["`CONFIG`", "path", "", what])
+            yield _row(A_CONFIG)
         elif is_dataclass(inner):
             yield from _argument_rows(inner)
         else:
             default = one.default_factory() if one.default_factory is not MISSING else one.default
-            yield _row([f"`{_argument(one.name, hint)}`", type_words(hint), default_words(default), texts.get(one.name, "")])
+            shown = "number of cores" if one.name == "workers" and default == os.cpu_count() else default_words(default)
+            yield _row([f"`{_argument(one.name, hint)}`", type_words(hint), shown, texts.get(one.name, "")])
 
 
 def _argument(name: str, hint: Any) -> str:

@@ -49,6 +49,7 @@ HARMLESS = (
     "ulimit",
     "module",
     "scontrol",
+    "tensorboard",
 )
 KEYWORDS = ("do", "then", "else")
 ENVIRONMENT = ("HOME", "USER", "PWD", "HOSTNAME")

@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, source in shown_files(ROOT / "docs" / "writing-a-rule.md").items():
         (folder / name).write_text(source)
     small = write_config(folder, steps=4, checkpoint_every=2)
-    sizes = {"n_routed_experts": 18, "num_hidden_layers": 4, "max_position_embeddings": 4096, "sample_tokens": 0}
+    sizes = {"n_routed_experts": 72, "num_hidden_layers": 4, "max_position_embeddings": 4096, "sample_tokens": 0}
     small.write_text(with_values(small.read_text(), sizes) + "expert_load_every = 2\n")
     large = {"n_routed_experts": 64, "num_hidden_layers": 64, "batch_size": 1024, "micro_batch_size": 0}
     (folder / "my.toml").write_text(with_values(small.read_text(), large))  # commands for it are only parsed, on any mesh

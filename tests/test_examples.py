@@ -13,11 +13,11 @@ from forked import ForkedPython, fresh_python
 ROOT = Path(__file__).parent.parent
 
 
-def run_example(name: str, num_ranks: int = 0, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
+def run_example(name: str, num_ranks: int = 0, *arguments: Path, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
     """Run an example; with `num_ranks` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = python([*launcher, ROOT / "examples" / name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = python([*launcher, ROOT / "examples" / name, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=200)
     finally:
@@ -65,6 +65,12 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
     assert losses[0][3:] == pytest.approx(losses[2][3:], abs=0.02)  # rounding grows over 200 steps, and differs from CPU to CPU
     assert sum(sizes[2]) == sum(sizes[0])
     assert max(sizes[2]) < 0.6 * sizes[0][0]
+
+
+def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
+    losses = [float(run_example("fsdp2_resume.py", ranks, tmp_path / "saved").split()[-1]) for ranks in (2, 1)]
+    assert losses[1] < 0.95 * losses[0]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["0000", "0001"]
 
 
 def test_soap_tensor_parallel() -> None:
