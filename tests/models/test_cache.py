@@ -122,6 +122,7 @@ def test_the_room_grows_seldom_and_keeps_what_is_there() -> None:
     x_BS = torch.arange(40.0).view(1, 40, 1)
     rooms = set()
     for number, piece in enumerate(x_BS.split(1, dim=1), 1):
+        cache.length = number
         (grown,) = cache.extend(layer, piece)
         assert torch.equal(grown, x_BS[:, :number])
         rooms.add(grown.untyped_storage().nbytes())

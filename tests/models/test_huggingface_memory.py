@@ -16,8 +16,7 @@ from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.hf.model_export import save_hugging_face
-from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
-from lather.models.hf.published_tensors import copy_weights
+from lather.models.hf.model_folder import copy_weights, load_hugging_face, open_hugging_face
 from lather.models.hf.safetensors_folder import SafetensorsFolder, open_safetensors
 from models.tiny import tiny_config, tiny_model
 
@@ -74,8 +73,7 @@ PEAK_OF_A_ROUND_TRIP = """
 import re, sys
 from pathlib import Path
 from lather.models.hf.model_export import save_hugging_face
-from lather.models.hf.model_folder import open_hugging_face
-from lather.models.hf.published_tensors import copy_weights
+from lather.models.hf.model_folder import copy_weights, open_hugging_face
 from lather.models.hf.safetensors_folder import open_safetensors
 
 def memory(line):

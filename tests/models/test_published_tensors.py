@@ -10,7 +10,6 @@ import torch
 from lather.models.entry_names import split_entry
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import open_hugging_face
-from lather.models.hf.published_tensors import PublishedTensors
 from models.tiny import tiny_family_config, tiny_family_model
 
 
@@ -18,7 +17,7 @@ from models.tiny import tiny_family_config, tiny_family_model
 def test_every_entry_and_its_rows(family: str, tmp_path: Path) -> None:
     model = tiny_family_model(family)
     save_hugging_face(model, tiny_family_config(family), tmp_path / "published")
-    tensors = PublishedTensors(open_hugging_face(tmp_path / "published")[0])
+    tensors = open_hugging_face(tmp_path / "published")[0]
     found = set()
     for name, described in tensors.tensors.items():
         parameter, expert = split_entry(name)

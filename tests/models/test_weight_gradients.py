@@ -20,7 +20,7 @@ from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
-from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients, weight_gradient
 from lather.models.token_positions import SequenceLayout
 from models.tiny import random_normal, random_tokens, tiny_family_model
 
@@ -137,7 +137,7 @@ def test_a_queue_that_does_not_defer_changes_nothing(deferred: bool | None) -> N
     queue = deferring(actual)
     queue.deferring = False
     if deferred is None:
-        actual.defer_weight_gradients(None)
+        defer_weight_gradients(actual, None)
         queue.deferring = True
     for one in (expected, actual):
         backward(one, 0)
@@ -346,7 +346,7 @@ def test_taking_empties_the_queue_and_keeps_the_order() -> None:
     queue, weights = WeightGradients(), [nn.Parameter(torch.zeros(())) for _ in range(3)]
     queue.deferring = True
     for weight in weights:
-        assert queue.give(weight, lambda: torch.ones(())) is None
+        assert weight_gradient(queue, weight, lambda: torch.ones(())) is None
     assert [id(entry.weight) for entry in queue.take()] == [id(weight) for weight in weights]
     assert queue.take() == []
 
@@ -355,7 +355,7 @@ def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph(
     queue, weight, wide = WeightGradients(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), torch.full((3,), 0.3, requires_grad=True)
     queue.deferring = True
     for _ in range(3):
-        queue.give(weight, lambda: wide * 1)
+        weight_gradient(queue, weight, lambda: wide * 1)
     WeightGradients.run(queue.take())
     step = torch.tensor(0.3, dtype=torch.bfloat16)
     assert weight.grad.dtype == torch.bfloat16
@@ -364,7 +364,7 @@ def test_the_same_weight_several_times_adds_up_in_its_own_dtype_without_a_graph(
 
 
 def test_at_once_is_the_gradient_in_the_weights_dtype() -> None:
-    gradient = WeightGradients().give(nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), lambda: torch.full((3,), 0.3))
+    gradient = weight_gradient(WeightGradients(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), lambda: torch.full((3,), 0.3))
     assert gradient.dtype == torch.bfloat16
 
 

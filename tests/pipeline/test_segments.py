@@ -13,7 +13,7 @@ from lather.models.decoder import Attended, Block, Decoder
 from lather.models.layers import Linear
 from lather.models.moe import Dispatched, LocalExchange
 from lather.models.routing import Routing
-from lather.models.saving.weight_gradients import WeightGradients
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.segments import RECOMPUTABLE, BlockTape, ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
@@ -98,7 +98,7 @@ def test_each_segment_alone_can_be_recomputed(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_put_off_weight_gradients_have_the_same_bits(family: str, recompute: tuple[str, ...]) -> None:
     plain, model, queue = model_of(family), model_of(family), WeightGradients()
-    model.defer_weight_gradients(queue)
+    defer_weight_gradients(model, queue)
     segments = Segments(weight_gradients=queue, recompute=recompute, frees=Frees(poison=True))
     waiting = []
     for seed in (0, 1):
@@ -117,7 +117,7 @@ def test_put_off_weight_gradients_have_the_same_bits(family: str, recompute: tup
 
 def test_without_deferral_nothing_is_left_in_the_queue() -> None:
     plain, model, queue = model_of("deepseek_v2"), model_of("deepseek_v2"), WeightGradients()
-    model.defer_weight_gradients(queue)
+    defer_weight_gradients(model, queue)
     plain_step(plain, micro_batch())
     segments_step(model, Segments(weight_gradients=queue), micro_batch())
     assert len(queue) == 0

@@ -29,9 +29,8 @@ from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.hf.model_export import copy_companions, save_hugging_face
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_weights, open_hugging_face
 from lather.models.hf.peft_folder import save_peft
-from lather.models.hf.published_tensors import copy_weights
 from lather.models.hf.safetensors_folder import TensorSource, complete_folder
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
 

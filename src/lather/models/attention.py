@@ -35,6 +35,8 @@ from lather.shapes import Float
 
 LATENT_EPS = 1e-6
 """eps of the latents' norms; in the published models it does not depend on `rms_norm_eps`."""
+Table = Float[Tensor, "#b s p"]
+"""The cosines or the sines of a rotary embedding."""
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLEX_MIN_WIDTH = 16
 FLEX_WIDE = 128
@@ -109,18 +111,10 @@ def flexible_attention(
 ) -> Float[Tensor, "b h s u"]:
     """Attend with flex attention, compiled on CUDA. A sink only scales the output by exp(lse) / (exp(lse) + exp(sink))."""
     attention = for_device(flex_attention, q_BHSN.device)
-    grouped = q_BHSN.shape[1] != k_BGSN.shape[1]
+    options = {"enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1], "kernel_options": flex_options(q_BHSN)}
+    aux_request = AuxRequest(lse=sinks_H is not None)
     y_BHSU: Tensor
-    y_BHSU, aux = attention(
-        q_BHSN,
-        k_BGSN,
-        v_BGSU,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=grouped,
-        return_aux=AuxRequest(lse=sinks_H is not None),
-        kernel_options=flex_options(q_BHSN),
-    )
+    y_BHSU, aux = attention(q_BHSN, k_BGSN, v_BGSU, block_mask=block_mask, scale=scale, return_aux=aux_request, **options)
     if sinks_H is None:
         return y_BHSU
     share_BHS: Tensor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])
@@ -215,64 +209,48 @@ class MultiHeadLatentAttention(nn.Module):
             query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         if isinstance(layout, CachedLayout):
-            cached_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout)
-            from_cache_BSD: Tensor = self.o_proj(cached_BSHU.flatten(2))
-            return from_cache_BSD
-        kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
+            attended_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout)
+        else:
+            kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
 
-        def keys_and_values(latent_BSL: Tensor, k_BSR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> tuple[Tensor, Tensor]:
-            return self.keys_and_values(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), k_BSR, cos_BSP, sin_BSP)
+            def keys_and_values(latent_BSL: Tensor, *key_and_tables: Tensor) -> tuple[Tensor, Tensor]:
+                return self.keys_and_values(self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), *key_and_tables)
 
-        recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
-        attended_BSHU = attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale, recipe=recipe)
+            recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
+            attended_BSHU = attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale, recipe=recipe)
         y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHU, remaking))
         return y_BSD
 
     def heads(
-        self,
-        query_BSx: Float[Tensor, "b s x"],
-        kv_BSx: Float[Tensor, "b s y"],
-        k_BSR: Float[Tensor, "b s r"],
-        cos_BSP: Float[Tensor, "#b s p"],
-        sin_BSP: Float[Tensor, "#b s p"],
+        self, query_BSx: Float[Tensor, "b s x"], kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
-        """Return queries, keys and values of each head, rotated, from the outputs of the projections."""
+        """Return queries, keys and values of each head, rotated, from the outputs of the projections; `tables` are cosines and sines."""
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
-        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
-        return query, *self.keys_and_values(kv_BSx, k_BSR, cos_BSP, sin_BSP)
-
-    def _attend_to_latents(
-        self,
-        query_BSx: Float[Tensor, "b s x"],
-        latent_BSL: Float[Tensor, "b s l"],
-        k_BSR: Float[Tensor, "b s r"],
-        layout: CachedLayout,
-    ) -> Float[Tensor, "b s h u"]:
-        """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
-        values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
-        cos_BSP, sin_BSP = layout.rotary_tables(self.rotary, latent_BSL.dtype)
-        kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
-        k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
-        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
-        q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
-        query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, cos_BSP, sin_BSP)), dim=-1)
-        key = torch.cat((latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP)), dim=-1)
-        (key_BT1x,) = layout.cache.extend(self, key)
-        sums_BSHL = attend(query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale)
-        return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
+        query = torch.cat((q_BSHN, rotate_pairs(q_BSHR, *tables)), dim=-1)
+        return query, *self.keys_and_values(kv_BSx, k_BSR, *tables)
 
     def keys_and_values(
-        self,
-        kv_BSx: Float[Tensor, "b s y"],
-        k_BSR: Float[Tensor, "b s r"],
-        cos_BSP: Float[Tensor, "#b s p"],
-        sin_BSP: Float[Tensor, "#b s p"],
+        self, kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
         """Return keys and values of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
-        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), cos_BSP, sin_BSP).expand(-1, -1, self.num_heads, -1)
+        k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
+
+    def _attend_to_latents(self, query_BSx: Tensor, latent_BSL: Tensor, k_BSR: Tensor, layout: CachedLayout) -> Float[Tensor, "b s h u"]:
+        """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
+        values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
+        tables = layout.rotary_tables(self.rotary, latent_BSL.dtype)
+        kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
+        k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
+        q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
+        query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, *tables)), dim=-1)
+        key = torch.cat((latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), *tables)), dim=-1)
+        (key_BT1x,) = layout.cache.extend(self, key)
+        sums_BSHL = attend(query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale)
+        return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -308,14 +286,11 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, remaking: Remaking = NEVER) -> Float[Tensor, "b s d"]:
         tables = layout.rotary_tables(self.rotary, x_BSD.dtype)
         q_BSx, k_BSx, v_BSx = project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        projected = (q_BSx, k_BSx, v_BSx, *tables)
         recipe = None
         if isinstance(self.q_norm, RMSNorm):  # the norm saves the outputs of the projections anyway
-
-            def queries_and_keys(q_BSx: Tensor, k_BSx: Tensor, v_BSx: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
-                return self.heads(q_BSx, k_BSx, v_BSx, *tables)[:2]
-
-            recipe = Recipe(remaking, (0, 1), queries_and_keys, (q_BSx, k_BSx, v_BSx, *tables))
-        q_BSHN, k_BTGN, v_BTGN = self.heads(q_BSx, k_BSx, v_BSx, *tables)
+            recipe = Recipe(remaking, (0, 1), lambda *sources: self.heads(*sources)[:2], projected)
+        q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
         if isinstance(layout, CachedLayout):
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         attended_BSHN = attend(q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
@@ -323,13 +298,9 @@ class GroupedQueryAttention(nn.Module):
         return y_BSD
 
     def heads(
-        self,
-        q_BSx: Float[Tensor, "b s x"],
-        k_BSx: Float[Tensor, "b s y"],
-        v_BSx: Float[Tensor, "b s y"],
-        cos_BSP: Float[Tensor, "#b s p"],
-        sin_BSP: Float[Tensor, "#b s p"],
+        self, q_BSx: Float[Tensor, "b s x"], k_BSx: Float[Tensor, "b s y"], v_BSx: Float[Tensor, "b s y"], *tables: Table
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s g n"], Float[Tensor, "b s g n"]]:
-        """Return queries, keys and values of each head, normalized and rotated, from the outputs of the projections."""
+        """Return queries, keys and values of each head, normalized and rotated, from the outputs of the projections; `tables` are cosines
+        and sines."""
         q_BSHN, k_BSGN, v_BSGN = (x.unflatten(-1, (-1, self.rotary.size)) for x in (q_BSx, k_BSx, v_BSx))
-        return rotate_halves(self.q_norm(q_BSHN), cos_BSP, sin_BSP), rotate_halves(self.k_norm(k_BSGN), cos_BSP, sin_BSP), v_BSGN
+        return rotate_halves(self.q_norm(q_BSHN), *tables), rotate_halves(self.k_norm(k_BSGN), *tables), v_BSGN

@@ -9,12 +9,13 @@ Letters: B sequences, S new tokens of each, T slots of each: all cached tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lather.models.token_positions import SequenceLayout
-from lather.shapes import Bool, Int
+from lather.shapes import Int
 
 
 class KeyValueCache:
@@ -25,42 +26,27 @@ class KeyValueCache:
         self.padding_B = padding_B
         self.length = 0
         """Number of slots of every row."""
-        self._buffers: dict[nn.Module, tuple[_Buffer, ...]] = {}
+        self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
+        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is full."""
 
     def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
-        """Append the layer's tensors for the new tokens, (B, S, ...) each; return those of all slots, (B, T, ...)."""
-        buffers = self._buffers.setdefault(layer, tuple(_Buffer() for _ in new_BS))
-        return tuple(buffer.append(x_BS) for buffer, x_BS in zip(buffers, new_BS, strict=True))
+        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes already; return those of all slots,
+        (B, T, ...)."""
+        for number, x_BS in enumerate(new_BS):
+            start = self.length - x_BS.shape[1]
+            room = self._rooms.get((layer, number), x_BS[:, :0])
+            if room.shape[1] < self.length:
+                earlier = room[:, :start]
+                room = self._rooms[layer, number] = x_BS.new_empty(len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:])
+                room[:, :start] = earlier
+            room[:, start : self.length] = x_BS
+        return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
-        for buffer in (buffer for buffers in self._buffers.values() for buffer in buffers):
-            buffer.keep_rows(rows)
+        self._rooms = {key: room[rows] for key, room in self._rooms.items()}
         if self.padding_B is not None:
             self.padding_B = self.padding_B[rows]
-
-
-class _Buffer:
-    """A tensor (B, T, ...) that grows along T; its capacity doubles when it is full."""
-
-    def __init__(self) -> None:
-        self._room: Tensor | None = None
-        self._length = 0
-
-    def append(self, x_BS: Tensor) -> Tensor:
-        end = self._length + x_BS.shape[1]
-        if self._room is None or end > self._room.shape[1]:
-            room = x_BS.new_empty(len(x_BS), max(end, 2 * self._length), *x_BS.shape[2:])
-            if self._room is not None:
-                room[:, : self._length] = self._room[:, : self._length]
-            self._room = room
-        self._room[:, self._length : end] = x_BS
-        self._length = end
-        return self._room[:, :end]
-
-    def keep_rows(self, rows: list[int]) -> None:
-        if self._room is not None:
-            self._room = self._room[rows]
 
 
 class CachedLayout(SequenceLayout):
@@ -81,31 +67,14 @@ class CachedLayout(SequenceLayout):
         padding_B1 = 0 if cache.padding_B is None else cache.padding_B.to(device).unsqueeze(1)
         self.positions = (slot_S - padding_B1).clamp(min=0).view(-1, length)
 
-    def is_plain(self, window: int | None) -> bool:
-        return self.start == 0 and self.cache.padding_B is None and super().is_plain(window)
+    def _rows_differ(self) -> bool:
+        return self.cache.padding_B is not None
 
-    def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
-        """Return which of the S queries attend to which of the T keys, as (B or 1, 1, 1 + S, 1 + T); row and column 0 are for a sink.
-
-        A padding slot attends only to itself, so that its output is finite, and no other slot attends to it.
-        """
-        window = self._effective(window)
-
-        def make() -> Tensor:
-            query_S1 = torch.arange(self.start, self.start + self.length, device=self.device).unsqueeze(1)
-            key_T = torch.arange(self.start + self.length, device=self.device)
-            seen_BST = (key_T <= query_S1).unsqueeze(0)
-            if window is not None:
-                seen_BST = seen_BST & (key_T > query_S1 - window)
-            if self.cache.padding_B is not None:
-                is_token_B1T = key_T >= self.cache.padding_B.to(self.device)[:, None, None]
-                seen_BST = seen_BST & is_token_B1T | (key_T == query_S1)
-            mask = F.pad(seen_BST, (1, 0, 1, 0))
-            mask[..., 0] = True
-            return mask.unsqueeze(1)
-
-        made: Tensor = self._once(("mask", window), make)
-        return made
-
-    def _effective(self, window: int | None) -> int | None:
-        return None if window is None or window >= self.start + self.length else window
+    def _sees(self, window: int | None) -> Callable[..., Tensor]:
+        """Return the predicate of new and cached tokens. A padding slot attends only to itself, so that its output is finite, and no other
+        slot attends to it."""
+        sees = super()._sees(window)
+        if self.cache.padding_B is None:
+            return sees
+        padding_B = self.cache.padding_B.to(self.device)
+        return lambda batch, head, query, key: sees(batch, head, query, key) & (key >= padding_B[batch]) | (key == query)

@@ -16,7 +16,7 @@ receive, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.cache import CachedLayout, KeyValueCache
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP, Linear, RMSNorm, check_memory
+from lather.models.hf.config_fields import CheckedFields
+from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import LoadBalance, Router, Routing
 from lather.models.saving.recomputed import Again, Remaking
-from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float, Int
 
@@ -143,20 +143,14 @@ class RoutedModel(nn.Module):
 
         Raises ValueError for an unknown mode.
         """
-        check_memory(memory)
+        if memory not in MEMORY_MODES:
+            raise ValueError(f"memory = {memory!r} is not valid: use one of {', '.join(map(repr, MEMORY_MODES))}")
         for module in self.modules():
             if isinstance(module, GatedMLP | Experts | Linear | Block):
                 module.memory = memory
         for module in self.modules():
             if isinstance(module, MoE):
                 module.keep_little()
-
-    def defer_weight_gradients(self, queue: WeightGradients | None) -> None:
-        """Have linear layers, experts and routers defer their weight gradients to `queue`; None: do not defer.
-
-        The head's weight gradient is never deferred, because the loss computes it: see `lather.models.saving.weight_gradients`.
-        """
-        defer_weight_gradients(self, queue)
 
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
         """Set the level of the balance loss of all blocks; see `LoadBalance`."""
@@ -167,15 +161,13 @@ class RoutedModel(nn.Module):
 class Decoder(RoutedModel):
     """Embedding, blocks, final norm, head; with `tie_word_embeddings` the head is the embedding."""
 
-    def __init__(
-        self, blocks: Sequence[Block], *, vocab_size: int, hidden_size: int, rms_norm_eps: float, tie_word_embeddings: bool
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], config: CheckedFields) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(hidden_size, rms_norm_eps)
-        self.lm_head = Linear(hidden_size, vocab_size, bias=False)
-        if tie_word_embeddings:
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
@@ -253,3 +245,19 @@ class Decoder(RoutedModel):
         own = dict(self.named_parameters())
         for name, value in self.fresh_weights(std, generator):
             own[name].copy_(value)
+
+
+def assemble(
+    config: CheckedFields, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
+) -> Decoder:
+    """Build the model of `block(0)`, `block(1)` and so on; its weights are drawn on CPU and moved to `device`.
+
+    On the meta device no weights are drawn and no memory is used; this gives the sizes, or a model whose weights are loaded later.
+    """
+    is_meta = device is not None and device.type == "meta"
+    with torch.device("meta") if is_meta else nullcontext():
+        decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)
+    if is_meta:
+        return decoder
+    decoder.init_weights(config.initializer_range, generator)
+    return decoder.to(device)

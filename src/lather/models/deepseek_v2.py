@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lather.models.assembly import assemble
 from lather.models.attention import MultiHeadLatentAttention
-from lather.models.decoder import Block, Decoder
+from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
@@ -122,9 +121,6 @@ PUBLISHED = PublishedConfig(
         "topk_group": 1,
         "aux_loss_alpha": 0.001,
         "seq_aux": True,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
     },
     fixed={
         "hidden_act": ("silu",),

@@ -5,6 +5,8 @@ So a file does not depend on which rank had which experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def is_stack(name: str) -> bool:
     """Tell whether the parameter is a stack of routed experts, one at each index of dim 0."""
@@ -20,3 +22,11 @@ def split_entry(name: str) -> tuple[str, int | None]:
     """Return the parameter and the number of the expert; None for an entry that is a whole parameter."""
     stack, _, number = name.rpartition(".")
     return (stack, int(number)) if is_stack(name) and number.isdecimal() else (name, None)
+
+
+def entry_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the entries of parameters with these names and shapes."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found |= {entry_name(name, expert): shape[1:] for expert in range(shape[0])} if is_stack(name) else {name: shape}
+    return found

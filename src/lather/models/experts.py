@@ -16,7 +16,7 @@ Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ from lather.kernels.combine import combine_forward, combine_rows_sum
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
-from lather.models.grouped_products import expert_of_row, grouped_sum, grouped_weight_gradient, run_alignment
-from lather.models.layers import compute_dtype, without_autocast
+from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
+from lather.models.layers import compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter
 from lather.models.saving.rounded_weights import RoundedWeights, Rounding, to_round
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
@@ -59,16 +59,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         self.register_module("down_lora", None)
         self.gate = gate
         self.memory = "saved"
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set biases to 0."""
-        for weight in (self.gate_up_proj, self.down_proj):
-            weight.uniform_(-1, 1).div_(max(weight.shape[-1], 1) ** 0.5)
-        for bias in (self.gate_up_bias, self.down_bias):
-            if bias is not None:
-                bias.zero_()
+        reset_parameters(self)
 
     def forward(
         self,
@@ -84,14 +75,14 @@ class Experts(Deferrable, Rounding, nn.Module):
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = compute_dtype(x_RD)
-        plan = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
+        route = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
-        call = _Call(plan, self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
+        call = _Call(self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
         weights = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else (adapter.A, adapter.B))]
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, *weights, *factors)  # type: ignore[no-untyped-call]
+            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *weights, *factors)  # type: ignore[no-untyped-call]
         return y_RD
 
     def reference_forward(
@@ -126,24 +117,24 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class _Call:
-    """The inputs of the autograd function that have no gradient."""
+    """The inputs of the autograd function that are no tensors."""
 
-    route: Route
     gate: Gate
     dtype: torch.dtype
     queue: WeightGradients | None
     scales: tuple[float, ...]
     """alpha / rank of the adapters of gate/up and of down."""
-    kept: RoundedWeights | None = None
-    keep_gate_up: bool = False
+    kept: RoundedWeights | None
+    keep_gate_up: bool
 
-    def stacks(self, gate_up_EHD: Tensor, down_EDF: Tensor, factors: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
-        """Return both stacks with their adapters; `factors` are A and B of each."""
-        gate_up_a, gate_up_b, down_a, down_b = factors
-        end_E, (scale, down_scale) = self.route.end_E, self.scales
+    def stacks(self, end_E: Tensor, parameters: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
+        """Return the stacks of gate/up and of down for the parameters of the autograd function."""
+        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, gate_up_a, gate_up_b, down_a, down_b = parameters
+        assert gate_up_EHD is not None
+        assert down_EDF is not None
         return (
-            AdaptedStack(gate_up_EHD, gate_up_a, gate_up_b, scale, end_E, self.kept),
-            AdaptedStack(down_EDF, down_a, down_b, down_scale, end_E, self.kept),
+            AdaptedStack(gate_up_EHD, gate_up_bias_EH, gate_up_a, gate_up_b, self.scales[0], end_E, self.kept),
+            AdaptedStack(down_EDF, down_bias_ED, down_a, down_b, self.scales[1], end_E, self.kept),
         )
 
 
@@ -151,19 +142,13 @@ class _RoutedExperts(torch.autograd.Function):
     """`parameters`: gate/up (E, 2F, D) and down (E, D, F), their biases or None, then A and B of their adapters or None."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = parameters
-        assert gate_up_EHD is not None
-        assert down_EDF is not None
-        gate_up, down = call.stacks(gate_up_EHD, down_EDF, factors)
-        gate_up_GH = _gate_up(x_RD, gate_up, gate_up_bias_EH, call)
-        h_GF = gate_forward(gate_up_GH, call.gate)
-        y_GD = _add_bias(down.linear(h_GF), down_bias_ED, call.route)
-        del h_GF
-        y_RD = combine_forward(y_GD, call.route.row_TK, weights_RK)
+    def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, route: Route, *parameters: Tensor | None) -> Tensor:
+        gate_up, down = call.stacks(route.end_E, parameters)
+        gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), route.token_G))
+        y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
+        y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         kept_GH = gate_up_GH if call.keep_gate_up else None
-        route, ctx.options = call.route, (call.gate, call.dtype, call.queue, call.scales, call.kept)
-        ctx.parameters = parameters
+        ctx.call, ctx.parameters = call, parameters
         ctx.save_for_backward(x_RD, weights_RK, kept_GH, route.token_G, route.row_TK, route.count_E, route.end_E, *parameters)
         return y_RD.to(x_RD.dtype)
 
@@ -173,52 +158,41 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g multiplies the factor of size F in each
         product."""
-        x_RD, weights_RK, gate_up_GH, *saved = ctx.saved_tensors
-        call = _Call(Route(*saved[:4]), *ctx.options)
-        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, *factors = to_round(call.kept, ctx.parameters, saved[4:])
-        assert gate_up_EHD is not None
-        assert down_EDF is not None
-        route, dtype, queue, end_E = call.route, call.dtype, call.queue, call.route.end_E
-        gate_up_stack, down_stack = call.stacks(gate_up_EHD, down_EDF, factors)
-        x_RD, grad_RD = x_RD.detach(), grad_RD.to(dtype)
+        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors  # four of them are the route
+        call: _Call = ctx.call
+        gate_up, down = call.stacks(end_E, to_round(call.kept, ctx.parameters, saved))
+        x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
         if gate_up_GH is None:
-            gate_up_GH = _gate_up(x_RD, gate_up_stack, gate_up_bias_EH, call)
-        gate_up, down, gate_up_bias, down_bias, *_ = ctx.parameters
-        needs_x, _, _, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *needs_factors = ctx.needs_input_grad
-        grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = grad_x = None
-        of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
-        of_down_factors: tuple[Tensor | None, Tensor | None] = (None, None)
+            gate_up_GH = gate_up.linear(gather_rows(x_RD.to(call.dtype), token_G))
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
 
-        grad_GD = gather_rows(grad_RD, route.token_G)
-        weight_G = _weight_of_row(weights_RK, route)
-        grad_h_GF = down_stack.transposed(grad_GD)
+        def gradient(number: int, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None) -> Tensor | None:
+            return weight_gradient(call.queue, ctx.parameters[number], later, now) if needs[number] else None
+
+        grad_GD = gather_rows(grad_RD, token_G)
+        weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
+        grad_h_GF = down.transposed(grad_GD)
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
-        if needs_down:
-            later = partial(_down_gradient, grad_RD, h_GF, route.token_G, end_E)
-            grad_down = weight_gradient(queue, down, later, partial(grouped_weight_gradient, grad_GD, h_GF, end_E))
-            del later
-        if any(needs_factors[2:]):
-            of_down_factors = down_stack.factor_gradients(grad_GD, h_GF)
-        del h_GF
-        if down_bias_ED is not None:
-            dot_G = dot_G + (grad_GD * _row_bias(down_bias_ED, route, dtype)).sum(-1, dtype=dot_G.dtype)
-            if needs_down_bias:
-                grad_down_bias = weight_gradient(queue, down_bias, partial(_down_bias_gradient, grad_RD, weight_G, route.token_G, end_E))
-        grad_weights_RK = _rows_to_slots(dot_G, route.row_TK).to(weights_RK.dtype)
+        gathered = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
+        grad_down = gradient(1, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
+        of_down_factors = down.factor_gradients(grad_GD, h_GF) if any(needs[6:]) else (None, None)
+        del h_GF, gathered
+        if down.bias_EO is not None:
+            dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
+        grad_down_bias = gradient(3, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
+        grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
-        if needs_gate_up:
-            grad_gate_up = weight_gradient(queue, gate_up, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, route.token_G, end_E))
-        if any(needs_factors[:2]):
-            of_gate_up_factors = gate_up_stack.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(dtype), route.token_G))
-        if needs_gate_up_bias:
-            grad_gate_up_bias = weight_gradient(queue, gate_up_bias, partial(grouped_sum, grad_gate_up_GH, end_E))
-        if needs_x:
-            grad_x = combine_rows_sum(gate_up_stack.transposed(grad_gate_up_GH), route.row_TK).to(x_RD.dtype)
+        grad_gate_up = gradient(0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E))
+        of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        if any(needs[4:6]):
+            of_gate_up_factors = gate_up.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G))
+        grad_gate_up_bias = gradient(2, partial(grouped_sum, grad_gate_up_GH, end_E))
+        grad_x = combine_rows_sum(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
         of_weights = (grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias)
-        return grad_x, grad_weights_RK, None, *of_weights, *of_gate_up_factors, *of_down_factors
+        return grad_x, grad_weights_RK, None, None, *of_weights, *of_gate_up_factors, *of_down_factors
 
 
 def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
@@ -233,26 +207,10 @@ def _gate_up_gradient(grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, en
     return grouped_weight_gradient(grad_gate_up_GH, gather_rows(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E)
 
 
-def _gate_up(x_RD: Tensor, gate_up: AdaptedStack, gate_up_bias_EH: Tensor | None, call: _Call) -> Tensor:
-    rows_GD = gather_rows(x_RD.to(call.dtype), call.route.token_G)
-    return _add_bias(gate_up.linear(rows_GD), gate_up_bias_EH, call.route)
-
-
-def _add_bias(rows_GO: Tensor, bias_EO: Tensor | None, route: Route) -> Tensor:
-    return rows_GO if bias_EO is None else rows_GO.add_(_row_bias(bias_EO, route, rows_GO.dtype))
-
-
-def _row_bias(bias_EO: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
-    """Return the bias of each row's expert; for rows without an expert, that of the last expert."""
-    expert_G = expert_of_row(route.end_E, len(route.token_G)).clamp_(max=len(bias_EO) - 1)
-    return bias_EO.to(dtype).index_select(0, expert_G)
-
-
-def _weight_of_row(weights_RK: Tensor, route: Route) -> Tensor:
-    """Return the router's weight of each row; 0 for padding."""
-    g = len(route.token_G)
-    row_RK = torch.where(route.row_TK < 0, g, route.row_TK).flatten()
-    return weights_RK.new_zeros(g + 1).index_copy_(0, row_RK, weights_RK.flatten())[:g]
+def _weight_of_row(weights_RK: Tensor, row_RK: Tensor, g: int) -> Tensor:
+    """Return the router's weight of each of the G rows; 0 for padding."""
+    place_RK = torch.where(row_RK < 0, g, row_RK).flatten()
+    return weights_RK.new_zeros(g + 1).index_copy_(0, place_RK, weights_RK.flatten())[:g]
 
 
 def _rows_to_slots(value_G: Tensor, row_TK: Tensor) -> Tensor:

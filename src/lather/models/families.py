@@ -91,6 +91,9 @@ NO_INFLUENCE = frozenset(
 FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
 """Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, but are not written."""
 
+DEFAULTS: Mapping[str, Any] = types.MappingProxyType({"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False})
+"""Fields of any family that may be left out, like `PublishedConfig.defaults`, which comes first."""
+
 LARGEST = 10**8
 """Upper limit for integers in a configuration."""
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -123,7 +126,8 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
 
     hints = typing.get_type_hints(family.config)
     names = [field.name for field in dataclasses.fields(family.config) if field.name not in ROPE_FIELDS]
-    optional = published.defaults.keys() | published.nullable
+    defaults = {**DEFAULTS, **published.defaults}
+    optional = defaults.keys() | published.nullable
     missing = [name for name in names if mapping.get(name) is None and name not in optional]
     missing += [name for name in sorted(published.nullable) if name not in mapping]
     if missing:
@@ -135,7 +139,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
             "remove it if it has no influence"
         )
     fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
-    for name, default in published.defaults.items():
+    for name, default in defaults.items():
         if name not in fields:
             fields[name] = default(fields) if callable(default) else default
     config = family.config(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)

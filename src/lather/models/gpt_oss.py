@@ -12,9 +12,8 @@ import torch
 
 from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
-from lather.models.assembly import assemble
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block, Decoder
+from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.moe import MoE
@@ -120,8 +119,6 @@ PUBLISHED = PublishedConfig(
         "swiglu_limit": 7.0,
         "router_aux_loss_coef": 0.001,
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
     },
     fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,)},
     derived={

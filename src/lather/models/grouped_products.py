@@ -44,7 +44,7 @@ def grouped_linear_transposed(
 
 def grouped_weight_gradient(g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e o i"]:
     """Compute g_e^T x_e over the rows of each expert e: the gradient of the weights in `grouped_linear`; 0 for experts without rows."""
-    if _sound(g_GO, x_GI):
+    if _sound(g_GO) and _sound(x_GI):
         return _zeros_for_idle(F.grouped_mm(g_GO.T, x_GI, offs=end_E), end_E)
     out_EOI = g_GO.new_zeros(len(end_E), g_GO.shape[1], x_GI.shape[1])
     for expert, rows in _runs(end_E):
@@ -74,7 +74,7 @@ def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:
 
 
 def _rows_times(x_GI: Tensor, matrix_EIO: Tensor, end_E: Tensor) -> Tensor:
-    if _sound(x_GI, matrix_EIO):
+    if _sound(x_GI) and _sound(matrix_EIO):
         return F.grouped_mm(x_GI, matrix_EIO, offs=end_E)
     out_GO = x_GI.new_empty(len(x_GI), matrix_EIO.shape[2])
     for expert, rows in _runs(end_E):
@@ -91,18 +91,12 @@ def _runs(end_E: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _sound(*operands: Tensor) -> bool:
-    """Tell whether `F.grouped_mm` supports these operands; it does not support empty ones."""
-    return all(_operand_is_sound(operand) for operand in operands)
-
-
-def _operand_is_sound(operand: Tensor) -> bool:
-    dtypes: tuple[torch.dtype, ...]
+def _sound(operand: Tensor) -> bool:
+    """Tell whether `F.grouped_mm` supports this operand; it does not support empty ones."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
     if is_gpu(operand):
         major, _ = gpu_module(operand.device).get_device_capability(operand.device)
-        dtypes = (torch.bfloat16,) if major in GROUPED_MM_MAJORS else ()
-    else:
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        dtypes = [torch.bfloat16] if major in GROUPED_MM_MAJORS else []
     strides = sorted(operand.stride()[-2:])
     aligned = strides[0] == 1 and strides[1] * operand.element_size() % ROW_BYTES == 0
     return operand.dtype in dtypes and aligned and operand.numel() > 0

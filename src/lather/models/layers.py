@@ -36,12 +36,6 @@ MEMORY_MODES = ("saved", "recompute", "reference")
 """Tensors that a feed-forward layer saves for backward: its input and gate/up; only its input; everything that plain autograd saves."""
 
 
-def check_memory(memory: str) -> None:
-    """Raise ValueError unless it is one of `MEMORY_MODES`."""
-    if memory not in MEMORY_MODES:
-        raise ValueError(f"memory = {memory!r} is not valid: use one of {', '.join(map(repr, MEMORY_MODES))}")
-
-
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which products of x are computed: autocast's dtype inside autocast, else x's own."""
     device = x.device.type
@@ -64,6 +58,16 @@ def without_autocast(backward: B) -> B:
             return backward(ctx, *grads)
 
     return cast(B, run)
+
+
+@torch.no_grad()
+def reset_parameters(module: nn.Module) -> None:
+    """Draw a module's own weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set its biases to 0."""
+    for name, p in module.named_parameters(recurse=False):
+        if name.endswith("bias"):
+            p.zero_()
+        else:
+            p.uniform_(-1, 1).div_(max(p.shape[-1], 1) ** 0.5)
 
 
 class RMSNorm(nn.Module):
@@ -110,28 +114,29 @@ def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Ten
     ours = [layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"]
     if len(ours) != len(layers):
         return tuple(layer(x) for layer in layers)
-    products = [_Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights) for layer in ours]
+    products = [Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights) for layer in ours]
     adapters = [(index, layer.lora, product) for index, (layer, product) in enumerate(zip(ours, products, strict=True)) if layer.lora]
-    outputs = list(_project(x, [*products, *(replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters)]))
+    with_a = [replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters]
+    outputs = list(multiply(x, compute_dtype(x), *products, *with_a))
     for (index, adapter, product), x_Tr in zip(adapters, outputs[len(ours) :], strict=True):
-        (added,) = _project(x_Tr, [replace(product, weight=adapter.B, bias=None)])
+        (added,) = multiply(x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None))
         outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
     return tuple(outputs[: len(ours)])
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """A weight, its bias, the queue for their gradients, and the cache of rounded weights."""
 
     weight: Tensor
     bias: Tensor | None
-    queue: WeightGradients | None
-    kept: RoundedWeights | None
+    queue: WeightGradients | None = None
+    kept: RoundedWeights | None = None
 
 
-def _project(x: Tensor, products: list[_Product]) -> tuple[Tensor, ...]:
+def multiply(x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Product) -> tuple[Float[Tensor, "..."], ...]:
+    """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own dtype."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
-    dtype = compute_dtype(x)
     with no_autocast(x):
         outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
     return outputs
@@ -141,7 +146,7 @@ class _Linears(torch.autograd.Function):
     """`parameters`: for each layer its weight, and its bias or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, products: list[_Product], *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, products: tuple[Product, ...], *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         narrow = x.to(dtype)
         ctx.save_for_backward(x, *weights)  # x itself, which a block can recompute (`Remaking`), not its rounded copy
@@ -160,10 +165,11 @@ class _Linears(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         weights = [to_round(product.kept, [product.weight], [weight])[0] for product, weight in zip(ctx.products, saved, strict=True)]
         needs_x, _, _, *needs = ctx.needs_input_grad
-        x_TI = x.detach().to(ctx.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
+        narrow = x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)  # a deferred gradient holds it
+        x_TI = narrow.reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_x_TI: Tensor | None = None
         returned: list[Tensor | None] = []
-        for index, (grad, weight_OI, product) in enumerate(zip(grads, weights, ctx.products, strict=True)):
+        for grad, weight_OI, product, needs_weight, needs_bias in zip(grads, weights, ctx.products, needs[::2], needs[1::2], strict=True):
             if grad is None:
                 returned += [None, None]
                 continue
@@ -173,12 +179,8 @@ class _Linears(torch.autograd.Function):
                 grad_x_TI = part_TI if grad_x_TI is None else grad_x_TI.add_(part_TI)
             of_weight = partial(weight_product, grad_TO, x_TI, product.weight.dtype)
             of_bias = partial(torch.sum, grad_TO, dim=0, dtype=torch.promote_types(grad_TO.dtype, product.weight.dtype))
-            returned += [
-                weight_gradient(product.queue, parameter, compute) if needed else None
-                for parameter, compute, needed in zip(
-                    (product.weight, product.bias), (of_weight, of_bias), needs[2 * index : 2 * index + 2], strict=True
-                )
-            ]
+            returned.append(weight_gradient(product.queue, product.weight, of_weight) if needs_weight else None)
+            returned.append(weight_gradient(product.queue, product.bias, of_bias) if needs_bias and product.bias is not None else None)
         return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
 
 
@@ -195,14 +197,7 @@ def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dt
 
 class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        gate_FD: Tensor,
-        up_FD: Tensor,
-        down_DF: Tensor,
-        call: _MLPCall,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: _MLPCall) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None)
         ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
@@ -220,16 +215,11 @@ class _GatedMLPFunction(torch.autograd.Function):
             gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         grad_gate_up_TH, h_TF, _ = gate_backward(grad_TD @ call.rounded(down_DF), gate_up_TH, SWIGLU)
         grad_gate_TF, grad_up_TF = grad_gate_up_TH.chunk(2, dim=-1)
-        gate_dtype, up_dtype, down_dtype = (parameter.dtype for parameter in ctx.parameters)
-        products = (
-            partial(weight_product, grad_gate_TF, x_TD, gate_dtype),
-            partial(weight_product, grad_up_TF, x_TD, up_dtype),
-            partial(weight_product, grad_TD, h_TF, down_dtype),
-        )
+        factors = ((grad_gate_TF, x_TD), (grad_up_TF, x_TD), (grad_TD, h_TF))
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
-            weight_gradient(call.queue, parameter, product) if needed else None
-            for parameter, product, needed in zip(ctx.parameters, products, needs, strict=True)
+            weight_gradient(call.queue, weight, partial(weight_product, *pair, weight.dtype)) if needed else None
+            for weight, pair, needed in zip(ctx.parameters, factors, needs, strict=True)
         ]
         grad_x = None
         if needs_x:

@@ -15,14 +15,14 @@ Letters: I input and O output size of a weight, E experts, G rows grouped by exp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lather.errors import require
-from lather.models.grouped_products import grouped_linear, grouped_linear_transposed, grouped_weight_gradient
+from lather.models.grouped_products import expert_of_row, grouped_linear, grouped_linear_transposed, grouped_weight_gradient
 from lather.models.saving.rounded_weights import RoundedWeights, rounded
 from lather.shapes import Float, Int
 
@@ -67,9 +67,10 @@ class Adapter(nn.Module):
 
 @dataclass(frozen=True)
 class AdaptedStack:
-    """A stack of experts' weights, with A and B of its adapter, if it has one; multiplies rows grouped by expert."""
+    """A stack of experts' weights, with their biases and with A and B of an adapter, if it has them; multiplies rows grouped by expert."""
 
     weight_EOI: Tensor
+    bias_EO: Tensor | None
     a_ErI: Tensor | None
     b_EOr: Tensor | None
     scale: float
@@ -79,27 +80,37 @@ class AdaptedStack:
     """The cache of rounded weights."""
 
     def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
-        """Compute x (W_e + s B_e A_e)^T, in the dtype of x."""
-        y_GO = grouped_linear(x_GI, rounded(self.kept, self.weight_EOI, x_GI.dtype), self.end_E)
+        """Compute x (W_e + s B_e A_e)^T + b_e, in the dtype of x."""
+        y_GO = self._times(grouped_linear, x_GI, self.weight_EOI)
         if self.a_ErI is not None and self.b_EOr is not None:
-            x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
-            y_GO.add_(grouped_linear(x_Gr, rounded(self.kept, self.b_EOr, x_GI.dtype), self.end_E), alpha=self.scale)
-        return y_GO
+            y_GO.add_(self._times(grouped_linear, x_GI, self.a_ErI, self.b_EOr), alpha=self.scale)
+        return y_GO if self.bias_EO is None else y_GO.add_(self.bias_of_rows(x_GI))
 
     def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
         """Compute grad (W_e + s B_e A_e), the gradient of the rows in `linear`."""
-        grad_GI = grouped_linear_transposed(grad_GO, rounded(self.kept, self.weight_EOI, grad_GO.dtype), self.end_E)
+        grad_GI = self._times(grouped_linear_transposed, grad_GO, self.weight_EOI)
         if self.a_ErI is not None and self.b_EOr is not None:
-            grad_Gr = grouped_linear_transposed(grad_GO, rounded(self.kept, self.b_EOr, grad_GO.dtype), self.end_E)
-            grad_GI.add_(grouped_linear_transposed(grad_Gr, rounded(self.kept, self.a_ErI, grad_GO.dtype), self.end_E), alpha=self.scale)
+            grad_GI.add_(self._times(grouped_linear_transposed, grad_GO, self.b_EOr, self.a_ErI), alpha=self.scale)
         return grad_GI
+
+    def _times(self, product: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, *stacks: Tensor) -> Tensor:
+        """Multiply the rows by each of the stacks in turn."""
+        for stack in stacks:
+            rows = product(rows, rounded(self.kept, stack, rows.dtype), self.end_E)
+        return rows
+
+    def bias_of_rows(self, rows: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
+        """Return the bias of each row's expert, in the dtype of the rows; for rows without an expert, that of the last expert."""
+        assert self.bias_EO is not None
+        expert_G = expert_of_row(self.end_E, len(rows)).clamp_(max=len(self.bias_EO) - 1)
+        return self.bias_EO.to(rows.dtype).index_select(0, expert_G)
 
     def factor_gradients(self, grad_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"]) -> tuple[Tensor, Tensor]:
         """Return the gradients of A and B. The router's weights may be multiplied into either argument."""
         assert self.a_ErI is not None
         assert self.b_EOr is not None
-        x_Gr = grouped_linear(x_GI, rounded(self.kept, self.a_ErI, x_GI.dtype), self.end_E)
-        grad_Gr = grouped_linear_transposed(grad_GO, rounded(self.kept, self.b_EOr, grad_GO.dtype), self.end_E)
+        x_Gr = self._times(grouped_linear, x_GI, self.a_ErI)
+        grad_Gr = self._times(grouped_linear_transposed, grad_GO, self.b_EOr)
         grad_a_ErI = grouped_weight_gradient(grad_Gr, x_GI, self.end_E)
         grad_b_EOr = grouped_weight_gradient(grad_GO, x_Gr, self.end_E)
         return grad_a_ErI.mul_(self.scale).to(self.a_ErI.dtype), grad_b_EOr.mul_(self.scale).to(self.b_EOr.dtype)

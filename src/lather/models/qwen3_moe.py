@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lather.models.assembly import assemble
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block, Decoder
+from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
@@ -99,9 +98,6 @@ PUBLISHED = PublishedConfig(
         "attention_bias": False,
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
     },
     fixed={
         "hidden_act": ("silu",),
@@ -109,7 +105,6 @@ PUBLISHED = PublishedConfig(
         "use_sliding_window": (False,),
         "sliding_window": (None,),
     },
-    derived={},
     aliases={"num_local_experts": "num_experts"},
     ignored=frozenset({"max_window_layers"}),
 )

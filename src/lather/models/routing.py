@@ -13,18 +13,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lather.device import no_autocast
-from lather.models.layers import weight_product, without_autocast
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.layers import Product, multiply, reset_parameters
+from lather.models.saving.weight_gradients import Deferrable, WeightGradients
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
@@ -78,19 +73,12 @@ class Router(Deferrable, nn.Module):
         self.num_groups, self.num_groups_per_tok = groups
         self.takes_z_loss = False
         self.balance = LoadBalance("micro_batch")
-        """Computes the balance loss; `Decoder.balance_load` sets it for all blocks."""
+        """The level of the balance loss; `Decoder.balance_load` sets it for all blocks."""
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)
         self._replayed_TK: Tensor | None = None
         self._repeated: Routing | None = None
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw weights as `nn.Linear` does, uniformly within 1 / sqrt(inputs); set the bias to 0."""
-        self.weight.uniform_(-1, 1).div_(max(self.weight.shape[-1], 1) ** 0.5)
-        if self.bias is not None:
-            self.bias.zero_()
+        reset_parameters(self)
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
         """Route tokens. x consists of `num_sequences` sequences of equal length, which only the balance loss at sequence level uses."""
@@ -106,8 +94,8 @@ class Router(Deferrable, nn.Module):
         if self.score == "sigmoid":  # the balance loss needs scores that sum to 1
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
         over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
-        balance_loss = self.balance.loss(scores_TE, experts_TK, num_sequences, over_E)
-        return Routing(experts_TK, weights_TK, count_E, balance_loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
+        loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences) if over_E is None else balance_loss(scores_TE, over_E)
+        return Routing(experts_TK, weights_TK, count_E, loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
 
     def _experts(self, scores_TE: Tensor) -> Tensor:
         if self._repeated is not None:
@@ -193,40 +181,16 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
         raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
 
 
-class _RouterLogits(torch.autograd.Function):
-    """A product in fp32 that saves x only in its own dtype, not in fp32 as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, queue: WeightGradients | None) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        ctx.parameters, ctx.queue = (weight_ED, bias_E), queue
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        return F.linear(x_TD.to(wide), weight_ED.to(wide), None if bias_E is None else bias_E.to(wide))
-
-    @staticmethod
-    @once_differentiable
-    @without_autocast
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x_TD, weight_ED = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype) if needs_x else None
-        weight, bias = ctx.parameters
-        product = partial(weight_product, grad_TE, x_TD.detach(), weight.dtype)
-        grad_weight = weight_gradient(ctx.queue, weight, product) if needs_weight else None
-        grad_bias = weight_gradient(ctx.queue, bias, partial(torch.sum, grad_TE, dim=0)) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
-
-
 def router_logits(
     x_TD: Float[Tensor, "t d"],
     weight_ED: Float[Tensor, "e d"],
     bias_E: Float[Tensor, " e"] | None = None,
     queue: WeightGradients | None = None,
 ) -> Float[Tensor, "t e"]:
-    """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast; the gradients of W and b go to `queue`, if there is one."""
-    with no_autocast(x_TD):
-        logits: Tensor = _RouterLogits.apply(x_TD, weight_ED, bias_E, queue)  # type: ignore[no-untyped-call]
-    return logits
+    """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype; the gradients of W and b go to
+    `queue`, if there is one."""
+    (logits_TE,) = multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), Product(weight_ED, bias_E, queue))
+    return logits_TE
 
 
 def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
@@ -247,8 +211,22 @@ def balance_loss(scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"]) ->
     return len(count_E) * (share_E * mean_score_E).sum()
 
 
+def sequence_balance_loss(scores_TE: Float[Tensor, "t e"], experts_TK: Int[Tensor, "t k"], num_sequences: int) -> Float[Tensor, ""]:
+    """Compute the mean of the same loss over sequences of equal length; differentiable through the scores."""
+    num_experts = scores_TE.shape[1]
+    if len(scores_TE) % num_sequences:
+        raise ValueError(f"num_sequences = {num_sequences} is not valid: it must divide the {len(scores_TE)} tokens")
+    scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.reshape(num_sequences, -1)
+    count_BE = torch.zeros(num_sequences, num_experts, dtype=scores_TE.dtype, device=scores_TE.device)
+    count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
+    share_BE = count_BE / max(experts_BG.shape[1], 1)
+    mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
+    loss: Tensor = num_experts * (share_BE * mean_score_BE).sum(-1).mean()
+    return loss
+
+
 class LoadBalance:
-    """Computes the balance loss over a micro-batch, each sequence, or the global batch.
+    """Counts the rows from which the balance loss is computed: those of a micro-batch, each sequence, or the global batch.
 
     Over the global batch, the experts' shares of rows are computed from all micro-batches of the step so far, on all ranks of `group`; the
     scores are those of the micro-batch. A step lasts from `begin_step` to `end_step` (`counting_step` calls both). Autograd may be off in
@@ -279,16 +257,6 @@ class LoadBalance:
             self._count_E = count_E = count_E if self._count_E is None else self._count_E + count_E
         return count_E
 
-    def loss(
-        self,
-        scores_TE: Float[Tensor, "t e"],
-        experts_TK: Int[Tensor, "t k"],
-        num_sequences: int,
-        count_E: Int[Tensor, " e"] | None,
-    ) -> Float[Tensor, ""]:
-        """Compute the loss; `count_E` is the result of `counted`. Differentiable through the scores."""
-        return _mean_over_sequences(scores_TE, experts_TK, num_sequences) if count_E is None else balance_loss(scores_TE, count_E)
-
 
 @contextlib.contextmanager
 def counting_step(routers: Iterable[Router]) -> Iterator[None]:
@@ -301,16 +269,3 @@ def counting_step(routers: Iterable[Router]) -> Iterator[None]:
     finally:
         for balance in balances:
             balance.end_step()
-
-
-def _mean_over_sequences(scores_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:
-    num_experts = scores_TE.shape[1]
-    if len(scores_TE) % num_sequences:
-        raise ValueError(f"num_sequences = {num_sequences} is not valid: it must divide the {len(scores_TE)} tokens")
-    scores_BSE, experts_BG = scores_TE.unflatten(0, (num_sequences, -1)), experts_TK.reshape(num_sequences, -1)
-    count_BE = torch.zeros(num_sequences, num_experts, dtype=scores_TE.dtype, device=scores_TE.device)
-    count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
-    share_BE = count_BE / max(experts_BG.shape[1], 1)
-    mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
-    loss: Tensor = num_experts * (share_BE * mean_score_BE).sum(-1).mean()
-    return loss

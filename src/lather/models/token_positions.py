@@ -3,14 +3,14 @@
 They are computed once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents need one
 boolean (S + 1, S + 1) mask per distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, S) elements.
 
-Letters: B sequences, S positions, T = B * S tokens (in masks: 1 + S), P rotary pairs.
+Letters: B sequences, S positions, T = B * S tokens (in masks: keys), P rotary pairs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,6 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from lather.device import is_gpu, to_device
 from lather.models.rotary import Rotary
 from lather.shapes import Bool, Float, Int
+
+Made = TypeVar("Made")
 
 
 class SequenceLayout:
@@ -35,6 +37,8 @@ class SequenceLayout:
 
     takes_block_masks = True
     """True if attention on CUDA may use flex attention's block masks."""
+    start = 0
+    """Number of slots before the tokens, to which they attend as well; above 0 only with a cache."""
 
     def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
         self.batch, self.length, self.device = batch, length, device
@@ -70,28 +74,30 @@ class SequenceLayout:
             cos_BSP, sin_BSP = rotary.tables(self.positions)
             return cos_BSP.to(wide), sin_BSP.to(wide)
 
-        tables: tuple[Tensor, Tensor] = self._once(("rotary", rotary, wide), make)
-        return tables
+        return self._once(("rotary", rotary, wide), make)
 
     def is_plain(self, window: int | None) -> bool:
         """Tell whether every token attends to all earlier ones of its row."""
-        return self.documents is None and self._effective(window) is None
+        return not self._rows_differ() and self.start == 0 and self._effective(window) is None
 
-    def mask(self, window: int | None) -> Bool[Tensor, "b 1 t t"]:
-        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + S); row and column 0 are for a sink, to which all
-        queries attend."""
+    def _rows_differ(self) -> bool:
+        """Tell whether the rows of the batch have masks of their own."""
+        return self.documents is not None
+
+    def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
+        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T = S without a cache; row and column 0 are
+        for a sink, to which all queries attend."""
         window = self._effective(window)
 
         def make() -> Tensor:
-            position_S = torch.arange(self.length, device=self.device)
-            batch_B = torch.arange(1 if self.documents is None else self.batch, device=self.device)
-            seen_BSS = self._sees(window)(batch_B[:, None, None], 0, position_S[:, None], position_S)
-            mask_BTT = F.pad(seen_BSS.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
-            mask_BTT[..., 0] = True
-            return mask_BTT.unsqueeze(1)
+            key_T = torch.arange(self.start + self.length, device=self.device)
+            batch_B = torch.arange(self.batch if self._rows_differ() else 1, device=self.device)
+            seen_BST = self._sees(window)(batch_B[:, None, None], 0, key_T[self.start :, None], key_T)
+            mask_BST = F.pad(seen_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
+            mask_BST[..., 0] = True
+            return mask_BST.unsqueeze(1)
 
-        made: Tensor = self._once(("mask", window), make)
-        return made
+        return self._once(("mask", window), make)
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the same for flex attention, without a sink."""
@@ -99,12 +105,11 @@ class SequenceLayout:
 
         def make() -> BlockMask:
             create = for_device(create_block_mask, self.device)
-            batch = None if self.documents is None else self.batch
+            batch = self.batch if self._rows_differ() else None
             blocks: BlockMask = create(self._sees(window), batch, None, self.length, self.length, device=self.device)
             return blocks
 
-        made: BlockMask = self._once(("blocks", window), make)
-        return made
+        return self._once(("blocks", window), make)
 
     def _sees(self, window: int | None) -> Callable[..., Tensor]:
         """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas, because flex attention counts the
@@ -118,12 +123,13 @@ class SequenceLayout:
         return and_masks(*rules)
 
     def _effective(self, window: int | None) -> int | None:
-        return None if window is None or window >= self.length else window
+        return None if window is None or window >= self.start + self.length else window
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _once(self, key: Any, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             self._made[key] = make()
-        return self._made[key]
+        made: Made = self._made[key]
+        return made
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:

@@ -21,7 +21,6 @@ from lather.errors import CheckpointError, ConfigError, DataError
 from lather.models.adapted import MergedTensors, is_adapters
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
-from lather.models.hf.published_tensors import PublishedTensors
 from lather.models.hf.safetensors_folder import TensorSource
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.train.companions import same_tokenizer
@@ -78,7 +77,7 @@ def load_start(path: Path, state: TrainingState) -> None:
     """
     if (path / CONFIG_FILE).is_file():
         with errors_on_all_ranks(state.group):
-            load_source(PublishedTensors(open_hugging_face(path)[0]), state)
+            load_source(open_hugging_face(path)[0], state)
         return
     run = path.parent.parent
     lora = load_run(run).lora if (run / "config.toml").is_file() else None

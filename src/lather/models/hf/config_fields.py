@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lather.errors import require
@@ -12,22 +12,31 @@ from lather.models.rotary import YarnConfig
 
 
 class CheckedFields:
-    """Mixin for configurations: checks whose errors name the field as `model.<field>`."""
+    """Mixin for configurations: the fields of every family that describe the model outside its blocks, and checks whose errors name the
+    field as `model.<field>`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    rope_theta: float
+    rms_norm_eps: float
+    initializer_range: float
+    tie_word_embeddings: bool
 
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.{name}", getattr(self, name), constraint)
 
     def _require_family_and_ranges(self, may_be_zero: tuple[str, ...]) -> None:
         """The model's type is the family's; every integer is at least 1 and every float finite and above 0, but for some that may be 0."""
-        for field in fields(self):  # type: ignore[arg-type]  # every configuration is a dataclass
-            value, least = getattr(self, field.name), int(field.name not in may_be_zero)
-            if field.name == "model_type":
-                self._require(field.name, value == field.default, repr(field.default))
-            elif field.type == "int" or (field.type == "int | None" and value is not None):
-                self._require(field.name, value >= least, f"at least {least}{', or left out' * (field.type != 'int')}")
-            elif field.type == "float":
+        for one in fields(self):  # type: ignore[arg-type]  # every configuration is a dataclass
+            value, least = getattr(self, one.name), int(one.name not in may_be_zero)
+            if one.name == "model_type":
+                self._require(one.name, value == one.default, repr(one.default))
+            elif one.type == "int" or (one.type == "int | None" and value is not None):
+                self._require(one.name, value >= least, f"at least {least}{', or left out' * (one.type != 'int')}")
+            elif one.type == "float":
                 in_range, words = (value > 0, "greater than 0") if least else (value >= 0, "at least 0")
-                self._require(field.name, in_range and value < math.inf, f"{words} and finite")
+                self._require(one.name, in_range and value < math.inf, f"{words} and finite")
 
     def _require_at_most(self, name: str, most: str) -> None:
         limit = getattr(self, most)
@@ -40,7 +49,7 @@ class CheckedFields:
     def _require_rotary(self, size: str, scaling: YarnConfig | None) -> None:
         self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding rotates pairs")
         if scaling is not None:
-            self._require("rope_theta", getattr(self, "rope_theta", 0) > 1, "greater than 1 for YaRN, which divides by its logarithm")
+            self._require("rope_theta", self.rope_theta > 1, "greater than 1 for YaRN, which divides by its logarithm")
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,9 @@ class PublishedConfig:
     """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Fields that are supported only with these values, or left out, or null; the first value is written."""
-    derived: Mapping[str, Callable[[Any], Any]]
+    derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Fields whose values are computed from the configuration."""
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of fields, and the names that they stand for."""
     ignored: frozenset[str] = frozenset()
     """Fields of this family without influence on training."""

@@ -18,9 +18,11 @@ Letters: D hidden size, E experts, F expert intermediate size.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from lather.models.entry_names import entry_name, is_stack
 from lather.models.hf.mxfp4 import BLOCK
 from lather.models.hf.safetensors_folder import Index
 
@@ -40,6 +42,8 @@ class MappedTensor:
     """Name in the folder; with `is_packed` there are two tensors, `<name>_blocks` and `<name>_scales`."""
     parameter: str
     """Lather's name of the parameter."""
+    shape: Shape
+    """Shape of the part."""
     index: Index = ()
     """The part is `parameter[index]`; the whole parameter if empty."""
     is_transposed: bool = False
@@ -47,49 +51,50 @@ class MappedTensor:
     is_packed: bool = False
     """True if the tensor is published in MXFP4, not transposed."""
 
-    def published_shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Return names and shapes of the published tensors for a part of this shape."""
+    @property
+    def entries(self) -> list[str]:
+        """Names of the entries that hold the part in a file of Lather's: one, or one for each expert."""
+        if not is_stack(self.parameter):
+            return [self.parameter]
+        experts: Iterable[Any] = self.index[:1] or range(self.shape[0])
+        return [entry_name(self.parameter, expert) for expert in experts]
+
+    def published_shapes(self) -> dict[str, Shape]:
+        """Return names and shapes of the published tensors."""
+        shape = self.shape
         if self.is_packed:
-            *rows, columns = shape
-            blocks = (*rows, -(-columns // BLOCK))
+            blocks = (*shape[:-1], -(-shape[-1] // BLOCK))
             return {f"{self.published}_blocks": (*blocks, BLOCK // 2), f"{self.published}_scales": blocks}
         return {self.published: (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape}
-
-    def part_shape(self, shape: Shape) -> Shape:
-        """Return the shape of `parameter[index]` for a parameter of this shape. Slices have both bounds."""
-        part = [at.stop - at.start for at in self.index if isinstance(at, slice)]
-        return (*part, *shape[len(self.index) :])
 
 
 def published_ways(model_type: str, name: str, shape: Shape) -> list[list[MappedTensor]]:
     """Return the formats in which this family publishes the parameter, each a list of entries in the order of memory; the first is
     written."""
-    is_stacked = model_type in STACKED_FAMILIES
+    has_stacks = model_type in STACKED_FAMILIES
     if match := EXPERTS.fullmatch(name):
-        experts = f"model.{match['mlp']}.experts"
-        if is_stacked:
-            return _stacked_experts(experts, name, match["part"])
-        return _separate_experts(experts, name, match["part"], shape)
-    published = name.replace(".mlp.gate.", ".mlp.router.") if is_stacked else name
-    return [[MappedTensor(published if published.startswith("lm_head.") else f"model.{published}", name)]]
+        stack = MappedTensor(f"model.{name}", name, shape)
+        if not has_stacks:
+            return [_separate_experts(f"model.{match['mlp']}.experts", match["part"], stack), [stack]]
+        if name.endswith("_bias"):
+            return [[replace(stack, published=f"{stack.published.removesuffix('_bias')}_proj_bias")]]
+        return [[replace(stack, is_transposed=True)], [replace(stack, is_packed=True)]]
+    published = name.replace(".mlp.gate.", ".mlp.router.") if has_stacks else name
+    return [[MappedTensor(published if published.startswith("lm_head.") else f"model.{published}", name, shape)]]
 
 
-def _separate_experts(experts: str, name: str, part: str, shape: Shape) -> list[list[MappedTensor]]:
-    """Return the published format, and the stacked format that transformers has in memory, which is also Lather's."""
-    if part == "gate_up_proj":
-        half = shape[1] // 2
-        halves = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
-        separate = [MappedTensor(f"{experts}.{e}.{key}.weight", name, (e, at)) for e in range(shape[0]) for key, at in halves.items()]
-    else:
-        separate = [MappedTensor(f"{experts}.{e}.{part}.weight", name, (e,)) for e in range(shape[0])]
-    return [separate, [MappedTensor(f"{experts}.{part}", name)]]
-
-
-def _stacked_experts(experts: str, name: str, part: str) -> list[list[MappedTensor]]:
-    if part.endswith("_bias"):
-        return [[MappedTensor(f"{experts}.{part.removesuffix('_bias')}_proj_bias", name)]]
-    published = f"{experts}.{part}"
-    return [[MappedTensor(published, name, is_transposed=True)], [MappedTensor(published, name, is_packed=True)]]
+def _separate_experts(experts: str, part: str, stack: MappedTensor) -> list[MappedTensor]:
+    """Return the entries of a stack's experts. (The stack itself is the format that transformers has in memory, which is also Lather's.)"""
+    num_experts, rows, *columns = stack.shape
+    if part != "gate_up_proj":
+        return [MappedTensor(f"{experts}.{e}.{part}.weight", stack.parameter, stack.shape[1:], (e,)) for e in range(num_experts)]
+    half = rows // 2
+    halves = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
+    return [
+        MappedTensor(f"{experts}.{e}.{key}.weight", stack.parameter, (half, *columns), (e, at))
+        for e in range(num_experts)
+        for key, at in halves.items()
+    ]
 
 
 def written_entries(model_type: str, shapes: Mapping[str, Shape]) -> list[MappedTensor]:

@@ -6,9 +6,7 @@ when it is complete.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
-from lather.models.entry_names import split_entry
+from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
 from lather.models.hf.key_map import Shape, written_entries
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json, write_json
 from lather.models.hf.safetensors_folder import (
     DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
     Index,
     StrPath,
+    TensorHeader,
     TensorSource,
     TensorToWrite,
     complete_folder,
@@ -52,49 +51,23 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class _ModelTensors:
-    """The parameters and persistent buffers of a model, read like those of a file."""
+    """The parameters and persistent buffers of a model, read like those of a checkpoint: with one entry per expert."""
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict().keys()
-        self._tensors = {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in state}}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items() if name in state}
 
-    def describe(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+    @property
+    def tensors(self) -> Mapping[str, TensorHeader]:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        shapes = entry_shapes({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
+        return {name: TensorHeader(names[self._tensors[split_entry(name)[0]].dtype], shape) for name, shape in shapes.items()}
 
-    def read(self, name: str, index: Index) -> Tensor:
-        return self._tensors[name].detach()[index]
-
-
-class _StoredTensors:
-    """The tensors of a checkpoint, which has one entry per expert, stacked like the parameters of a model."""
-
-    def __init__(self, stored: TensorSource) -> None:
-        self._stored = stored
-        self._experts: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        for entry in stored.tensors:
-            name, expert = split_entry(entry)
-            if expert is not None:
-                self._experts[name][expert] = entry
-
-    def describe(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        described = {}
-        for entry, tensor in self._stored.tensors.items():
-            name, expert = split_entry(entry)
-            lead: Shape = ()
-            if expert is not None:
-                numbers = self._experts[name]
-                lead = (len(numbers) if all(number in numbers for number in range(len(numbers))) else 0,)
-            described[name] = ((*lead, *tensor.shape), DTYPES[tensor.dtype])
-        return described
-
-    def read(self, name: str, index: Index) -> Tensor:
-        if name not in self._experts:
-            return self._stored.read(name, index)
-        experts = self._experts[name]
-        if index:
-            assert isinstance(index[0], int)
-            return self._stored.read(experts[index[0]], index[1:])
-        return torch.stack([self._stored.read(experts[e]) for e in range(len(experts))])
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        parameter, expert = split_entry(name)
+        tensor = self._tensors[parameter]
+        return (tensor if expert is None else tensor[expert])[index]
 
 
 def save_hugging_face(
@@ -120,33 +93,31 @@ def save_hugging_face(
     """
     if max_shard_bytes < 1:
         raise ExchangeError(f"max_shard_bytes = {max_shard_bytes} is not valid: give at least 1 byte")
-    tensors = _ModelTensors(source) if isinstance(source, nn.Module) else _StoredTensors(source)
-    described = tensors.describe()
-    shapes = parameter_shapes(config)
-    _check_source({name: shape for name, (shape, _) in described.items()}, shapes)
+    weights = _ModelTensors(source) if isinstance(source, nn.Module) else source
+    stored, shapes = weights.tensors, parameter_shapes(config)
+    _check_source({name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes))
     published = config_to_hugging_face(config)
-    parameter = {entry.published: entry for entry in written_entries(published["model_type"], shapes)}
+    parts = {part.published: part for part in written_entries(published["model_type"], shapes)}
     to_write = []
-    for name, entry in parameter.items():
-        (shape,) = entry.published_shapes(entry.part_shape(shapes[entry.parameter])).values()
-        to_write.append(TensorToWrite(name, dtype or described[entry.parameter][1], shape))
+    for name, part in parts.items():
+        (shape,) = part.published_shapes().values()
+        to_write.append(TensorToWrite(name, dtype or DTYPES[stored[part.entries[0]].dtype], shape))
 
     def pieces(name: str) -> Iterator[Tensor]:
-        entry = parameter[name]
-        if entry.is_transposed:
-            yield from (tensors.read(entry.parameter, (e,)).T for e in range(shapes[entry.parameter][0]))
-        else:
-            yield tensors.read(entry.parameter, entry.index)
+        part = parts[name]
+        for entry in part.entries:
+            tensor = weights.read(entry, part.index[1:])
+            yield tensor.T if part.is_transposed else tensor
 
     shards = _shards(to_write, max_shard_bytes)
     with complete_folder(Path(folder)) as aside:
         for file, shard in shards.items():
             write_safetensors(aside / file, shard, pieces)
         if list(shards) != [SINGLE_FILE]:
-            _write_json(aside / INDEX_FILE, _index(shards))
+            write_json(aside / INDEX_FILE, _index(shards))
         ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
-        embedding = dtype or described["embed_tokens.weight"][1]
-        _write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
+        embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
+        write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
 
 
 def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
@@ -155,7 +126,7 @@ def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> 
             f"{first_name(biases)} of loss-free balancing cannot be exported: published models of this family have no such bias and would "
             "route differently: train with moe.bias_update_rate = 0 to export"
         )
-    if different := sorted(name for name in {**expected, **found} if found.get(name) != expected.get(name)):
+    if different := sorted({split_entry(name)[0] for name in {**expected, **found} if found.get(name) != expected.get(name)}):
         raise ExchangeError(
             f"{first_name(different)} of the weights does not match the configuration: give the one that they were trained with"
         )
@@ -201,9 +172,5 @@ def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[st
     special = [token for token in content.get("added_tokens", []) if token["special"]]
     ends = special[0] if len(special) == 1 else None  # the only special token of Lather's own tokenizers ends a document
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "clean_up_tokenization_spaces": False}
-    _write_json(folder / "tokenizer_config.json", settings | ({"eos_token": ends["content"]} if ends else {}))
+    write_json(folder / "tokenizer_config.json", settings | ({"eos_token": ends["content"]} if ends else {}))
     return {"bos_token_id": None, "eos_token_id": ends["id"] if ends else None}
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

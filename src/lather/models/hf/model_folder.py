@@ -11,7 +11,7 @@ configurations.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lather.errors import ExchangeError, UserError
 from lather.models.decoder import Decoder
+from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
@@ -29,7 +30,10 @@ from lather.models.hf.safetensors_folder import (
     Index,
     SafetensorsFolder,
     StrPath,
+    TensorHeader,
+    TensorToWrite,
     open_published,
+    write_safetensors,
 )
 
 CONFIG_FILE = "config.json"
@@ -59,41 +63,46 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights of a Hugging Face folder, whose headers match a model."""
+    """The weights of a Hugging Face folder whose headers match a model. They are read on demand like those of a checkpoint: under Lather's
+    names, with one entry per expert."""
 
     stored: SafetensorsFolder
     entries: dict[str, list[MappedTensor]]
     """Published tensors of each parameter, in the order of its memory."""
     shapes: dict[str, Shape]
 
-    def pieces(self, parameter: str) -> Iterator[tuple[Index, Tensor]]:
-        """Yield the parameter's values in pieces, each with its index in the parameter."""
-        for entry in self.entries[parameter]:
-            if len(entry.part_shape(self.shapes[parameter])) < 3:
-                yield entry.index, self.stored.read(entry.published)
-            else:
-                yield from (((e,), self.expert(entry, e)) for e in range(self.shapes[parameter][0]))
+    @property
+    def tensors(self) -> Mapping[str, TensorHeader]:
+        return {name: TensorHeader("F32", shape) for name, shape in entry_shapes(self.shapes).items()}
 
-    def expert(self, entry: MappedTensor, e: int) -> Tensor:
-        """Return one expert of a tensor of stacked experts."""
-        if entry.is_packed:
-            return dequantize_mxfp4(*(self.stored.read(f"{entry.published}_{part}", (e,)) for part in ("blocks", "scales")))
-        tensor = self.stored.read(entry.published, (e,))
-        return tensor.T if entry.is_transposed else tensor
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        """Return `tensor[index]` on CPU, in its published dtype; for an expert the whole matrix is read."""
+        parameter, expert = split_entry(name)
+        entries = self.entries[parameter]
+        first = entries[0]
+        if expert is None:
+            return self.stored.read(first.published, index)
+        if first.is_packed:
+            return dequantize_mxfp4(*(self.stored.read(part, (expert,)) for part in first.published_shapes()))[index]
+        if first.index:
+            number = len(entries) // self.shapes[parameter][0]
+            parts = entries[expert * number : (expert + 1) * number]
+            return torch.cat([self.stored.read(part.published) for part in parts])[index]
+        tensor = self.stored.read(first.published, (expert,))
+        return (tensor.T if first.is_transposed else tensor)[index]
 
 
 def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> PublishedWeights:
     """Compare the headers of a folder with parameters of these shapes."""
     stored = open_published(folder)
     ways = {name: published_ways(model_type, name, shape) for name, shape in shapes.items()}
-    entries = {name: _the_way_taken(choices, shapes[name], stored) for name, choices in ways.items()}
+    entries = {name: _the_way_taken(choices, stored) for name, choices in ways.items()}
     wanted: dict[str, tuple[Shape, bool]] = {}
     for name, taken in entries.items():
         for entry in taken:
             if entry.is_packed and shapes[name][-1] % BLOCK:
                 raise ExchangeError(f"{folder}: {entry.published} has rows of {shapes[name][-1]}, not whole MXFP4 blocks: give a bf16 copy")
-            published = entry.published_shapes(entry.part_shape(shapes[name]))
-            wanted |= {key: (shape, entry.is_packed) for key, shape in published.items()}
+            wanted |= {key: (shape, entry.is_packed) for key, shape in entry.published_shapes().items()}
     if missing := [key for key in wanted if key not in stored.tensors]:
         raise ExchangeError(f"{folder}: lacks {first_name(missing)}, which {CONFIG_FILE} asks for: give the weights that belong to it")
     is_tied = HEAD not in shapes
@@ -110,13 +119,10 @@ def _match(folder: Path, model_type: str, shapes: Mapping[str, Shape]) -> Publis
     return PublishedWeights(stored, entries, dict(shapes))
 
 
-def _the_way_taken(choices: list[list[MappedTensor]], shape: Shape, stored: SafetensorsFolder) -> list[MappedTensor]:
+def _the_way_taken(choices: list[list[MappedTensor]], stored: SafetensorsFolder) -> list[MappedTensor]:
     """Return the first format of which the folder has a tensor; the first of all if it has none."""
-    for entries in choices:
-        names = (name for entry in entries for name in entry.published_shapes(entry.part_shape(shape)))
-        if any(name in stored.tensors for name in names):
-            return entries
-    return choices[0]
+    taken = (entries for entries in choices if any(name in stored.tensors for entry in entries for name in entry.published_shapes()))
+    return next(taken, choices[0])
 
 
 def _is_harmless(key: str, stored: SafetensorsFolder, *, is_tied: bool) -> bool:
@@ -165,6 +171,10 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
         raise ExchangeError(f"{file}: missing or damaged ({error}): {remedy}") from None
 
 
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
 def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     """Open the weights of a Hugging Face folder, check that they match its configuration, and return both.
 
@@ -199,29 +209,26 @@ def model_from_hugging_face(
     """
     weights, config = open_hugging_face(folder)
     stored = weights.stored.tensors[weights.entries["embed_tokens.weight"][0].published].dtype
-    model = _on_meta(config)
-    _materialize(model, dtype or DTYPES[stored], device or torch.device("cpu"))
+    model = _on_meta(config).to(dtype or DTYPES[stored]).to_empty(device=device or torch.device("cpu"))
+    if config.tie_word_embeddings:  # to_empty has separated them
+        model.lm_head.weight = model.embed_tokens.weight
     _fill(model, weights)
     return model, config
 
 
+def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
+    """Write the weights in fp32 to one safetensors file, under Lather's names, with one entry per expert."""
+    tensors = [TensorToWrite(name, torch.float32, described.shape) for name, described in weights.tensors.items()]
+    write_safetensors(Path(file), tensors, lambda name: [weights.read(name)])
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, weights: PublishedWeights) -> None:
-    for name, p in model.named_parameters():
-        for index, piece in weights.pieces(name):
-            p[index].copy_(piece)
+    for name in weights.tensors:
+        parameter, expert = split_entry(name)
+        p = model.get_parameter(parameter)
+        (p if expert is None else p[expert]).copy_(weights.read(name))
 
 
 def _on_meta(config: ModelConfig) -> Decoder:
     return build_model(config, torch.Generator(), torch.device("meta"))
-
-
-def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the memory of a model that is on the meta device. Shared parameters stay shared; buffers are zero."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            made.setdefault(id(p), nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), p.requires_grad))
-            setattr(module, name, made[id(p)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))

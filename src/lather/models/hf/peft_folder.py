@@ -14,8 +14,7 @@ Letters: I input and O output size, E experts, r rank.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ from torch import Tensor
 
 from lather.errors import ExchangeError
 from lather.models.adapted import adaptable, adapted, factor_names
-from lather.models.entry_names import entry_name
+from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model
+from lather.models.hf.key_map import Shape
+from lather.models.hf.model_folder import parameter_shapes, write_json
 from lather.models.hf.safetensors_folder import DTYPES, StrPath, TensorSource, TensorToWrite, complete_folder, write_safetensors
 from lather.models.lora import LoraConfig
 
@@ -44,11 +45,9 @@ class _PeftFactor:
     shape: tuple[int, ...]
     is_stack_of_b: bool = False
 
-    def pieces(self, source: TensorSource) -> Iterator[Tensor]:
-        if self.is_stack_of_b:
-            yield torch.stack([source.read(entry) for entry in self.entries], dim=-1)
-        else:
-            yield from (source.read(entry) for entry in self.entries)
+    def pieces(self, source: TensorSource) -> Iterable[Tensor]:
+        pieces = (source.read(entry) for entry in self.entries)
+        return [torch.stack(list(pieces), dim=-1)] if self.is_stack_of_b else pieces
 
 
 def save_peft(
@@ -66,22 +65,17 @@ def save_peft(
     """
     model = build_model(config, None, torch.device("meta"))
     names, groups = adapted(model, lora), adaptable(model)
-    factors = list(_factors(names, config, source))
-    to_write = [TensorToWrite(one.name, dtype or DTYPES[source.tensors[one.entries[0]].dtype], one.shape) for one in factors]
-    by_name = {one.name: one for one in factors}
+    factors = {one.name: one for one in _factors(names, parameter_shapes(config), source)}
+    to_write = [TensorToWrite(name, dtype or DTYPES[source.tensors[one.entries[0]].dtype], one.shape) for name, one in factors.items()]
     with complete_folder(Path(folder)) as aside:
-        write_safetensors(aside / WEIGHTS_FILE, to_write, lambda name: by_name[name].pieces(source))
-        text = json.dumps(_config(names, groups, lora, base), indent=2)
-        (aside / CONFIG_FILE).write_text(f"{text}\n", "utf-8")
+        write_safetensors(aside / WEIGHTS_FILE, to_write, lambda name: factors[name].pieces(source))
+        write_json(aside / CONFIG_FILE, _config(names, groups, lora, base))
 
 
-def _factors(names: list[str], config: ModelConfig, source: TensorSource) -> Iterator[_PeftFactor]:
-    shapes = {name: tuple(p.shape) for name, p in build_model(config, None, torch.device("meta")).named_parameters()}
+def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource) -> Iterator[_PeftFactor]:
     for name in names:
         stack_shape = shapes.get(name)
-        parameter = f"{name}.weight" if stack_shape is None else name
-        experts = [None] if stack_shape is None else list(range(stack_shape[0]))
-        entries = [factor_names(parameter if expert is None else entry_name(name, expert)) for expert in experts]
+        entries = [factor_names(entry) for entry in entry_shapes({f"{name}.weight": ()} if stack_shape is None else {name: stack_shape})]
         if missing := [entry for pair in entries for entry in pair if entry not in source.tensors]:
             raise ExchangeError(
                 f"{missing[0]!r} is not among the weights, but [lora] needs it: give the configuration that they were trained with"
@@ -92,7 +86,7 @@ def _factors(names: list[str], config: ModelConfig, source: TensorSource) -> Ite
             is_inside = part == "gate_up_proj" and f"{name.rpartition('.')[0]}.down_proj" in names
             module = f"{owner}.base_layer" if is_inside else owner
         (rank, size_in), (size_out, _) = (source.tensors[entry].shape for entry in entries[0])
-        number = len(experts)
+        number = len(entries)
         yield _PeftFactor(f"{module}.lora_A.weight", tuple(a for a, _ in entries), (number * rank, size_in))
         yield _PeftFactor(f"{module}.lora_B.weight", tuple(b for _, b in entries), (size_out, rank * number), stack_shape is not None)
 

@@ -39,13 +39,19 @@ StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as the header of its file describes it."""
+class TensorHeader:
+    """A tensor as the header of a file describes it."""
+
+    dtype: str
+    """Name of the dtype: F32, BF16, ..."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorHeader):
+    """A tensor in a file."""
 
     file: Path
-    dtype: str
-    """Name of the dtype in the header: F32, BF16, ..."""
-    shape: tuple[int, ...]
     start: int
     """Offset of its first byte in the file."""
 
@@ -155,7 +161,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(content.read(length))
         header.pop("__metadata__", None)
         return {
-            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            name: StoredTensor(entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
         }
     except (SafetensorError, OSError, ValueError) as error:

@@ -55,16 +55,10 @@ class RoundedWeights:
     def forget(self, weights: Iterable[Tensor]) -> None:
         """Drop the copies of these weights, whose values are freed or change."""
         gone = {id(weight) for weight in weights}
-        for key in [key for key in self._copies if key[0] in gone]:
-            del self._copies[key]
+        self._copies = {key: kept for key, kept in self._copies.items() if key[0] not in gone}
 
     def copies(self) -> list[Tensor]:
         return [copy for _, _, copy in self._copies.values()]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the copies."""
-        return sum(copy.nbytes for copy in self.copies())
 
 
 def rounded(kept: RoundedWeights | None, weight: Tensor, dtype: torch.dtype) -> Tensor:

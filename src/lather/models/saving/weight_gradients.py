@@ -5,7 +5,7 @@ optimizer needs. A pipeline that defers the second one fills time in which a ran
 
 Source: zero-bubble pipelines (Qi et al., arXiv:2401.10241), the split of backward into B (inputs) and W (weights).
 
-A layer's backward passes the parameter, and a function that computes its gradient, to `WeightGradients.give`. A deferred gradient is an
+A layer's backward passes the parameter, and a function that computes its gradient, to `weight_gradient`. A deferred gradient is an
 entry in a queue. It holds the parameter itself, never the tensor that autograd saved (with activation checkpointing that is unpacked as
 another tensor, and a gradient written there is lost), and the operands of the product. An entry computes the same product as backward
 would, and adds it to `.grad` as autograd does; so gradients have the same bits if the entries of a weight run in the order in which
@@ -64,30 +64,16 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.deferring = False
-        self._entries: list[DeferredGradient] = []
+        self.entries: list[DeferredGradient] = []
+        """The queued entries, oldest first."""
 
     def __len__(self) -> int:
         """Return the number of queued entries."""
-        return len(self._entries)
-
-    def give(self, weight: nn.Parameter | Tensor, compute: Callable[[], Tensor]) -> Float[Tensor, "..."] | None:
-        """Return the value that the backward of an autograd Function must return for `weight`, a leaf that requires a gradient.
-
-        This is the gradient, in the dtype of `weight`; or None, if `compute` was queued. (A weight that is not a leaf has no `.grad`, so
-        its gradient is computed at once.) Hooks on the weight, or on its gradient accumulation, do not run for deferred gradients.
-        """
-        if not self.defers(weight):
-            return compute().to(weight.dtype)
-        self._entries.append(DeferredGradient(weight, compute))
-        return None
-
-    def defers(self, weight: nn.Parameter | Tensor) -> bool:
-        """Tell whether `give` would defer the gradient of this weight."""
-        return self.deferring and weight.is_leaf
+        return len(self.entries)
 
     def take(self) -> list[DeferredGradient]:
         """Remove all entries from the queue and return them, oldest first."""
-        taken, self._entries = self._entries, []
+        taken, self.entries = self.entries, []
         return taken
 
     @staticmethod
@@ -100,12 +86,16 @@ class WeightGradients:
 def weight_gradient(
     queue: WeightGradients | None, weight: nn.Parameter | Tensor, later: Callable[[], Tensor], now: Callable[[], Tensor] | None = None
 ) -> Float[Tensor, "..."] | None:
-    """Call `WeightGradients.give`, or without a queue compute the gradient at once.
+    """Return the value that the backward of an autograd Function must return for `weight`, a tensor that requires a gradient.
+
+    This is the gradient, in the dtype of `weight`; or None, if `later`, which computes it, was queued. (A weight that is not a leaf has no
+    `.grad`, so its gradient is computed at once.) Hooks on the weight, or on its gradient accumulation, do not run for deferred gradients.
 
     `now` computes the same as `later`, with less work, from tensors that exist during backward but would take more memory if deferred.
     """
-    if queue is not None and queue.defers(weight):
-        return queue.give(weight, later)
+    if queue is not None and queue.deferring and weight.is_leaf:
+        queue.entries.append(DeferredGradient(weight, later))
+        return None
     return (later if now is None else now)().to(weight.dtype)
 
 
