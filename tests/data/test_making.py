@@ -304,7 +304,7 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
     command = ("data", "make", tmp_path / "ours", source, "--tokenizer", tokenizer, "--workers", 2, "--holdout-every", 0)
     process = start(*command, python=fresh_python)
     units = tmp_path / "ours.partial" / "units"
-    while process.poll() is None and not any(units.glob("*.json")):
+    while process.poll() is None and not any(units.glob("0*.json")):
         time.sleep(0.01)
     workers = [child for child in children(process.pid) if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes()]
     os.kill(workers[0], signal.SIGKILL)

@@ -100,7 +100,7 @@ def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -
     reader = dataset.split(split)
     sequences: Sequences
     if config.packing == "documents":
-        sequences = PackedDocuments.open(reader, split, length)
+        sequences = PackedDocuments(reader, split, length)
     else:
         sequences = Windows(reader, length, apart=config.packed_attention)
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)
