@@ -135,6 +135,11 @@ class DataSet:
         return ShardReader(self.folder, self.manifest.splits[name].shards, self.dtype)
 
     @property
+    def held_out_split(self) -> str:
+        """The split that is evaluated: "validation", or "train" if there is no other."""
+        return "validation" if "validation" in self.manifest.splits else "train"
+
+    @property
     def tokenizer(self) -> Path | None:
         return self.folder / TOKENIZER if self.manifest.tokenizer_sha256 else None
 

@@ -25,11 +25,10 @@ from tokenizers import Tokenizer
 import lather
 from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.processes import MakingDisplay, do_units
 from lather.data.recipe import DataRecipe
 from lather.data.shards import checksum
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
-from lather.data.work import SPLITS, Making, UnitReport, documents_of, is_done, report_path
+from lather.data.work import SPLITS, Making, MakingDisplay, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
 from lather.files import reason, sync, write_aside
 
@@ -147,11 +146,10 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
 def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     """Write the plan, or check that it equals the plan of an earlier start."""
     file, text = partial / "plan.json", json.dumps(asdict(plan), indent=1)
-    if file.exists():
-        if file.read_text("utf-8") != text:
-            raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
-        return
-    write_aside(file, text)
+    if not file.exists():
+        write_aside(file, text)
+    elif file.read_text("utf-8") != text:
+        raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------

@@ -164,7 +164,8 @@ def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tu
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
     if file.kind == "huggingface":
-        return _huggingface_ranges(whole, unit_bytes)
+        rows = open_huggingface(file.path)
+        return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
     is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
     if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, recipe):
         return iter([(whole, file.size)])
@@ -213,8 +214,3 @@ def _num_row_groups(path: str) -> int:
         raise
     except Exception:  # the error is reported when the file is read
         return 0
-
-
-def _huggingface_ranges(whole: FilePart, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    rows = open_huggingface(whole.path)
-    return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)

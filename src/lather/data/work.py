@@ -1,16 +1,26 @@
-"""Does a unit of work: one process reads the documents of some parts of files and writes them to shards.
+"""Does units of work, in one or several processes: reads the documents of some parts of files and writes them to shards.
 
 A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists the unit's shards and is written last,
 so a unit whose process was killed is done again.
+
+The processes are spawned and not forked, because forking a process that has threads is not safe. They end with their parent. A single unit,
+or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,8 +34,10 @@ from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
 from lather.files import write_aside
+from lather.processes import end_with_parent
 
 SPLITS = ("train", "validation")
+POLL_SECONDS = 0.5
 MOST_DETAIL = 200
 """Maximal length of a skip's detail, in characters."""
 Count = Callable[[int, int], None]
@@ -184,3 +196,100 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
                     document += is_last
         except TokenFileError as error:  # its length was right when it was opened
             raise DataError(f"{part.path}: {error}: it changed while it was read") from None
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------------------
+
+
+class MakingDisplay(Protocol):
+    """Shows the progress of making a data set."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        """Show the number of finished units, and the documents and tokens made since the command was started."""
+
+
+def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
+    """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
+    if workers == 1 or len(units) < 2:
+        _do_here(units, num_units, making, display)
+        return
+    done, context = num_units - len(units), multiprocessing.get_context("spawn")
+    counts = context.Array("q", 2)
+    waiting, at_work = list(reversed(units)), dict[Connection, ReadUnit]()
+    processes: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(min(workers, len(units))):
+            ours, theirs = context.Pipe()
+            processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
+            processes[ours].start()
+            theirs.close()
+        idle = list(processes)
+        while waiting or at_work:
+            for connection in idle[: len(waiting)]:
+                unit = at_work[connection] = waiting.pop()
+                with _named_if_killed(unit):
+                    connection.send(unit)
+            idle = [connection for connection in wait(list(at_work), POLL_SECONDS) if isinstance(connection, Connection)]
+            for connection in idle:
+                with _named_if_killed(at_work.pop(connection)):
+                    error = connection.recv()
+                if error is not None:
+                    raise error
+                done += 1
+            display.progress(done, num_units, *counts[:])
+    finally:
+        for connection, process in processes.items():
+            connection.close()  # an idle process ends when its connection closes
+            if connection in at_work:
+                process.kill()
+            process.join()
+
+
+def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display: MakingDisplay) -> None:
+    done, made = num_units - len(units), [0, 0]
+
+    def count(documents: int, tokens: int) -> None:
+        made[0], made[1] = made[0] + documents, made[1] + tokens
+        display.progress(done, num_units, *made)
+
+    for unit in units:
+        do_unit(unit, making, count)
+        done += 1
+        display.progress(done, num_units, *made)
+
+
+@contextlib.contextmanager
+def _named_if_killed(unit: ReadUnit) -> Iterator[None]:
+    """Raise DataError if the process that is at work on a unit has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise DataError(
+            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+            "the same command continues: give it fewer --workers"
+        ) from None
+
+
+def _work(connection: Connection, making: Making, counts: Any) -> None:
+    """Do units from the connection until it closes. `counts`: documents and tokens made by all processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles and reports it
+    end_with_parent()
+
+    def count(documents: int, tokens: int) -> None:
+        with counts.get_lock():
+            counts[0] += documents
+            counts[1] += tokens
+
+    with contextlib.suppress(EOFError):
+        while True:
+            unit = connection.recv()
+            try:
+                do_unit(unit, making, count)
+            except Exception as error:  # the parent process raises it
+                connection.send(error)
+            else:
+                connection.send(None)
