@@ -123,9 +123,10 @@ def throughput(folder: Path, options: DataBenchmark) -> Result:
 
 
 def _texts(size: int) -> list[str]:
-    from lather.data.sources import Reading, list_files
+    from lather.data.sources import list_files
 
-    files = [Path(file.path).read_text("utf-8", errors="replace") for file in list_files("python-stdlib", Reading("*.py", "text"))]
+    recipe = DataRecipe(("python-stdlib",), pattern="*.py", format="text")
+    files = [Path(file.path).read_text("utf-8", errors="replace") for file in list_files("python-stdlib", recipe)]
     found: list[str] = []
     total = 0
     while total < size:

@@ -58,7 +58,7 @@ def test_windows_mark_where_documents_begin(tmp_path: Path) -> None:
 def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
     documents = [[10 * number + place for place in range(length)] for number, length in enumerate([4, 9, 2, 6, 3, 5, 1, 8, 26], 1)]
     reader = hand_made(tmp_path / "shards", *documents, shard_tokens=12)
-    packed = PackedDocuments.open(reader, "train", 8)
+    packed = PackedDocuments(reader, "train", 8)
     batch = rows_of(packed, apart=True)
     assert batch.begins_BS is not None
     found = []
@@ -72,12 +72,12 @@ def test_packed_sequences_hold_whole_documents(tmp_path: Path) -> None:
     assert sorted(found) == sorted([*whole, *pieces])
     assert len(batch.inputs_BS) == -(-sum(len(document) - 1 for document in documents) // 8)
     assert sum(packed.num_labels(index) or 0 for index in range(len(packed))) == batch.num_labels
-    assert PackedDocuments.open(reader, "train", 8)._chunks.tolist() == packed._chunks.tolist()
+    assert PackedDocuments(reader, "train", 8)._chunks.tolist() == packed._chunks.tolist()
 
 
 def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
     reader = hand_made(tmp_path / "shards", [1, 2, 3, 4], [5, 6], learned=[[False, False, True, True], [True, True]])
-    for sequences in (Windows(reader, 8), PackedDocuments.open(reader, "train", 8)):
+    for sequences in (Windows(reader, 8), PackedDocuments(reader, "train", 8)):
         batch = rows_of(sequences)
         assert sequences.num_labels(0) is None
         assert set(batch.labels_BS.flatten().tolist()) == ({3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}) | {IGNORE_INDEX}
@@ -85,10 +85,10 @@ def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
 
 def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
     reader = hand_made(tmp_path / "shards", [1, 2, 3])
-    PackedDocuments.open(reader, "train", 8)
+    PackedDocuments(reader, "train", 8)
     (tmp_path / "shards" / "packed-train-8" / "chunks.npy").write_bytes(b"x")
     with pytest.raises(DataError, match=r"packed-train-8: damaged .*: delete it, and it is made again"):
-        PackedDocuments.open(reader, "train", 8)
+        PackedDocuments(reader, "train", 8)
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
     """Every start goes on from the newest checkpoint with another number of ranks. What a kill has undone does not count."""
     draw, documents = random.Random(seed), 240
     reader = hand_made(tmp_path / "many", *[[token] * (3 + token % 9) for token in range(documents)], shard_tokens=100)
-    source = Source("many", PackedDocuments.open(reader, "train", 16), documents)
+    source = Source("many", PackedDocuments(reader, "train", 16), documents)
     steps = -(-len(source) // 12)
     seen: dict[int, list[torch.Tensor]] = {}  # the samples of each step
     step, kills = 0, 0

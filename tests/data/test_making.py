@@ -304,7 +304,7 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
     command = ("data", "make", tmp_path / "ours", source, "--tokenizer", tokenizer, "--workers", 2, "--holdout-every", 0)
     process = start(*command, python=fresh_python)
     units = tmp_path / "ours.partial" / "units"
-    while process.poll() is None and not any(units.glob("*.json")):
+    while process.poll() is None and not any(units.glob("0*.json")):
         time.sleep(0.01)
     workers = [child for child in children(process.pid) if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes()]
     os.kill(workers[0], signal.SIGKILL)
@@ -319,12 +319,12 @@ def test_a_process_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path: 
 
 
 def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lather.data import processes
+    from lather.data import work
 
     monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 2000)
     monkeypatch.setattr(sources, "RANGE_BYTES", 2000)
     source, done = write_jsonl(tmp_path / "a.jsonl", texts(200)), []
-    original = processes.do_unit
+    original = work.do_unit
 
     def counting(unit: Any, *others: Any) -> Any:
         if len(done) == 2:
@@ -333,7 +333,7 @@ def test_a_unit_that_was_done_is_not_done_again(make: Make, tmp_path: Path, monk
         done.append(unit.number)
         return original(unit, *others)
 
-    monkeypatch.setattr(processes, "do_unit", counting)
+    monkeypatch.setattr(work, "do_unit", counting)
     with pytest.raises(KeyboardInterrupt):
         make(source)
     assert not (tmp_path / "ours").exists()

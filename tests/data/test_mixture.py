@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lather.data.mixture import Mixture, floor_sum
+from lather.data.order import Mixture, floor_sum
 
 WEIGHTS = [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [3, 1, 0, 2], [1e-3, 1.0], [1 / 3, 1 / 3, 1 / 3]]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lather.data.permutation import shuffled
+from lather.data.order import shuffled
 
 
 @given(st.integers(1, 3000), st.lists(st.integers(0, 2**64 - 1), max_size=3))

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from generation.tokenizers_of_tests import SAMPLES, byte_level, word_pieces
-from lather.evaluation.token_bytes import bytes_per_token
+from lather.evaluation.scoring import bytes_per_token
 
 
 @pytest.mark.parametrize("text", [*SAMPLES, "".join(map(chr, range(1, 400))), "\N{GRINNING FACE}" * 3])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from generation.tokenizers_of_tests import SAMPLES, byte_level, word_pieces
-from lather.generation.stream import TextStream
+from lather.generation.text import TextStream
 
 
 def pieces(stream: TextStream, tokens: list[int]) -> list[str]:

@@ -23,9 +23,8 @@ from rich.table import Column, Table
 from lather.commands.parsing import parse_arguments
 from lather.console import wide_console
 from lather.errors import UserError, require
-from lather.evaluation.scoring import score_set
+from lather.evaluation.scoring import bytes_per_token, score_set
 from lather.evaluation.sets import HeldOutSet, open_sets
-from lather.evaluation.token_bytes import bytes_per_token
 from lather.files import reason
 from lather.models.decoder import Decoder
 from lather.train.trained_model import TrainedModel

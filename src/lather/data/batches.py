@@ -41,8 +41,6 @@ class Batch:
 
     def padded(self, rows: int) -> Batch:
         """Append this number of sequences without labels."""
-        if not rows:
-            return self
         padding = (0, 0, 0, rows)
         begins_BS = None if self.begins_BS is None else F.pad(self.begins_BS, padding)
         return replace(

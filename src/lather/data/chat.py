@@ -106,6 +106,9 @@ class ChatTemplate:
             raise DataError(f"chat template: not a Jinja template ({error})") from None
         self.source, self.special_tokens = source, special_tokens
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.special_tokens)
+
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate:
         """Read the template in the folder of a tokenizer.json; ChatML if there is none. Raises DataError if it is damaged."""

@@ -31,15 +31,29 @@ FILES = "files.jsonl"
 
 @dataclass(frozen=True)
 class Split:
-    """The manifest's entry of a split."""
+    """The manifest's entry of a split, or what a unit of work has added to it."""
 
-    documents: int
-    tokens: int
-    longest: int
+    documents: int = 0
+    tokens: int = 0
+    longest: int = 0
     """Tokens of the longest document."""
-    text_bytes: int
+    text_bytes: int = 0
     """UTF-8 bytes of the texts; 0 if unknown."""
-    shards: list[ShardEntry]
+    shards: list[ShardEntry] = field(default_factory=list)
+
+    def __add__(self, other: Split) -> Split:
+        return Split(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            max(self.longest, other.longest),
+            self.text_bytes + other.text_bytes,
+            self.shards + other.shards,
+        )
+
+
+def splits_of(mapping: dict[str, Any]) -> dict[str, Split]:
+    """Return the splits that JSON describes."""
+    return {name: Split(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]}) for name, split in mapping.items()}
 
 
 @dataclass(frozen=True)
@@ -92,11 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
         expected = mapping.pop("checksum", None)
         if expected != _digest({"format": version, **mapping}):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
-        splits = {
-            name: Split(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]})
-            for name, split in mapping.pop("splits").items()
-        }
-        return Manifest(splits=splits, **mapping)
+        return Manifest(splits=splits_of(mapping.pop("splits")), **mapping)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -123,6 +133,11 @@ class DataSet:
             there = ", ".join(self.manifest.splits) or "none"
             raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
         return ShardReader(self.folder, self.manifest.splits[name].shards, self.dtype)
+
+    @property
+    def held_out_split(self) -> str:
+        """The split that is evaluated: "validation", or "train" if there is no other."""
+        return "validation" if "validation" in self.manifest.splits else "train"
 
     @property
     def tokenizer(self) -> Path | None:

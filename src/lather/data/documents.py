@@ -30,107 +30,93 @@ Array = npt.NDArray[Any]
 class Document:
     """A text to train on."""
 
-    line: int
-    """Line of the document's record."""
     text: str
-    learned: tuple[tuple[int, int], ...] | None = None
+    learned: list[tuple[int, int]] | None = None
     """Ranges of characters that are trained on, as (start, stop); None: the whole text."""
     num_bytes: int = 0
     """The length of the text in UTF-8."""
     split: str = "train"
 
 
-class DocumentMaker:
-    """Makes documents from records."""
+def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:
+    """Return the document of a record, or the reason to skip the record. `field`: name of the field that holds the text; with a `template`,
+    records are conversations instead."""
+    found = _text(record, field) if template is None else _conversation(record, template)
+    if isinstance(found, Skip):
+        return found
+    if not found.text.strip():
+        return Skip(record.line, "empty")
+    try:
+        return replace(found, num_bytes=len(found.text.encode("utf-8")))
+    except UnicodeEncodeError as error:
+        return Skip(record.line, "not valid Unicode", f"a lone surrogate at character {error.start}")
 
-    def __init__(self, field: str, template: ChatTemplate | None = None) -> None:
-        """`field`: name of the field that holds the text; with a `template`, records are conversations instead."""
-        self.field, self.template = field, template
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns to read from tables."""
-        return ("messages", "conversations", "prompt", "completion", "tools") if self.template else (self.field,)
+def _conversation(record: Record, template: ChatTemplate) -> Document | Skip:
+    if isinstance(record.content, str):
+        return Skip(record.line, "no conversation", "a text file")
+    try:
+        messages, tools = messages_of(record.content), tools_of(record.content)
+        length = sum(len(message["content"] or "") for message in messages)
+        if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
+            return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
+        return Document(*template.answers(messages, tools))
+    except ChatError as error:
+        return Skip(record.line, "no conversation", str(error))
 
-    def make(self, record: Record) -> Document | Skip:
-        """Return the document of a record, or the reason to skip the record."""
-        found = self._make(record)
-        if isinstance(found, Skip):
-            return found
-        if not found.text.strip():
-            return Skip(record.line, "empty")
-        try:
-            return replace(found, num_bytes=len(found.text.encode("utf-8")))
-        except UnicodeEncodeError as error:
-            return Skip(record.line, "not valid Unicode", f"a lone surrogate at character {error.start}")
 
-    def _make(self, record: Record) -> Document | Skip:
-        if isinstance(record.content, str):
-            return Skip(record.line, "no conversation", "a text file") if self.template else Document(record.line, record.content)
-        if self.template is not None:
-            try:
-                messages, tools = messages_of(record.content), tools_of(record.content)
-                length = sum(len(message["content"] or "") for message in messages)
-                if length > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
-                    return Skip(record.line, "too long", f"a conversation of {len(messages):,} messages, {length:,} characters")
-                text, spans = self.template.answers(messages, tools)
-            except ChatError as error:
-                return Skip(record.line, "no conversation", str(error))
-            return Document(record.line, text, tuple(spans))
-        if self.field not in record.content:
-            return Skip(record.line, f"no field {self.field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")
-        value = record.content[self.field]
-        if value is None:
-            return Skip(record.line, f"{self.field!r} is null")
-        if not isinstance(value, str):
-            return Skip(record.line, f"{self.field!r} is no text", type(value).__name__)
-        return Document(record.line, value)
+def _text(record: Record, field: str) -> Document | Skip:
+    if isinstance(record.content, str):
+        return Document(record.content)
+    if field not in record.content:
+        return Skip(record.line, f"no field {field!r}", f"it has {', '.join(map(str, record.content)) or 'none'}")
+    value = record.content[field]
+    if value is None:
+        return Skip(record.line, f"{field!r} is null")
+    return Document(value) if isinstance(value, str) else Skip(record.line, f"{field!r} is no text", type(value).__name__)
 
 
 @dataclass(frozen=True)
-class EncodedPart:
+class TokenRun:
     """The tokens of a document, or of a part of a long one."""
 
-    document: Document
+    split: str
     tokens: Array
-    learned: Array | None
-    """Which of the tokens are trained on; None: all."""
     is_last: bool
+    learned: Array | None = None
+    """Which of the tokens are trained on; None: all."""
+    text_bytes: int = 0
+    """Bytes of the whole document's text; 0 if unknown."""
 
 
-class Encoder:
-    """Encodes documents, and adds the token `end` to each, if it is given."""
+def encode(documents: Iterable[Document], tokenizer: Tokenizer, end: int | None, *, chat: bool) -> Iterator[TokenRun]:
+    """Encode documents in batches, and add the token `end` to each, if it is given; yield their tokens in order. `chat`: the name of a
+    special token in a text is encoded as that token, for chat templates; otherwise as plain characters."""
+    tokenizer.encode_special_tokens = not chat
+    encode_batch = tokenizer.encode_batch if chat else tokenizer.encode_batch_fast
+    ending = [] if end is None else [end]
+    for batch in _in_batches(_parts(documents, chat=chat)):
+        encodings = encode_batch([text for _, text, _ in batch], add_special_tokens=False)
+        for (document, _, is_last), encoding in zip(batch, encodings, strict=True):
+            tokens = np.array(encoding.ids + ending if is_last else encoding.ids, dtype=np.uint32)
+            learned = None if document.learned is None else _learned(encoding, document.learned, len(ending))
+            yield TokenRun(document.split, tokens, is_last, learned, document.num_bytes)
 
-    def __init__(self, tokenizer: Tokenizer, end: int | None, *, chat: bool = False) -> None:
-        """`chat`: the name of a special token in a text is encoded as that token, for chat templates; otherwise as plain characters."""
-        tokenizer.encode_special_tokens = not chat
-        self.tokenizer, self._end, self._chat = tokenizer, [] if end is None else [end], chat
-        self.dtype = np.dtype(np.uint32 if max(tokenizer.get_vocab().values(), default=0) >= 2**16 else np.uint16)
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[EncodedPart]:
-        """Encode documents in batches; yield their tokens in order."""
-        encode = self.tokenizer.encode_batch if self._chat else self.tokenizer.encode_batch_fast
-        for batch in _in_batches(self._parts(documents)):
-            for (document, _, is_last), encoding in zip(
-                batch, encode([text for _, text, _ in batch], add_special_tokens=False), strict=True
-            ):
-                tokens = np.array(encoding.ids + self._end if is_last else encoding.ids, dtype=self.dtype)
-                learned = None if document.learned is None else self._learned(encoding, document.learned)
-                yield EncodedPart(document, tokens, learned, is_last)
+def _parts(documents: Iterable[Document], *, chat: bool) -> Iterator[tuple[Document, str, bool]]:
+    for document in documents:
+        parts = [document.text] if chat else list(cut(document.text, PART_CHARACTERS))
+        for number, text in enumerate(parts, 1):
+            yield document, text, number == len(parts)
 
-    def _parts(self, documents: Iterable[Document]) -> Iterator[tuple[Document, str, bool]]:
-        for document in documents:
-            parts = [document.text] if self._chat or len(document.text) <= PART_CHARACTERS else list(cut(document.text, PART_CHARACTERS))
-            for number, text in enumerate(parts, 1):
-                yield document, text, number == len(parts)
 
-    def _learned(self, encoding: Encoding, spans: Iterable[tuple[int, int]]) -> Array:
-        """Mark the tokens to train on: those that start within a span, and the end-of-text token if the token before it is marked."""
-        starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=len(encoding.offsets))
-        learned = np.zeros(len(starts), dtype=bool)
-        for start, stop in spans:
-            learned |= (starts >= start) & (starts < stop)
-        return np.append(learned, [bool(learned[-1:].any())] * len(self._end)).astype(bool)
+def _learned(encoding: Encoding, spans: Iterable[tuple[int, int]], num_ends: int) -> Array:
+    """Mark the tokens to train on: those that start within a span, and the end-of-text token if the token before it is marked."""
+    starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+    learned = np.zeros(len(starts), dtype=bool)
+    for start, stop in spans:
+        learned |= (starts >= start) & (starts < stop)
+    return np.append(learned, [bool(learned[-1:].any())] * num_ends).astype(bool)
 
 
 def _in_batches(parts: Iterable[tuple[Document, str, bool]]) -> Iterator[list[tuple[Document, str, bool]]]:

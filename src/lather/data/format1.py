@@ -11,6 +11,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import numpy.typing as npt
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, TOKENIZER
 from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.recipe import DataRecipe
 from lather.data.sequences import SequenceRows
 from lather.data.shards import token_dtype
-from lather.data.sources import Reading, list_files, root_of
+from lather.data.sources import list_files, root_of
 from lather.errors import DataError
 
 FORMAT = 1
@@ -53,7 +55,7 @@ def data_set_of_format_1(config: DataConfig, vocab_size: int, name: str, report:
 
 def _read(config: DataConfig) -> list[Document]:
     root, documents = root_of(config.source)[0], []
-    for file in list_files(config.source, Reading(config.resolved_pattern, "text")):
+    for file in list_files(config.source, DataRecipe((config.source,), pattern=config.resolved_pattern, format="text")):
         try:
             text = Path(file.path).read_text("utf-8")
         except (UnicodeDecodeError, OSError):
@@ -138,13 +140,9 @@ class PermutedOrder:
 
     def __init__(self, size: int, seed: int) -> None:
         """`size`: number of sequences."""
-        self.sizes, self.seed = [size], seed
-        self._epoch: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self.sizes = [size]
+        self._permutation = lru_cache(1)(lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size))
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [(0, self._item(*divmod(sample, self.sizes[0]))) for sample in range(start, stop)]
-
-    def _item(self, epoch: int, place: int) -> int:
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.sizes[0])
-        return int(self._epoch[1][place])
+        places = (divmod(sample, self.sizes[0]) for sample in range(start, stop))
+        return [(0, int(self._permutation(epoch)[place])) for epoch, place in places]

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -25,11 +25,10 @@ from tokenizers import Tokenizer
 import lather
 from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.processes import MakingDisplay, do_units
 from lather.data.recipe import DataRecipe
 from lather.data.shards import checksum
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
-from lather.data.work import SPLITS, Making, SplitReport, UnitReport, documents_of, is_done, report_path
+from lather.data.work import SPLITS, Making, MakingDisplay, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
 from lather.files import reason, sync, write_aside
 
@@ -41,6 +40,9 @@ TOKENIZER_CHARACTERS = 64 << 20
 class MakingPlan:
     """The files and units of work of a data set."""
 
+    recipe: DataRecipe
+    digest: str
+    """Digest of the recipe and the files (`DataRecipe.digest`)."""
     files: list[SourceFile]
     listing: str
     """Digest of the files' names, sizes and times (`listing_of`)."""
@@ -48,15 +50,11 @@ class MakingPlan:
     """Files that are not read: path, reason, detail."""
     units: list[ReadUnit]
 
-    def to_json(self, recipe: DataRecipe) -> str:
-        return json.dumps({"recipe": asdict(recipe), "digest": recipe.digest(self.listing), **asdict(self)}, indent=1)
-
 
 def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
     """List the files of all sources, in order. Raises DataError if a source is missing, or if token files and texts are mixed."""
-    reading = recipe.reading()
-    files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, reading)]
-    files += [("validation", file) for source in recipe.validation for file in list_files(source, reading)]
+    files: list[tuple[SplitName, SourceFile]] = [("train", file) for source in recipe.sources for file in list_files(source, recipe)]
+    files += [("validation", file) for source in recipe.validation for file in list_files(source, recipe)]
     if len({file.kind == "tokens" for _, file in files}) > 1:
         raise DataError("some sources are token files and others texts: make a data set of each, and mix them by data.weights")
     return files
@@ -76,10 +74,10 @@ def make_plan(recipe: DataRecipe) -> MakingPlan:
             "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for texts, a tokenizer of that size is trained)"
         )
     others = {file.path: f"{kind}, not {file.kind}" for _, file in files if (kind := kind_instead(file))}
-    units = divide([(split, file) for split, file in files if file.path not in others], recipe.reading())
-    return MakingPlan(
-        [file for _, file in files], listing_of(files), [(path, "no text", detail) for path, detail in sorted(others.items())], units
-    )
+    units = divide([(split, file) for split, file in files if file.path not in others], recipe)
+    skipped = [(path, "no text", detail) for path, detail in sorted(others.items())]
+    listing = listing_of(files)
+    return MakingPlan(recipe, recipe.digest(listing), [file for _, file in files], listing, skipped, units)
 
 
 def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, workers: int = 0) -> DataSet:
@@ -96,8 +94,8 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
             return DataSet(folder)
         try:
             plan = make_plan(recipe)
-            _adopt_plan(partial, plan, recipe)
-            _make(partial, folder, plan, recipe, display, workers)
+            _adopt_plan(partial, plan)
+            _make(partial, folder, plan, display, workers)
         except OSError as error:
             for name in (FILES, SKIPPED):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
@@ -112,18 +110,17 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
     return DataSet(folder)
 
 
-def _make(partial: Path, folder: Path, plan: MakingPlan, recipe: DataRecipe, display: MakingDisplay, workers: int) -> None:
+def _make(partial: Path, folder: Path, plan: MakingPlan, display: MakingDisplay, workers: int) -> None:
     """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
     for one in (aside, units):
         one.mkdir(exist_ok=True)
-    tokenizer = _tokenizer(recipe, plan, aside, display)
-    making = _making(recipe, tokenizer, aside, units)
+    making = _making(plan.recipe, _tokenizer(plan, aside, display), aside, units)
     missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
     if len(missing) < len(plan.units):
         display.note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
     do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
-    _complete(aside, units, plan, recipe, making)
+    _complete(plan, making)
     aside.rename(folder)
     sync(folder.parent)
     shutil.rmtree(partial, ignore_errors=True)
@@ -146,22 +143,21 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
         yield
 
 
-def _adopt_plan(partial: Path, plan: MakingPlan, recipe: DataRecipe) -> None:
+def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
     """Write the plan, or check that it equals the plan of an earlier start."""
-    file, text = partial / "plan.json", plan.to_json(recipe)
-    if file.exists():
-        if file.read_text("utf-8") != text:
-            raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
-        return
-    write_aside(file, text)
+    file, text = partial / "plan.json", json.dumps(asdict(plan), indent=1)
+    if not file.exists():
+        write_aside(file, text)
+    elif file.read_text("utf-8") != text:
+        raise DataError(f"{partial} was started with other options, or its sources have changed since: delete it to start again")
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: MakingDisplay) -> Tokenizer | None:
+def _tokenizer(plan: MakingPlan, folder: Path, display: MakingDisplay) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one. Raises DataError if it is not usable."""
-    kept, given = folder / TOKENIZER, recipe.tokenizer_file
+    recipe, kept, given = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
     if kept.exists():
         return load_tokenizer(kept, f"delete {folder.parent} to start again")
     if given is not None:
@@ -171,18 +167,18 @@ def _tokenizer(recipe: DataRecipe, plan: MakingPlan, folder: Path, display: Maki
         return None
     else:
         display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-        tokenizer = train_tokenizer(_texts_for_tokenizer(plan, recipe), recipe.vocab_size, recipe.end_of_text)
+        tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
     write_aside(kept, tokenizer.to_str(pretty=True))
     return load_tokenizer(kept, f"delete {folder.parent} to start again")
 
 
-def _texts_for_tokenizer(plan: MakingPlan, recipe: DataRecipe) -> Iterator[str]:
-    """Yield the first texts of each unit, for training a tokenizer."""
-    making = Making("", "", 0, None, recipe.field, *recipe.chat_template(), holdout_every=recipe.holdout_every)
+def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
+    """Yield the first texts of each unit, for training a tokenizer; one of `holdout_every` is left out, even if it is not held out."""
+    recipe, template = replace(plan.recipe, validation=()), plan.recipe.chat_template()
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
         characters = 0
-        for document in documents_of(unit, making, UnitReport(unit.number)):
+        for document in documents_of(unit, recipe, template, UnitReport(unit.number)):
             if document.split == "train":
                 yield document.text
                 characters += len(document.text)
@@ -205,36 +201,25 @@ def _making(recipe: DataRecipe, tokenizer: Tokenizer | None, folder: Path, units
             raise DataError(
                 f"end_of_text = {recipe.end_of_text!r} is not a token of {recipe.tokenizer}: give its token that ends a document"
             )
-    template, special_tokens = recipe.chat_template()
-    return Making(
-        str(folder),
-        str(units),
-        vocab_size,
-        end,
-        recipe.field,
-        template,
-        special_tokens,
-        recipe.holdout_every if not recipe.validation else 0,
-        recipe.shard_tokens,
-        recipe.token_dtype,
-    )
+    return Making(recipe, folder, units, vocab_size, end, recipe.chat_template())
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------------------
 
 
-def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, making: Making) -> None:
+def _complete(plan: MakingPlan, making: Making) -> None:
     """Write the lists of files and skipped documents, and last the manifest. Raises DataError if there is no document to train on."""
+    folder = making.folder
     files = ({"name": file.name, "kind": file.kind, "bytes": file.size} for file in plan.files)
     (folder / FILES).write_text("".join(json.dumps(file) + "\n" for file in files), "utf-8")
-    splits: dict[str, SplitReport] = {}
+    splits: dict[str, Split] = {}
     skipped, encodings = Counter(reason for _, reason, _ in plan.skipped), Counter[str]()
     with (folder / SKIPPED).open("w", encoding="utf-8") as file:
         for skip in plan.skipped:
             _write_skip(file, skip[0], 0, *skip[1:])
         lines = Counter[str]()  # of each file, in its parts so far
         for unit in plan.units:
-            report = UnitReport.read(report_path(units, unit.number))
+            report = UnitReport.read(report_path(making.units, unit.number))
             befores = []
             for part, count in zip(unit.parts, report.lines, strict=True):
                 befores.append(lines[part.path])
@@ -243,7 +228,7 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
                 _write_skip(file, unit.parts[number].path, line and befores[number] + line, reason, detail)
                 skipped[reason] += 1
             for name, found in report.splits.items():
-                splits.setdefault(name, SplitReport()).add(found)
+                splits[name] = splits.get(name, Split()) + found
             encodings.update(report.encodings)
         file.flush()
         os.fsync(file.fileno())
@@ -252,18 +237,18 @@ def _complete(folder: Path, units: Path, plan: MakingPlan, recipe: DataRecipe, m
         raise DataError(f"no document can be trained on ({reasons}): {folder / SKIPPED} has every file and line")
     manifest = Manifest(
         vocab_size=making.vocab_size,
-        end_of_text=recipe.end_of_text if (folder / TOKENIZER).exists() else "",
+        end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",
         end_token=making.end,
         tokenizer_sha256=checksum(folder / TOKENIZER) if (folder / TOKENIZER).exists() else "",
         made_from={
-            "recipe": asdict(recipe),
+            "recipe": asdict(plan.recipe),
             "files": len(plan.files),
             "bytes": sum(max(0, one.size) for one in plan.files),
             "listing": plan.listing,
-            "chat_template": making.chat_template,
+            "chat_template": making.template.source if making.template else "",
             "libraries": {"lather": lather.__version__, "tokenizers": tokenizers.__version__},
         },
-        splits={name: Split(**vars(splits[name])) for name in SPLITS if name in splits},
+        splits={name: splits[name] for name in SPLITS if name in splits},
         skipped=dict(sorted(skipped.items())),
         encodings=dict(sorted(encodings.items())),
     )

@@ -10,7 +10,7 @@ from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
 from lather.data.making import list_sources, listing_of, make_dataset
 from lather.data.order import MixturePhase, Order
-from lather.data.sequences import PackedDocuments, Sequences, Windows
+from lather.data.sequences import PackedDocuments, Windows
 from lather.errors import DataError
 
 Report = Callable[[str], None]
@@ -80,27 +80,29 @@ def training_batches(
 
 
 def held_out_sets(datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int) -> dict[str, HeldOut]:
-    """Return, by name, up to `most` held-out sequences of each data set that has a validation split, and of each of `data.validation`.
+    """Return, by name, up to `most` held-out sequences of each of the data sets that `evaluated` names.
 
     Raises DataError if one of `data.validation` is missing or does not fit.
     """
-    sets: dict[str, tuple[DataSet, str]] = {}
-    for dataset in datasets:
-        if "validation" in dataset.manifest.splits:
-            sets[dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)] = (dataset, "validation")
-    for name, folder in config.validation.items():
-        dataset = DataSet(Path(folder))
+    sets = evaluated(datasets, config)
+    for dataset in sets.values():
         _check(dataset, datasets[0], vocab_size)
-        sets[name] = (dataset, "validation" if "validation" in dataset.manifest.splits else "train")
-    return {name: HeldOut(open_source(dataset, split, config, length), most, apart=config.apart) for name, (dataset, split) in sets.items()}
+    sources = {name: open_source(dataset, dataset.held_out_split, config, length) for name, dataset in sets.items()}
+    return {name: HeldOut(source, most, apart=config.apart) for name, source in sources.items()}
+
+
+def evaluated(datasets: Sequence[DataSet], config: DataConfig) -> dict[str, DataSet]:
+    """Name the data sets that a run is evaluated on: its training data sets that have a validation split, and `data.validation`."""
+    sets: dict[str, DataSet] = {}
+    for dataset in datasets:
+        if dataset.held_out_split == "validation":
+            sets[dataset.folder.name if dataset.folder.name not in sets else str(dataset.folder)] = dataset
+    return sets | {name: DataSet(Path(folder)) for name, folder in config.validation.items()}
 
 
 def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -> Source:
     """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there is no such split, or no sequence."""
     reader = dataset.split(split)
-    sequences: Sequences
-    if config.packing == "documents":
-        sequences = PackedDocuments.open(reader, split, length)
-    else:
-        sequences = Windows(reader, length, apart=config.packed_attention)
+    is_packed = config.packing == "documents"
+    sequences = PackedDocuments(reader, split, length) if is_packed else Windows(reader, length, apart=config.packed_attention)
     return Source(f"{dataset.folder} ({split})", sequences, dataset.manifest.vocab_size)

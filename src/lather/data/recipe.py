@@ -11,12 +11,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from lather.data.chat import ChatTemplate
-from lather.data.documents import DocumentMaker
-from lather.data.sources import Reading
+from lather.data.records import Kind
 from lather.errors import DataError, require
 
 END_OF_TEXT = "<|endoftext|>"
-Format = Literal["auto", "text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class DataRecipe:
     """Sources for the validation split; none: one of `holdout_every` documents is held out."""
     pattern: str = "*"
     """Files of a folder to use (glob on the file name)."""
-    format: Format = "auto"
+    format: Literal["auto", Kind] = "auto"
     """Format of the files; auto: by the suffix (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .npy, .bin, .ds, and .json if the file itself is
     given as a source); all other files are text."""
     field: str = "text"
@@ -69,10 +67,15 @@ class DataRecipe:
         except LookupError:
             raise DataError(f"encoding = {self.encoding!r} is not valid: give one that Python knows, such as latin-1, or auto") from None
 
-    def reading(self) -> Reading:
-        """Return the options for reading the files."""
-        columns = DocumentMaker(self.field, None if not self.chat else ChatTemplate("", {})).columns
-        return Reading(self.pattern, self.format, self.separator, self.encoding, columns)
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns to read from tables."""
+        return ("messages", "conversations", "prompt", "completion", "tools") if self.chat else (self.field,)
+
+    @property
+    def hold_out_every(self) -> int:
+        """One of this number of documents is held out for validation; 0: none, also if there are sources for validation."""
+        return 0 if self.validation else self.holdout_every
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -81,14 +84,14 @@ class DataRecipe:
         path = Path(self.tokenizer)
         return path / "tokenizer.json" if path.is_dir() else path
 
-    def chat_template(self) -> tuple[str, dict[str, str]]:
-        """Return the source of the tokenizer's chat template and its special tokens; both empty if records are texts."""
+    def chat_template(self) -> ChatTemplate | None:
+        """Return the tokenizer's chat template; None if records are texts. Raises DataError if it is damaged or empty."""
         if not self.chat:
-            return "", {}
+            return None
         template = ChatTemplate.beside(self.tokenizer_file or Path("tokenizer.json"))
         if not template.source.strip():
             raise DataError(f"{self.tokenizer}: the chat template is empty: restore it, or remove it to use ChatML")
-        return template.source, template.special_tokens
+        return template
 
     def digest(self, listing: str) -> str:
         """Return a short digest of the recipe and of the files (`MakingPlan.listing`); it does not depend on the paths of the sources and
@@ -96,6 +99,6 @@ class DataRecipe:
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
-        if self.chat:
-            mapping["chat_template"] = self.chat_template()
+        if template := self.chat_template():
+            mapping["chat_template"] = template.source, template.special_tokens
         return hashlib.sha256(json.dumps([mapping, listing], sort_keys=True).encode()).hexdigest()[:12]

@@ -7,15 +7,15 @@ lose a record.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Literal
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
 
 from lather.data.texts import MARKS, NoTextError, decode, has_plain_line_ends, mark_of
 from lather.errors import DataError
@@ -26,6 +26,8 @@ PIECE_BYTES = 1 << 20
 ROWS = 256
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 BLOCK_BYTES = 1 << 20
+Table = tuple[list[str], Callable[[list[str]], Iterator[list[dict[str, Any]]]]]
+"""The names of a table's columns, and a function that reads some of them, in groups of rows."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class FilePart:
     encoding: str = "auto"
     columns: tuple[str, ...] = ()
     """Columns of Parquet and Hugging Face data to read."""
+
+    def places(self, length: int) -> range:
+        """Return the numbers of the part's row groups or rows, of `length` in the file."""
+        return range(self.start, length if self.stop < 0 else self.stop)
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,7 @@ class RecordReader:
     lines: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Record | Skip]:
-        readers = {
-            "text": self._texts,
-            "jsonl": self._json_lines,
-            "json": self._json,
-            "parquet": self._parquet,
-            "huggingface": self._huggingface,
-        }
+        readers = {"text": self._texts, "jsonl": self._json_lines, "json": self._json, "parquet": self._rows, "huggingface": self._rows}
         try:
             yield from readers[self.part.kind]()
         except _DAMAGED as error:
@@ -100,8 +100,7 @@ class RecordReader:
     def _is_plain(self) -> bool:
         """Tell whether line ends and separators can be found without decoding."""
         with _open(self.part.path) as file:
-            mark = mark_of(file.read(4))
-        return (not mark or MARKS[mark] == "utf-8") and has_plain_line_ends(self.part.encoding)
+            return has_plain_line_ends(file.read(4), self.part.encoding)
 
     def _whole(self) -> Iterator[Record | Skip]:
         with _open(self.part.path) as file:
@@ -116,7 +115,7 @@ class RecordReader:
         """Join the lines that begin in the same `PIECE_BYTES` of the file to one document."""
         piece: list[bytes] = []
         number, first = 0, 1
-        for offset, line in self._lines():
+        for offset, line in self._split(b"\n"):
             if offset // PIECE_BYTES != number:
                 yield from self._decoded(first, b"".join(piece))
                 piece, number, first = [], offset // PIECE_BYTES, self.lines
@@ -125,10 +124,8 @@ class RecordReader:
 
     def _separated(self) -> Iterator[Record | Skip]:
         separator = self.part.separator.encode("utf-8" if self.part.encoding == "auto" else self.part.encoding)
-        with _open(self.part.path) as file:
-            for content in _split(file, separator, self.part.start, self.part.stop):
-                self.lines += 1
-                yield from self._decoded(self.lines, content)
+        for _, content in self._split(separator):
+            yield from self._decoded(self.lines, content.removesuffix(separator))
 
     def _decoded(self, line: int, content: bytes) -> Iterator[Record | Skip]:
         try:
@@ -154,13 +151,10 @@ class RecordReader:
                 yield from self._json_lines()
             return
         for self.lines, record in enumerate(found if isinstance(found, list) else [found], 1):
-            if isinstance(record, dict):
-                yield Record(self.lines, record)
-            else:
-                yield Skip(self.lines, "not a JSON object", type(record).__name__)
+            yield self._object(record)
 
     def _json_lines(self) -> Iterator[Record | Skip]:
-        for offset, line in self._lines():
+        for offset, line in self._split(b"\n"):
             mark = b"" if offset else mark_of(line)
             if not line.strip():
                 continue
@@ -176,66 +170,49 @@ class RecordReader:
             except ValueError as error:
                 yield Skip(self.lines, "broken JSON", str(error))
             else:
-                if isinstance(content, dict):
-                    yield Record(self.lines, content)
-                else:
-                    yield Skip(self.lines, "not a JSON object", type(content).__name__)
+                yield self._object(content)
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that begin in the part, with their offsets."""
-        part = self.part
-        with _open(part.path) as file:
-            offset = part.start
-            if offset:
-                file.seek(offset - 1)
-                offset -= 1
-                while (skipped := file.readline(BLOCK_BYTES)) and (part.stop < 0 or offset < part.stop):
-                    offset += len(skipped)
-                    if skipped.endswith(b"\n"):
-                        break
-            while part.stop < 0 or offset < part.stop:
-                line = file.readline()
-                if not line:
-                    return
+    def _object(self, content: Any) -> Record | Skip:
+        if isinstance(content, dict):
+            return Record(self.lines, content)
+        return Skip(self.lines, "not a JSON object", type(content).__name__)
+
+    def _split(self, separator: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines, or other pieces that a separator ends, that begin in the part, with their offsets."""
+        with _open(self.part.path) as file:
+            for piece in _split(file, separator, self.part.start, self.part.stop):
                 self.lines += 1
-                yield offset, line
-                offset += len(line)
+                yield piece
 
     # --- tables
 
-    def _parquet(self) -> Iterator[Record | Skip]:
-        pyarrow = _library("pyarrow")
+    def _rows(self) -> Iterator[Record | Skip]:
         try:
-            file = open_parquet(self.part.path)
-            columns = [name for name in self.part.columns if name in file.schema_arrow.names]
+            names, read = (_parquet if self.part.kind == "parquet" else _huggingface)(self.part)
+            columns = [name for name in self.part.columns if name in names]
             if not columns:
-                yield Skip(0, "no such column", f"it has {', '.join(file.schema_arrow.names)}")
+                yield Skip(0, "no such column", f"it has {', '.join(names)}")
                 return
-            stop = file.num_row_groups if self.part.stop < 0 else self.part.stop
-            groups = list(range(self.part.start, stop))
-            for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns):
-                yield from self._rows(batch.to_pylist())
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            for self.lines, row in enumerate(chain.from_iterable(read(columns)), 1):
+                yield Record(self.lines, row)
+        except DataError:
+            raise
+        except Exception as error:  # the libraries raise errors of many types for damaged files
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
-    def _huggingface(self) -> Iterator[Record | Skip]:
-        rows = open_huggingface(self.part.path)
-        stop = len(rows) if self.part.stop < 0 else self.part.stop
-        columns = [name for name in self.part.columns if name in rows.column_names]
-        if not columns:
-            yield Skip(0, "no such column", f"it has {', '.join(rows.column_names)}")
-            return
-        rows = rows.select_columns(columns)
-        try:
-            for start in range(self.part.start, stop, ROWS):
-                yield from self._rows(rows.select(range(start, min(start + ROWS, stop))).to_list())
-        except Exception as error:  # the library raises errors of many types for damaged files
-            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
-    def _rows(self, rows: list[dict[str, Any]]) -> Iterator[Record]:
-        for row in rows:
-            self.lines += 1
-            yield Record(self.lines, row)
+def _parquet(part: FilePart) -> Table:
+    file = open_parquet(part.path)
+    groups = list(part.places(file.num_row_groups))
+    batches = partial(file.iter_batches, batch_size=ROWS, row_groups=groups)
+    return file.schema_arrow.names, lambda columns: (batch.to_pylist() for batch in batches(columns=columns))
+
+
+def _huggingface(part: FilePart) -> Table:
+    rows = open_huggingface(part.path)
+    places = part.places(len(rows))
+    pieces = [places[start : start + ROWS] for start in range(0, len(places), ROWS)]
+    return rows.column_names, lambda columns: (rows.select_columns(columns).select(piece).to_list() for piece in pieces)
 
 
 def open_parquet(path: str) -> Any:
@@ -243,26 +220,24 @@ def open_parquet(path: str) -> Any:
     return _library("pyarrow.parquet").ParquetFile(path)
 
 
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[IO[bytes]]:
-    if path.endswith(".gz"):
-        with gzip.open(path, "rb") as file:
-            yield io.BufferedReader(file, BLOCK_BYTES)
-    elif path.endswith(".zst"):
-        with Path(path).open("rb") as raw:
-            yield io.BufferedReader(_ZstdFile(raw), BLOCK_BYTES)
-    else:
-        with Path(path).open("rb", buffering=BLOCK_BYTES) as file:
-            yield file
+def _open(path: str) -> io.BufferedReader:
+    """Open a file, which is decompressed while it is read."""
+    raw = gzip.GzipFile(path) if path.endswith(".gz") else _ZstdFile(path) if path.endswith(".zst") else io.FileIO(path)
+    return io.BufferedReader(raw, BLOCK_BYTES)
 
 
 class _ZstdFile(io.RawIOBase):
     """Decompresses all frames of a file. The library's own reader does not detect a truncated file."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._zstandard = raw, _library("zstandard")
+    def __init__(self, path: str) -> None:
+        self._zstandard = _library("zstandard")
+        self._raw = io.FileIO(path)
         self._frame: Any = None
         self._compressed, self._ready = b"", b""
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
     def readable(self) -> bool:
         return True
@@ -287,32 +262,32 @@ class _ZstdFile(io.RawIOBase):
         return count
 
 
-def _split(file: IO[bytes], separator: bytes, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the pieces that begin from `start` until `stop` (-1: the end); a separator or the end of the file ends a piece."""
-    offset = start - len(separator) if start else 0  # offset of the buffer: a piece that begins at `start` has a separator before it
+def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the pieces that begin from `start` until `stop` (-1: the end) with their offsets. A piece includes the separator that ends it;
+    the end of the file ends a piece, too."""
+    size = len(separator)
+    offset = start - size if start else 0  # offset of the buffer: a piece that begins at `start` has a separator before it
     if offset:
         file.seek(offset)
-    buffer, place, begun = b"", 0, not start
-    while True:
-        end = buffer.find(separator, place)
-        if end < 0:
-            if not begun:  # the text belongs to another part, but its end may be the start of a separator
-                place = max(place, len(buffer) - len(separator) + 1)
-                if 0 <= stop <= offset + place:
-                    return
-            rest = buffer[place:]
-            more = file.read(max(BLOCK_BYTES, len(rest)))
-            if not more:
-                if begun and rest and (stop < 0 or offset + place < stop):
-                    yield rest
-                return
-            offset, buffer, place = offset + place, rest + more, 0
-            continue
-        if begun:
+    buffer, begun = bytearray(), not start
+    while more := file.read1(BLOCK_BYTES):
+        place, searched = 0, max(0, len(buffer) - size + 1)
+        buffer += more
+        while (end := buffer.find(separator, searched)) >= 0:
+            searched = end + size
+            if begun:
+                yield offset + place, bytes(buffer[place:searched])
+            begun, place = True, searched
             if 0 <= stop <= offset + place:
                 return
-            yield buffer[place:end]
-        begun, place = True, end + len(separator)
+        if not begun:  # the text belongs to another part, but its end may be the start of a separator
+            place = max(0, len(buffer) - size + 1)
+            if 0 <= stop <= offset + place:
+                return
+        del buffer[:place]
+        offset += place
+    if begun and buffer:
+        yield offset, bytes(buffer)
 
 
 def overlaps_itself(separator: str) -> bool:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections import OrderedDict
+import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from lather.errors import DataError
 
 HEADER_BYTES = 128
-"""Length of the version 1.0 header that is written here."""
+"""Length of the version 1.0 header that numpy writes for a flat array."""
 OPEN_FILES = 64
 Array = npt.NDArray[Any]
 
@@ -63,10 +64,9 @@ class _ArrayFile:
 
     def finish(self) -> str:
         """Write the header, sync the file to the disk, and return its checksum."""
-        header = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.length},), }}"
-        start = np.lib.format.magic(1, 0) + (HEADER_BYTES - 10).to_bytes(2, "little")
         self._file.seek(0)
-        self._file.write(start + header.ljust(HEADER_BYTES - 11).encode("latin1") + b"\n")
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -137,33 +137,12 @@ class ShardWriter:
 # --- reading ------------------------------------------------------------------------------------------------------------------------
 
 
-class _OpenFiles:
-    """Descriptors of open files; the least recently used is closed first."""
+class _OpenFile:
+    """A file that is open for reading as long as this object exists."""
 
-    def __init__(self) -> None:
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
-
-    def read(self, path: Path, offset: int, num_bytes: int) -> bytes:
-        descriptor = self._descriptors.pop(path, -1)
-        if descriptor < 0:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
-            if len(self._descriptors) >= OPEN_FILES:
-                os.close(self._descriptors.popitem(last=False)[1])
-        self._descriptors[path] = descriptor
-        try:
-            found = os.pread(descriptor, num_bytes, offset)
-        except OSError as error:
-            raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
-        if len(found) != num_bytes:
-            raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
-        return found
-
-    def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 class ShardReader:
@@ -177,7 +156,7 @@ class ShardReader:
         self.folder, self.entries, self.dtype = folder, entries, dtype
         self.starts = np.concatenate([[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)])
         self.has_mask = any(entry.has_mask for entry in entries)
-        self._files = _OpenFiles()
+        self._open = lru_cache(OPEN_FILES)(_OpenFile)
         for entry in entries:
             self._check(entry)
 
@@ -197,7 +176,7 @@ class ShardReader:
         """Return the ends of a shard's documents, as places in the shard."""
         entry = self.entries[shard]
         path = self.folder / f"{entry.name}.ends.npy"
-        return np.frombuffer(self._files.read(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
+        return np.frombuffer(self._bytes(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
 
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ends of documents in the stream (the places after their last tokens), above `start` and up to `stop`."""
@@ -218,12 +197,21 @@ class ShardReader:
             length = min(stop, first + entry.tokens) - start
             if suffix == "npy" or entry.has_mask:
                 offset = HEADER_BYTES + (start - first) * dtype.itemsize
-                found = self._files.read(self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize)
+                found = self._bytes(self.folder / f"{entry.name}.{suffix}", offset, length * dtype.itemsize)
                 parts.append(np.frombuffer(found, dtype=dtype))
             else:
                 parts.append(np.ones(length, dtype=bool))
             start, shard = start + length, shard + 1
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+    def _bytes(self, path: Path, offset: int, num_bytes: int) -> bytes:
+        try:
+            found = os.pread(self._open(path).descriptor, num_bytes, offset)
+        except OSError as error:
+            raise DataError(f"{path}: token shard cannot be read ({error.strerror}): {_remedy(path)}") from None
+        if len(found) != num_bytes:
+            raise DataError(f"{path}: token shard is truncated: {_remedy(path)}")
+        return found
 
     def _shard_at(self, position: int) -> int:
         return int(np.searchsorted(self.starts, position, side="right")) - 1

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lather.data.recipe import DataRecipe
 from lather.data.records import PIECE_BYTES, FilePart, Kind, open_huggingface, open_parquet, overlaps_itself
-from lather.data.texts import MARKS, has_plain_line_ends, kind_of_bytes, mark_of
+from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
@@ -65,30 +66,19 @@ class ReadUnit:
     parts: tuple[FilePart, ...]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Options for reading files."""
-
-    pattern: str = "*"
-    kind: Literal["auto"] | Kind = "auto"
-    separator: str = ""
-    encoding: str = "auto"
-    columns: tuple[str, ...] = ()
-
-
-def list_files(source: str, reading: Reading) -> list[SourceFile]:
+def list_files(source: str, recipe: DataRecipe) -> list[SourceFile]:
     """List the files of a source, sorted by name. Raises DataError if the source does not exist, or has no file."""
-    if source.startswith("hf:") or reading.kind == "huggingface" or _is_saved_by_datasets(source):
+    if source.startswith("hf:") or recipe.format == "huggingface" or _is_saved_by_datasets(source):
         found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none for a data set of the hub
         size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
         return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
     if root.is_file():
-        return [_file(root, root.parent, reading, is_named=True)]
+        return [_file(root, root.parent, recipe, is_named=True)]
     there = list(_below(root, left_out))
-    files = [_file(path, root, reading) for path in there if fnmatch.fnmatch(path.name, reading.pattern)]
+    files = [_file(path, root, recipe) for path in there if fnmatch.fnmatch(path.name, recipe.pattern)]
     if not files:
-        raise DataError(f"{root}: no file matches the pattern {reading.pattern!r}: {_what_else(there)}")
+        raise DataError(f"{root}: no file matches the pattern {recipe.pattern!r}: {_what_else(there)}")
     return sorted(files, key=lambda file: Path(file.path).relative_to(root))
 
 
@@ -112,12 +102,12 @@ def _below(root: Path, left_out: set[str]) -> Iterator[Path]:
                 yield path
 
 
-def _file(path: Path, root: Path, reading: Reading, *, is_named: bool = False) -> SourceFile:
+def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False) -> SourceFile:
     """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file read as records, because a .json file in
     a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    kind = reading.kind if reading.kind != "auto" else SUFFIXES.get(suffix, "text")
-    if reading.kind == "auto" and is_named and suffix == ".json":
+    kind = recipe.format if recipe.format != "auto" else SUFFIXES.get(suffix, "text")
+    if recipe.format == "auto" and is_named and suffix == ".json":
         kind = "json"
     if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
@@ -152,14 +142,14 @@ def root_of(source: str) -> tuple[Path, set[str]]:
 # --- units --------------------------------------------------------------------------------------------------------------------------
 
 
-def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[ReadUnit]:
+def divide(files: list[tuple[SplitName, SourceFile]], recipe: DataRecipe) -> list[ReadUnit]:
     """Divide the files, in order, into units of work."""
     unit_bytes = min(max(sum(file.size for _, file in files) // UNITS, LEAST_UNIT_BYTES), MOST_UNIT_BYTES)
     units: list[ReadUnit] = []
     parts: list[FilePart] = []
     filled, current = 0, files[0][0] if files else "train"
     for split, file in files:
-        for part, size in _parts(file, reading, unit_bytes):
+        for part, size in _parts(file, recipe, unit_bytes):
             if parts and (filled + size > unit_bytes or split != current):
                 units.append(ReadUnit(len(units), current, tuple(parts)))
                 parts, filled = [], 0
@@ -168,15 +158,16 @@ def divide(files: list[tuple[SplitName, SourceFile]], reading: Reading) -> list[
     return [*units, ReadUnit(len(units), current, tuple(parts))] if parts else units
 
 
-def _parts(file: SourceFile, reading: Reading, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
+def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
     """Yield the parts of a file with their bytes; if the file can be cut, no part is much larger than a unit."""
-    whole = FilePart(file.path, file.kind, 0, -1, reading.separator if file.kind == "text" else "", reading.encoding, reading.columns)
+    whole = FilePart(file.path, file.kind, 0, -1, recipe.separator if file.kind == "text" else "", recipe.encoding, recipe.columns)
     if file.kind == "parquet":
         return _ranges(whole, _num_row_groups(file.path), file.size, unit_bytes)
     if file.kind == "huggingface":
-        return _huggingface_ranges(whole, unit_bytes)
-    is_cut = file.size > (unit_bytes if file.kind == "jsonl" or reading.separator else PIECE_BYTES)
-    if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, reading):
+        rows = open_huggingface(file.path)
+        return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
+    is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
+    if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, recipe):
         return iter([(whole, file.size)])
     return _ranges(whole, file.size, file.size, unit_bytes)
 
@@ -194,12 +185,10 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
         yield FilePart(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
 
 
-def _is_cuttable(file: SourceFile, reading: Reading) -> bool:
+def _is_cuttable(file: SourceFile, recipe: DataRecipe) -> bool:
     """Tell whether reading may start in the middle of the file and find the next line or separator."""
-    if reading.separator and overlaps_itself(reading.separator):
-        return False
-    mark = mark_of(start_of(file.path))
-    return (not mark or MARKS[mark] == "utf-8") and has_plain_line_ends(reading.encoding)
+    is_ambiguous = bool(recipe.separator) and overlaps_itself(recipe.separator)
+    return not is_ambiguous and has_plain_line_ends(start_of(file.path), recipe.encoding)
 
 
 def start_of(path: str) -> bytes:
@@ -225,8 +214,3 @@ def _num_row_groups(path: str) -> int:
         raise
     except Exception:  # the error is reported when the file is read
         return 0
-
-
-def _huggingface_ranges(whole: FilePart, unit_bytes: int) -> Iterator[tuple[FilePart, int]]:
-    rows = open_huggingface(whole.path)
-    return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)

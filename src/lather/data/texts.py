@@ -40,9 +40,9 @@ def mark_of(start: bytes) -> bytes:
     return next((mark for mark in MARKS if start.startswith(mark)), b"")
 
 
-def has_plain_line_ends(encoding: str) -> bool:
-    """Tell whether, in this encoding, byte 10 always ends a line."""
-    return encoding == "auto" or "\n".encode(encoding) == b"\n"
+def has_plain_line_ends(start: bytes, encoding: str) -> bool:
+    """Tell whether byte 10 always ends a line of a text that starts with these bytes, in this encoding."""
+    return MARKS.get(mark_of(start), "utf-8") == "utf-8" and (encoding == "auto" or "\n".encode(encoding) == b"\n")
 
 
 def decode(content: bytes, encoding: str = "auto") -> tuple[str, str]:

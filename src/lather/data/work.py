@@ -1,31 +1,43 @@
-"""Does a unit of work: one process reads the documents of some parts of files and writes them to shards.
+"""Does units of work, in one or several processes: reads the documents of some parts of files and writes them to shards.
 
 A unit is finished when its report, `<number>.json` in the folder of units, exists. The report lists the unit's shards and is written last,
 so a unit whose process was killed is done again.
+
+The processes are spawned and not forked, because forking a process that has threads is not safe. They end with their parent. A single unit,
+or all units if one process is asked for, are done in the calling process, where the tokenizer uses all cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lather.data.chat import ChatTemplate
-from lather.data.documents import Document, DocumentMaker, Encoder, load_tokenizer
-from lather.data.records import Record, RecordReader, Skip
-from lather.data.shards import ShardEntry, ShardWriter, token_dtype
+from lather.data.dataset import TOKENIZER, Split, splits_of
+from lather.data.documents import Document, TokenRun, document_of, encode, load_tokenizer
+from lather.data.recipe import DataRecipe
+from lather.data.records import RecordReader, Skip
+from lather.data.shards import ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFileError, open_token_file
 from lather.errors import DataError
 from lather.files import write_aside
+from lather.processes import end_with_parent
 
 SPLITS = ("train", "validation")
+POLL_SECONDS = 0.5
 MOST_DETAIL = 200
 """Maximal length of a skip's detail, in characters."""
 Count = Callable[[int, int], None]
@@ -36,53 +48,16 @@ Count = Callable[[int, int], None]
 class Making:
     """Settings for making documents from records, and shards from documents; they are sent to every process."""
 
-    folder: str
+    recipe: DataRecipe
+    folder: Path
     """Folder of the shards and tokenizer.json."""
-    units: str
+    units: Path
     """Folder of the units' reports."""
     vocab_size: int
     end: int | None
     """Number of the token that is added after each document."""
-    text_field: str = "text"
-    """Field of rows and lines that holds the text."""
-    chat_template: str = ""
-    """Source of a chat template; empty: records are texts."""
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    """Special tokens of the template."""
-    holdout_every: int = 20
-    """One of this number of documents is held out for validation; 0: none."""
-    shard_tokens: int = 1 << 26
-    bare_dtype: str = ""
-    """dtype of token files without a header."""
-
-    def document_maker(self) -> DocumentMaker:
-        return DocumentMaker(self.text_field, ChatTemplate(self.chat_template, self.special_tokens) if self.chat_template else None)
-
-
-@dataclass
-class SplitReport:
-    """Counts of documents, tokens and bytes that a unit has written to a split, and its shards."""
-
-    documents: int = 0
-    tokens: int = 0
-    longest: int = 0
-    text_bytes: int = 0
-    shards: list[ShardEntry] = field(default_factory=list)
-
-    def count(self, tokens: int, text_bytes: int) -> None:
-        """Add a document."""
-        self.documents, self.tokens, self.longest = self.documents + 1, self.tokens + tokens, max(self.longest, tokens)
-        self.text_bytes += text_bytes
-
-    def add(self, other: SplitReport) -> None:
-        """Add the counts of another unit."""
-        self.documents, self.tokens, self.longest = (
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            max(self.longest, other.longest),
-        )
-        self.text_bytes += other.text_bytes
-        self.shards += other.shards
+    template: ChatTemplate | None
+    """Chat template; None: records are texts."""
 
 
 @dataclass
@@ -90,7 +65,7 @@ class UnitReport:
     """The result of a unit of work."""
 
     number: int
-    splits: dict[str, SplitReport] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     """Number of lines or rows of each part."""
     skipped: list[tuple[int, int, str, str]] = field(default_factory=list)
@@ -100,11 +75,7 @@ class UnitReport:
     @classmethod
     def read(cls, path: Path) -> UnitReport:
         mapping = json.loads(path.read_text("utf-8"))
-        splits = {
-            name: SplitReport(**{**split, "shards": [ShardEntry(**entry) for entry in split["shards"]]})
-            for name, split in mapping.pop("splits").items()
-        }
-        return cls(splits=splits, **mapping)
+        return cls(splits=splits_of(mapping.pop("splits")), **mapping)
 
 
 def report_path(units: Path, number: int) -> Path:
@@ -124,11 +95,8 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
 def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
     report = UnitReport(unit.number)
-    folder, dtype = Path(making.folder), token_dtype(making.vocab_size)
-    writers = {
-        split: ShardWriter(folder, f"{split}-{unit.number:05d}", dtype, making.shard_tokens, masked=bool(making.chat_template))
-        for split in SPLITS
-    }
+    options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
+    writers = {split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options) for split in SPLITS}
     try:
         length = 0
         for piece in (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, making, report):
@@ -136,31 +104,19 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
             length += len(piece.tokens)
             if piece.is_last:
                 writers[piece.split].end_document()
-                report.splits.setdefault(piece.split, SplitReport()).count(length, piece.text_bytes)
+                report.splits[piece.split] = report.splits.get(piece.split, Split()) + Split(1, length, length, piece.text_bytes)
                 count(1, length)
                 length = 0
         for split, writer in writers.items():
             writer.finish()
             if writer.entries:
-                report.splits[split].shards = writer.entries
+                report.splits[split] += Split(shards=writer.entries)
     except BaseException:
         for writer in writers.values():
             writer.abandon()
         raise
-    write_aside(report_path(Path(making.units), unit.number), json.dumps(asdict(report)))
+    write_aside(report_path(making.units, unit.number), json.dumps(asdict(report)))
     return report
-
-
-@dataclass(frozen=True)
-class _TokenRun:
-    """The tokens of a document, or of a part of a long one."""
-
-    split: str
-    tokens: npt.NDArray[Any]
-    learned: npt.NDArray[Any] | None
-    is_last: bool
-    text_bytes: int
-    """Bytes of the whole document's text; 0 if unknown."""
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
@@ -172,10 +128,10 @@ def _place_of_held_out(unit: int, every: int) -> int:
 # --- texts --------------------------------------------------------------------------------------------------------------------------
 
 
-def documents_of(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Document]:
+def documents_of(unit: ReadUnit, recipe: DataRecipe, template: ChatTemplate | None, report: UnitReport) -> Iterator[Document]:
     """Yield the unit's documents, each assigned to a split; record skipped documents and encodings in `report`."""
-    documents, every = _documents(unit, making.document_maker(), report), making.holdout_every
-    if unit.split == "validation" or not every:
+    documents, every = _documents(unit, recipe.field, template, report), recipe.hold_out_every
+    if not every:
         yield from (replace(document, split=unit.split) for document in documents)
         return
     first = list(itertools.islice(documents, every)) if unit.number == 0 else []
@@ -186,38 +142,37 @@ def documents_of(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator
         yield replace(document, split=SPLITS[index % every == place])
 
 
-def _documents(unit: ReadUnit, maker: DocumentMaker, report: UnitReport) -> Iterator[Document]:
+def _documents(unit: ReadUnit, field: str, template: ChatTemplate | None, report: UnitReport) -> Iterator[Document]:
     for number, part in enumerate(unit.parts):
         reader = RecordReader(part)
         for record in reader:
-            found = record if isinstance(record, Skip) else maker.make(record)
+            found = record if isinstance(record, Skip) else document_of(record, field, template)
             if isinstance(found, Skip):
                 report.skipped.append((number, found.line, found.reason, found.detail[:MOST_DETAIL]))
                 continue
-            if isinstance(record, Record) and record.encoding:
+            if not isinstance(record, Skip) and record.encoding:
                 report.encodings[record.encoding] = report.encodings.get(record.encoding, 0) + 1
             yield found
         report.lines.append(reader.lines)
 
 
-def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
-    tokenizer = load_tokenizer(Path(making.folder) / "tokenizer.json", "delete the unfinished folder, and start again")
-    encoder = Encoder(tokenizer, making.end, chat=bool(making.chat_template))
-    for part in encoder.encode(documents_of(unit, making, report)):
-        yield _TokenRun(part.document.split, part.tokens, part.learned, part.is_last, part.document.num_bytes)
+def _texts(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
+    tokenizer = load_tokenizer(making.folder / TOKENIZER, "delete the unfinished folder, and start again")
+    documents = documents_of(unit, making.recipe, making.template, report)
+    return encode(documents, tokenizer, making.end, chat=making.recipe.chat)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------------------------
 
 
-def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_TokenRun]:
+def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[TokenRun]:
     """Yield the documents of token files; the end of a file ends its last document."""
-    document, every = 0, making.holdout_every if unit.split == "train" else 0
+    document, every = 0, making.recipe.hold_out_every
     place = _place_of_held_out(unit.number, every) if every else -1
     for number, part in enumerate(unit.parts):
         report.lines.append(0)
         try:
-            file = open_token_file(Path(part.path), making.bare_dtype)
+            file = open_token_file(Path(part.path), making.recipe.token_dtype)
         except TokenFileError as error:
             report.skipped.append((number, 0, "no tokens", str(error)))
             continue
@@ -237,7 +192,104 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[_Tok
                 for start, stop in itertools.pairwise(bounds):
                     is_last = stop in ends or (stop == len(tokens) and done == file.length)
                     split = SPLITS[document % every == place] if every else unit.split
-                    yield _TokenRun(split, tokens[start:stop], None, is_last, 0)
+                    yield TokenRun(split, tokens[start:stop], is_last)
                     document += is_last
         except TokenFileError as error:  # its length was right when it was opened
             raise DataError(f"{part.path}: {error}: it changed while it was read") from None
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------------------
+
+
+class MakingDisplay(Protocol):
+    """Shows the progress of making a data set."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+
+    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
+        """Show the number of finished units, and the documents and tokens made since the command was started."""
+
+
+def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
+    """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
+    if workers == 1 or len(units) < 2:
+        _do_here(units, num_units, making, display)
+        return
+    done, context = num_units - len(units), multiprocessing.get_context("spawn")
+    counts = context.Array("q", 2)
+    waiting, at_work = list(reversed(units)), dict[Connection, ReadUnit]()
+    processes: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(min(workers, len(units))):
+            ours, theirs = context.Pipe()
+            processes[ours] = context.Process(target=_work, args=(theirs, making, counts))
+            processes[ours].start()
+            theirs.close()
+        idle = list(processes)
+        while waiting or at_work:
+            for connection in idle[: len(waiting)]:
+                unit = at_work[connection] = waiting.pop()
+                with _named_if_killed(unit):
+                    connection.send(unit)
+            idle = [connection for connection in wait(list(at_work), POLL_SECONDS) if isinstance(connection, Connection)]
+            for connection in idle:
+                with _named_if_killed(at_work.pop(connection)):
+                    error = connection.recv()
+                if error is not None:
+                    raise error
+                done += 1
+            display.progress(done, num_units, *counts[:])
+    finally:
+        for connection, process in processes.items():
+            connection.close()  # an idle process ends when its connection closes
+            if connection in at_work:
+                process.kill()
+            process.join()
+
+
+def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display: MakingDisplay) -> None:
+    done, made = num_units - len(units), [0, 0]
+
+    def count(documents: int, tokens: int) -> None:
+        made[0], made[1] = made[0] + documents, made[1] + tokens
+        display.progress(done, num_units, *made)
+
+    for unit in units:
+        do_unit(unit, making, count)
+        done += 1
+        display.progress(done, num_units, *made)
+
+
+@contextlib.contextmanager
+def _named_if_killed(unit: ReadUnit) -> Iterator[None]:
+    """Raise DataError if the process that is at work on a unit has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise DataError(
+            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+            "the same command continues: give it fewer --workers"
+        ) from None
+
+
+def _work(connection: Connection, making: Making, counts: Any) -> None:
+    """Do units from the connection until it closes. `counts`: documents and tokens made by all processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles and reports it
+    end_with_parent()
+
+    def count(documents: int, tokens: int) -> None:
+        with counts.get_lock():
+            counts[0] += documents
+            counts[1] += tokens
+
+    with contextlib.suppress(EOFError):
+        while True:
+            unit = connection.recv()
+            try:
+                do_unit(unit, making, count)
+            except Exception as error:  # the parent process raises it
+                connection.send(error)
+            else:
+                connection.send(None)

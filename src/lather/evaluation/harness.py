@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -177,48 +177,43 @@ class HarnessModel(TemplateLM):
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), desc="texts generated", disable=disable_tqdm) as bar:
             for numbers in groups.values():
-                wish = _Wish.of(requests[numbers[0]].args[1], self._max_gen_toks)
+                wishes = requests[numbers[0]].args[1]
                 for some in _in_batches(sorted(numbers, key=lambda number: -len(requests[number].args[0])), self._batch_size):
-                    texts |= zip(some, self._generate([requests[number].args[0] for number in some], wish, some), strict=True)
+                    texts |= zip(some, self._generate([requests[number].args[0] for number in some], wishes, some), strict=True)
                     bar.update(len(some))
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[number])
         return [texts[number] for number in range(len(requests))]
 
-    def _generate(self, contexts: Sequence[str], wish: _Wish, seeds: Sequence[int]) -> list[str]:
-        room = max(1, self._context - wish.num_tokens, self._context // 2)  # the context slides when more tokens are generated
+    def _generate(self, contexts: Sequence[str], wishes: dict[str, Any], seeds: Sequence[int]) -> list[str]:
+        ending, sampling = _ending(wishes, self._max_gen_toks), _sampling(wishes)
+        room = max(1, self._context - ending.num_tokens, self._context // 2)  # the context slides when more tokens are generated
         prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
-        special = {token for text in wish.until if (token := self._text_tokenizer.token_to_id(text)) is not None}
-        stop_tokens, stop_texts = self._ends | special, wish.until
+        special = {token for text in ending.stop_texts if (token := self._text_tokenizer.token_to_id(text)) is not None}
+        ending = replace(ending, stop_tokens=self._ends | special)
         if self._in_conversation:
-            stop_tokens, stop_texts = stop_tokens | self._conversation.stop_tokens, (*stop_texts, *self._conversation.stop_texts)
-        ending = Ending(wish.num_tokens, stop_tokens, stop_texts)
+            stop_texts = (*ending.stop_texts, *self._conversation.stop_texts)
+            ending = replace(ending, stop_tokens=ending.stop_tokens | self._conversation.stop_tokens, stop_texts=stop_texts)
         with self._trained.precision(self._device):
             continued = continue_texts(
-                self._decoder, self._text_tokenizer, prompts, ending, context=self._context, sampling=wish.sampling, seeds=seeds
+                self._decoder, self._text_tokenizer, prompts, ending, context=self._context, sampling=sampling, seeds=seeds
             )
         return [one.text for one in continued]
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """A task's settings for generated texts."""
+def _ending(wishes: dict[str, Any], num_tokens: int) -> Ending:
+    """Read where the texts of a task end: at some strings, and after `num_tokens` tokens if the task gives no number."""
+    until = wishes.get("until") or ()
+    lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
+    return Ending(int(lengths[0]) if lengths else num_tokens, stop_texts=(until,) if isinstance(until, str) else tuple(until))
 
-    until: tuple[str, ...]
-    num_tokens: int
-    sampling: Sampling
 
-    @classmethod
-    def of(cls, wishes: dict[str, Any], num_tokens: int) -> _Wish:
-        """Read the harness's arguments. Without `do_sample` or a temperature, decoding is greedy."""
-        until = wishes.get("until") or ()
-        lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
-        temperature, top_k, top_p = ANY[0] if wishes.get("do_sample") else 0.0, ANY[1], 1.0
-        given = {name: float(wishes[name]) for name in ("temperature", "top_k", "top_p") if wishes.get(name) is not None}
-        if wishes.get("do_sample") is not False:
-            temperature = given.get("temperature", temperature)
-        sampling = Sampling(temperature, int(given.get("top_k", top_k)), given.get("top_p", top_p))
-        return cls((until,) if isinstance(until, str) else tuple(until), int(lengths[0]) if lengths else num_tokens, sampling)
+def _sampling(wishes: dict[str, Any]) -> Sampling:
+    """Read how a task samples. Without `do_sample` or a temperature, decoding is greedy."""
+    given = {name: float(wishes[name]) for name in ("temperature", "top_k", "top_p") if wishes.get(name) is not None}
+    sampled = wishes.get("do_sample")
+    temperature = 0.0 if sampled is False else given.get("temperature", ANY[0] if sampled else 0.0)
+    return Sampling(temperature, int(given.get("top_k", ANY[1])), given.get("top_p", 1.0))
 
 
 def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:

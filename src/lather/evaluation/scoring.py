@@ -2,18 +2,26 @@
 
 Logits are computed for a few labels at a time to save memory, and always in fp32 or wider.
 
+With byte-level BPE (GPT-2's, and Lather's own) the count of bytes is exact: the bytes of a text's tokens add up to the bytes of the text.
+With other tokenizers, a token counts the bytes of its written form, in which SentencePiece's mark for a space is a space; if the tokenizer
+changes the text (case, accents, a space before the first word, unknown characters), the sum is that of the changed text. Special tokens,
+such as the end of a text, count no bytes, although their nats are part of the loss.
+
 Letters: B sequences, S positions, D hidden size, N labels, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from lather.data.batches import Batch, Source, read_batch
@@ -24,6 +32,12 @@ from lather.models.decoder import Decoder
 from lather.shapes import Bool, Float, Int
 
 LOGITS_AT_A_TIME = 1 << 24
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's mark for a space."""
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""SentencePiece's token for a single byte."""
+CONTINUED = "##"
+"""Prefix of WordPiece's tokens that continue a word."""
 
 
 @torch.no_grad()
@@ -121,3 +135,43 @@ def score_set(
         num_bytes += 0 if bytes_V is None else int(bytes_V[labels_N].sum())
         progress(first + len(some))
     return Score(len(indices), tokens, nats, hits, None if bytes_V is None else num_bytes)
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
+    """Return the bytes of each token; 0 for tokens that the tokenizer does not have."""
+    kinds = set(_types(json.loads(tokenizer.to_str())))
+    added = tokenizer.get_added_tokens_decoder()
+    table = torch.zeros(vocab_size, dtype=torch.int64)
+    for written, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token >= vocab_size:
+            continue
+        if token in added:
+            table[token] = 0 if added[token].special else len(written.encode())
+        elif "ByteLevel" in kinds:
+            table[token] = len(written)  # a character for each byte
+        else:
+            table[token] = _written_bytes(written, "WordPiece" in kinds)
+    return table
+
+
+def _written_bytes(written: str, is_word_piece: bool) -> int:
+    if BYTE.fullmatch(written):
+        return 1
+    text = written.replace(SPACE, " ")
+    return len((text.removeprefix(CONTINUED) if is_word_piece else text).encode())
+
+
+def _types(part: Any) -> Iterator[str]:
+    """Yield the type names of a tokenizer's decoder, model and pre-tokenizer, and of their parts."""
+    if isinstance(part, dict):
+        if isinstance(part.get("type"), str):
+            yield part["type"]
+        for name, value in part.items():
+            if name not in ("vocab", "merges", "added_tokens"):
+                yield from _types(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _types(value)

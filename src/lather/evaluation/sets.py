@@ -12,12 +12,10 @@ from tokenizers import Tokenizer
 from lather.data.batches import HeldOut, Source
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer
-from lather.data.opening import open_source
+from lather.data.opening import evaluated, open_source
 from lather.errors import DataError, UserError
 from lather.train.run_dir import data_sets_of
 from lather.train.trained_model import TrainedModel
-
-VALIDATION, TRAIN = "validation", "train"
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,15 @@ def open_sets(trained: TrainedModel, named: Sequence[str], split: str, length: i
     An empty `split` means "validation", or "train" for a data set without it. Raises DataError if a data set is missing or damaged, has
     another tokenizer than the run, or has tokens outside the model's vocabulary; UserError if two sets have the same name.
     """
-    folders = _named(named) if named else _of_run(trained)
     sets = []
-    for name, folder in folders.items():
-        dataset = DataSet(folder)
-        taken = split or (VALIDATION if VALIDATION in dataset.manifest.splits else TRAIN)
+    for name, dataset in (_named(named) if named else _of_run(trained)).items():
+        taken = split or dataset.held_out_split
         tokenizer = _checked_tokenizer(dataset, trained)
-        sets.append(HeldOutSet(name, folder, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
+        sets.append(HeldOutSet(name, dataset.folder, taken, open_source(dataset, taken, trained.config.data, length), tokenizer))
     return sets
 
 
-def _named(named: Sequence[str]) -> dict[str, Path]:
+def _named(named: Sequence[str]) -> dict[str, DataSet]:
     folders: dict[str, Path] = {}
     for given in named:
         name, equals, folder = given.partition("=")
@@ -62,20 +58,16 @@ def _named(named: Sequence[str]) -> dict[str, Path]:
         if name in folders:
             raise UserError(f"two data sets are called {name!r}: {folders[name]} and {folder}: give one of them as NAME=FOLDER")
         folders[name] = Path(folder)
-    return folders
+    return {name: DataSet(folder) for name, folder in folders.items()}
 
 
-def _of_run(trained: TrainedModel) -> dict[str, Path]:
-    """Return the data sets that the run was validated on: its training data sets that have a held-out split, and `data.validation`."""
+def _of_run(trained: TrainedModel) -> dict[str, DataSet]:
+    """Return the data sets that the run was validated on."""
     data = trained.config.data
-    folders: dict[str, Path] = {}
-    for folder in map(Path, data.path or _recorded(trained)):
-        if VALIDATION in DataSet(folder).manifest.splits:
-            folders[folder.name if folder.name not in folders else str(folder)] = folder
-    folders |= {name: Path(folder) for name, folder in data.validation.items()}
-    if not folders:
+    found = evaluated([DataSet(Path(folder)) for folder in data.path or _recorded(trained)], data)
+    if not found:
         raise UserError(f"{trained.run} has no held-out set: name data sets, as in lather eval {trained.run} FOLDER")
-    return folders
+    return found
 
 
 def _recorded(trained: TrainedModel) -> list[str]:
