@@ -145,7 +145,10 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: Gr
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
     assert world.address is not None
-    store = TCPStore(*world.address, timeout=timedelta(seconds=options.timeout))
+    host, port = world.address
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
+    store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
     status = _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
     if world.rank == 0:
         result.send(status)
