@@ -146,7 +146,7 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
 
 def _inspection(params: Sequence[ParamInfo], norms: Mapping[int, list[float]], bad: set[int]) -> Inspection:
     usable = [one for one in params if id(one) in norms and id(one) not in bad]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.layout.has_experts}
     return Inspection(usable, idle, len(bad))
 
 
@@ -204,7 +204,7 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
         some = [one for one in some if one.param.grad is not None]
     measured, own = _norms(some), dict[int, Tensor]()
     for alike, norms in measured:
-        own.update({id(alike[0]): norms} if alike[0].has_experts else zip(map(id, alike), norms.split(1), strict=True))
+        own.update({id(alike[0]): norms} if alike[0].layout.has_experts else zip(map(id, alike), norms.split(1), strict=True))
     if spread is None:
         order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
         found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured]) if measured else torch.zeros(0)
@@ -216,7 +216,7 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
         if one.num_norms:
-            first = one.spread.box.offset[0] if one.has_experts else 0
+            first = one.spread.box.offset[0] if one.layout.has_experts else 0
             squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(one.spread.positions_of[one.spread.box])
         parts.append(squares)
     found = torch.cat(parts)
@@ -229,7 +229,7 @@ def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
     found: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[torch.dtype, list[ParamInfo]] = {}
     for one in params:
-        if one.has_experts:
+        if one.layout.has_experts:
             grad = local_grad(one.param)
             found.append(([one], torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)))
         elif one.num_norms:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from lather.device import is_cpu, is_gpu, to_device
-from lather.optim.engine.buckets import Bucket
-from lather.optim.engine.members import Member
+from lather.optim.engine.buckets import Bucket, Member
+from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import NORM, compute_dtype
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rule import NOBODY, Due, RefreshingRule, State, column
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
@@ -54,7 +53,11 @@ class MemberRun:
         self.bucket, self.infos, self.step, self.exchange = bucket, list(infos), step, exchange
         self.members = bucket.members[first : first + len(infos)]
         self.rule, self.settings = infos[0].rule, infos[0].settings
-        self.keeps_norm, self.needs_weights, self.has_statistics = infos[0].keeps_norm, infos[0].needs_weights, infos[0].has_statistics
+        self.keeps_norm, self.needs_weights, self.has_statistics = (
+            infos[0].layout.keeps_norm,
+            infos[0].needs_weights,
+            infos[0].has_statistics,
+        )
         self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         auto = "high" if is_gpu(bucket.device) else "highest"
@@ -79,7 +82,7 @@ class MemberRun:
     def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.bucket, self.rule
-        dtype, numel = compute_dtype(rule), math.prod(bucket.inner)
+        dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
         copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
@@ -109,7 +112,7 @@ class Chunk:
 
     def __init__(self, run: MemberRun, first: int, start: int, stop: int) -> None:
         """`first`: number of the run's first member in the bucket."""
-        self.run, self.start, self.stop, self.dtype = run, start, stop, compute_dtype(run.rule)
+        self.run, self.start, self.stop, self.dtype = run, start, stop, run.rule.compute_dtype
         self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
         self._is_wide = all(stack.dtype == self.dtype for stack in self._stacks.values())
         self._pieces: list[tuple[Member, int, int]] = []

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import kept_entries
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
@@ -111,7 +110,7 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
         for one, state in states:
             share = sharding.share_of(one.param)
             assert share is not None
-            for name, kept in kept_entries(one.layout).items():
+            for name, kept in one.layout.entries.items():
                 shape = kept.shape_in(one.layout)
                 spread = share.spread if share.elementwise and not share.travels else share.spread.rows(shape)
                 entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)

@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.optim.engine.buckets import BUCKET_BYTES
+from lather.optim.engine.buckets import BUCKET_BYTES, Member
 from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
-from lather.optim.engine.state import compute_dtype, kept_entries
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_, new_group_of
@@ -81,7 +79,7 @@ class Sharding:
         ranks)."""
         found: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
-            entries = kept_entries(share.layout).values()
+            entries = share.layout.entries.values()
             of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
             of_owners = found.setdefault(tuple(share.spread.ranks), {})
@@ -124,7 +122,7 @@ class Sharding:
 
     def _still_fits(self, one: ParamInfo) -> bool:
         share = self.share_of(one.param)
-        return share is None or (_kept(share.layout) == _kept(one.layout) and share.is_gathered == _is_gathered(one))
+        return share is None or (_kept(share.layout) == _kept(one.layout) and share.is_gathered == one.is_gathered)
 
     def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
         ranks, said = list(params[0][1].ranks), []
@@ -150,19 +148,19 @@ class Sharding:
                 cost = share.layout.rule.cost(share.layout.matrix)
                 for unit in share.units:
                     loads[share.spread.ranks[unit.owner]] = loads.get(share.spread.ranks[unit.owner], 0.0) + cost
-        owned = [(spread, one.layout) for one, spread in params if one.layout.kind != "elements" and not _is_gathered(one)]
+        owned = [(spread, one.layout) for one, spread in params if one.layout.kind != "elements" and not one.is_gathered]
         shared = iter(share_out(owned, loads))
         for one, spread in params:
             elementwise = one.layout.kind == "elements"
-            own = tuple(rows_of_copies(spread) if elementwise else () if _is_gathered(one) else next(shared))
-            self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
+            own = tuple(rows_of_copies(spread) if elementwise else () if one.is_gathered else next(shared))
+            self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, elementwise, is_gathered=one.is_gathered)
 
     def exchanges(self, params: Sequence[ParamInfo]) -> list[OwnerExchange]:
         """Return the exchanges of a step that these parameters take, the same and in the same order on all ranks. Parameters of which no
         part is sent are in none."""
         wanted = []
         for one in params:
-            share, rule, dtype = self.share_of(one.param), one.rule, compute_dtype(one.rule)
+            share, rule, dtype = self.share_of(one.param), one.rule, one.rule.compute_dtype
             if share is not None and share.travels:
                 ranks, layout = share.spread.ranks, share.layout
                 key = (
@@ -183,12 +181,7 @@ class Sharding:
 
 def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
     """Return the layout, with names and shapes of the entries of its state."""
-    return layout, {name: entry.shape for name, entry in kept_entries(layout).items()}
-
-
-def _is_gathered(one: ParamInfo) -> bool:
-    """Whether every rank gathers and updates the parameter."""
-    return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
+    return layout, {name: entry.shape for name, entry in layout.entries.items()}
 
 
 class OwnerExchange:
@@ -232,7 +225,7 @@ class OwnerExchange:
         self._arriving = []
         for member in own.values():
             if member.update is None:
-                member.update = torch.empty(member.layout.shape, dtype=compute_dtype(member.layout.rule), device=self.device)
+                member.update = torch.empty(member.layout.shape, dtype=member.layout.rule.compute_dtype, device=self.device)
 
     def launch_out(self, members: Mapping[int, Member]) -> None:
         """Start to send updates, and free the gradients."""
@@ -242,7 +235,7 @@ class OwnerExchange:
             update = None if self.elementwise else own[item].update
             return local(self.params[item].param) if update is None else update
 
-        dtype = self.dtype if self.elementwise else compute_dtype(self.params[0].rule)
+        dtype = self.dtype if self.elementwise else self.params[0].rule.compute_dtype
         leaving = self.outward.launch(source, dtype, self.device, self.group)
         self.forget(members)
         self._leaving = [leaving]
