@@ -186,13 +186,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         exchange_of = {id(one.param): number for number, exchange in enumerate(exchanges) for one in exchange.params}
         taking = {id(one.param): one for one in alive}
         runs = [run for bucket in self._buckets for run in runs_of(bucket, taking, steps, exchange_of)]
-        gathered = [one for one in alive if one.is_gathered]
-        return StepPlan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
+        return StepPlan(usable, runs, exchanges, self._members() if exchanges else {}, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
     def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], members: Mapping[int, Member]) -> None:
-        statistics = [run for run in runs if run.has_statistics]
+        statistics = [run for run in runs if run.info.has_statistics]
         if statistics or any(exchange.has_statistics for exchange in exchanges):
             with record_function("lather.optim.statistics"):
                 coming = [exchange if exchange.has_statistics else None for exchange in exchanges]
