@@ -12,10 +12,10 @@ of all parts are added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import islice
 from typing import Any
 
 import torch
@@ -62,12 +62,9 @@ class _Measured:
             flags, *squared = self.found.cpu().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
             # Norms that are too large for `wide` become infinite, too.
-            roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(self.params, squared, strict=True)]
-            with_gradient = zip(self.params, present, roots, strict=True)
-            return {id(one): root for one, is_here, root in with_gradient if is_here}, elsewhere > 0
-        values = self.found.tolist()
-        stops = list(accumulate(self.lengths, initial=0))
-        return {id(one): values[start:stop] for one, (start, stop) in zip(self.params, pairwise(stops), strict=True)}, False
+            with_gradient = zip(self.params, present, squared, strict=True)
+            return {id(one): x.sqrt().to(one.wide).tolist() for one, is_here, x in with_gradient if is_here}, elsewhere > 0
+        return dict(zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)), False
 
 
 @dataclass(eq=False)
@@ -131,10 +128,9 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
     for some in _by_mesh(params):
         found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
         norms |= found
-        if not all(map(math.isfinite, chain.from_iterable(found.values()))):
-            more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
-            bad |= set(map(id, more))
-            offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+        more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
+        bad |= set(map(id, more))
+        offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
         offender = offender or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
@@ -173,27 +169,23 @@ def _check_all(params: Sequence[ParamInfo]) -> None:
     """Raise TypeError if there is a gradient that no rule accepts."""
     for one in params:
         grad = one.param.grad
-        if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
-            _check(one, grad)
-
-
-def _check(one: ParamInfo, grad: Tensor) -> None:
-    """Raise TypeError if no rule accepts this gradient."""
-    if one.spread is not None and grad.dtype != one.param.dtype:
-        raise TypeError(
-            f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
-        )
-    if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
-        found = tuple(grad.placements) if is_dtensor(grad) else "none"
-        raise TypeError(
-            f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
-            "give it as grad.redistribute(placements=parameter.placements)"
-        )
-    if grad.layout is not torch.strided or grad.is_complex():
-        kind = "complex" if grad.is_complex() else "sparse"
-        raise TypeError(
-            f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
-        )
+        if grad is None:
+            continue
+        if one.spread is not None and grad.dtype != one.param.dtype:
+            raise TypeError(
+                f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
+            )
+        if one.spread is not None and is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+            found = tuple(grad.placements) if is_dtensor(grad) else "none"
+            raise TypeError(
+                f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
+                "give it as grad.redistribute(placements=parameter.placements)"
+            )
+        if grad.layout is not torch.strided or grad.is_complex():
+            kind = "complex" if grad.is_complex() else "sparse"
+            raise TypeError(
+                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
+            )
 
 
 def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
@@ -244,5 +236,10 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Return the values of 1-D tensors on the host; the device is waited for once if all tensors are on the same one."""
     if not tensors:
         return []
-    joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()
-    return [joined[start:stop] for start, stop in pairwise([0, *accumulate(map(len, tensors))])]
+    return _split(torch.cat([x.to(tensors[0].device) for x in tensors]).tolist(), map(len, tensors))
+
+
+def _split(values: Sequence[Any], lengths: Iterable[int]) -> list[list[Any]]:
+    """Divide values into consecutive lists of these lengths."""
+    remaining = iter(values)
+    return [list(islice(remaining, length)) for length in lengths]

@@ -10,17 +10,16 @@ refresh      refresh the bases that are due, for all other rules; with `async_re
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING
+from itertools import zip_longest
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Member
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, runs_of
@@ -120,11 +119,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             with no_autocast() if is_autocast else nullcontext():
                 for one in plan.gathered:
                     self._step_replicated(one, plan.idle)
-                self._walk(plan.runs, plan.exchanges, plan.members)
+                self._walk(plan.runs, plan.exchanges)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
-                exchange.forget(plan.members)
+                exchange.forget()
             raise
         return loss
 
@@ -182,25 +181,24 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for settings in key[0].groups:  # type: ignore[attr-defined]
             settings.number = numbers.setdefault(settings.key(), len(numbers))
         alive = [one for one in usable if one.param.numel()]
-        exchanges = self._sharding.exchanges(alive)
-        exchange_of = {id(one.param): number for number, exchange in enumerate(exchanges) for one in exchange.params}
-        taking = {id(one.param): one for one in alive}
-        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking, steps, exchange_of)]
-        return StepPlan(usable, runs, exchanges, self._members() if exchanges else {}, self.state, key)
+        exchanges = self._sharding.exchanges(alive, self._members())
+        exchange_of = {id(one.param): exchange for exchange in exchanges for one in exchange.params}
+        taking = {key: (one, steps[key], exchange_of.get(key)) for one in alive for key in [id(one.param)]}
+        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
+        return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], members: Mapping[int, Member]) -> None:
-        statistics = [run for run in runs if run.info.has_statistics]
-        if statistics or any(exchange.has_statistics for exchange in exchanges):
+    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange]) -> None:
+        statistics, coming = [run for run in runs if run.info.has_statistics], [one for one in exchanges if one.has_statistics]
+        if statistics or coming:
             with record_function("lather.optim.statistics"):
-                coming = [exchange if exchange.has_statistics else None for exchange in exchanges]
-                self._work_through(statistics, coming, members, is_last=False)
+                self._work_through(statistics, coming, is_last=False)
         due = [run for run in runs if run.due is not NOBODY]
         if early := [run for run in due if run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(early)
         with record_function("lather.optim.update"):
-            self._work_through(runs, exchanges, members, is_last=True)
+            self._work_through(runs, exchanges, is_last=True)
         if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(late)
         if deferred := [run for run in due if run.is_async]:
@@ -210,37 +208,31 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
         state = self.state[one.param]
         whole = Gathered(one, self._sharding, state)
-        step = int(state["step"])
-        runs = runs_of(whole.bucket, {id(one.param): one}, {id(one.param): step - 1}, {})
+        runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
-        self._walk(runs, [], {})
+        self._walk(runs, [])
         self._pending.finish()
         whole.keep(*one.rates())
 
-    def _work_through(
-        self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange | None], members: Mapping[int, Member], *, is_last: bool
-    ) -> None:
+    def _work_through(self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool) -> None:
         """Process the runs that need no exchange while the gradients of the first exchange arrive, then the runs of one exchange after the
         other, each while the gradients of the next one arrive."""
-        coming, leaving = deque(filter(None, exchanges)), deque[OwnerExchange]()
-        if coming:
-            coming[0].launch_in()
-        self._work_on([run for run in runs if run.exchange is None] if exchanges else runs, is_last=is_last)
-        for number, exchange in enumerate(exchanges):
-            if exchange is None:
-                continue
-            coming.popleft()
-            if coming:
-                coming[0].launch_in()
-            exchange.finish_in(members)
-            self._work_on([run for run in runs if run.exchange == number], is_last=is_last)
+        leaving: OwnerExchange | None = None
+        if exchanges:
+            exchanges[0].launch_in()
+        self._work_on([run for run in runs if run.exchange is None], is_last=is_last)
+        for exchange, following in zip_longest(exchanges, exchanges[1:]):
+            if following is not None:
+                following.launch_in()
+            exchange.finish_in()
+            self._work_on([run for run in runs if run.exchange is exchange], is_last=is_last)
             if is_last:
-                exchange.launch_out(members)
-                leaving.append(exchange)
-                if len(leaving) > 1:
-                    leaving.popleft().finish_out()
-        for exchange in leaving:
-            exchange.finish_out()
+                exchange.launch_out()
+                if leaving is not None:
+                    leaving.finish_out()
+                leaving = exchange
+        if leaving is not None:
+            leaving.finish_out()
 
     def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
         alike: dict[tuple[str, int], list[MemberRun]] = {}

@@ -12,7 +12,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,10 +100,7 @@ def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
     """Yield the batches of a job; on a CPU, divided into pieces that each take a short time."""
     for batch in job.batches():
         count = len(batch.rows)
-        if not is_gpu(batch.run.bucket.device):
-            count = max(1, int(CPU_PIECE_FLOPS * count / _flops(batch)))
-        for first in range(0, len(batch.rows), count):
-            yield replace(batch, rows=batch.rows[first : first + count])
+        yield from batch.divided(count if is_gpu(batch.run.bucket.device) else max(1, int(CPU_PIECE_FLOPS * count / _flops(batch))))
 
 
 def _flops(batch: DimRefresh) -> float:

@@ -16,7 +16,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,8 +48,8 @@ def cpu_count(count: int) -> int:
 class MemberRun:
     """Adjacent members of a bucket, from number `first` on, that take a step with the same t and the same options."""
 
-    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: int | None) -> None:
-        """`step`: t of the previous step; `exchange`: number of the exchange to which the members belong, if any."""
+    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: OwnerExchange | None) -> None:
+        """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if any."""
         self.bucket, self.info, self.step, self.exchange = bucket, infos[0], step, exchange
         self.members = bucket.members[first : first + len(infos)]
         self.rule, self.settings = self.info.rule, self.info.settings
@@ -118,7 +118,7 @@ class Chunk:
             self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
             i += 1
         self._lengths = [high - low for _, low, high in self._pieces]
-        is_whole = all(length == member.layout.batch for length, (member, _, _) in zip(self._lengths, self._pieces, strict=True))
+        is_whole = all(high - low == member.layout.batch for member, low, high in self._pieces)
         self._params: list[Tensor] | None = None
         """Parameters whose concatenated gradients and weights are the batch; None: the batch is gathered from parts of parameters."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
@@ -129,34 +129,25 @@ class Chunk:
         """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
         return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
 
-    def _batch(self, parts: list[Tensor]) -> Tensor:
-        """Join tensors of whole parameters to one contiguous batch in the dtype of computation; a view if possible."""
-        if len(parts) == 1:
-            return (parts[0] if self.run.bucket.kind == "per_expert" else parts[0].unsqueeze(0)).to(self.dtype).contiguous()
-        out = parts[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
-        foreach_copy_(self._as_parameters(out), parts)
-        return out
-
-    def _gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Join parts of parameters, in any layout, to one contiguous batch in the dtype of computation."""
-        batches = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
-        if len(batches) == 1:
-            return batches[0].to(self.dtype).contiguous()
-        out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
-        foreach_copy_(list(out.split(self._lengths)), batches)
+    def _gather(self, tensors: list[Tensor]) -> Tensor:
+        """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of computation; a view if possible."""
+        if self._params is None or len(tensors) == 1:
+            tensors = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
+        if len(tensors) == 1:
+            return tensors[0].to(self.dtype).contiguous()
+        out = tensors[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
+        foreach_copy_(list(out.split(self._lengths)) if self._params is None else self._as_parameters(out), tensors)
         return out
 
     def gradients(self) -> Tensor:
         """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them in place."""
-        if self._params is not None:
-            g = self._batch([p.grad for p in self._params])  # type: ignore[misc]
-        else:
-            g = self._gather([member.grad() for member, _, _ in self._pieces])
+        grads: Any = [member.grad() for member, _, _ in self._pieces] if self._params is None else [p.grad for p in self._params]
+        g = self._gather(grads)
         return -g if self.run.rule.maximize else g
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
-        return self._gather([member.weight() for member, _, _ in self._pieces])
+        return self._gather([member.weight() for member, _, _ in self._pieces] if self._params is None else self._weights)
 
     def state(self) -> State:
         """Return the state of these rows in the dtype of computation; call `store` after changing it."""
@@ -254,7 +245,6 @@ class StepPlan:
         params: Sequence[ParamInfo],
         runs: list[MemberRun],
         exchanges: list[OwnerExchange],
-        members: Mapping[int, Member],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         key: tuple[object, ...],
     ) -> None:
@@ -262,10 +252,9 @@ class StepPlan:
 
         Args:
             params: parameters that take the step.
-            members: id of a parameter -> its member, if it takes part in an exchange.
             key: everything on which the plan depends: a step with another key needs another plan.
         """
-        self.runs, self.exchanges, self.members, self.key = runs, exchanges, members, key
+        self.runs, self.exchanges, self.key = runs, exchanges, key
         self.gathered = [one for one in params if one.is_gathered and one.param.numel()]
         """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
         spread = {(id(one.settings), int(state[one.param]["step"])): one.rule for one in params if one.spread is not None}
@@ -299,23 +288,20 @@ class StepPlan:
             self._steps += 1
 
 
-def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[MemberRun]:
-    """Divide the members of a bucket that take the step into runs.
+def runs_of(bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]) -> list[MemberRun]:
+    """Divide the members of a bucket that take the step into runs. `taking`: id of a parameter that takes the step -> its info, t of the
+    previous step, and its exchange if it has one."""
 
-    Args:
-        taking: id of a parameter -> its info, for parameters that take the step.
-        steps: id of a parameter -> t of the previous step.
-        exchange_of: id of a parameter -> number of its exchange, if it has one.
-    """
-
-    def options(key: int) -> tuple[int, int | None, int, Rule] | None:
-        info = taking.get(key)
-        return None if info is None else (steps[key], exchange_of.get(key), info.settings.number, info.rule)
+    def options(key: int) -> tuple[int, OwnerExchange | None, int, Rule] | None:
+        if key not in taking:
+            return None
+        info, step, exchange = taking[key]
+        return step, exchange, info.settings.number, info.rule
 
     runs, first = list[MemberRun](), 0
     for same, adjacent in groupby((id(member.param) for member in bucket.members), options):
         keys = list(adjacent)
         if same is not None:
-            runs.append(MemberRun(bucket, first, [taking[key] for key in keys], *same[:2]))
+            runs.append(MemberRun(bucket, first, [taking[key][0] for key in keys], *same[:2]))
         first += len(keys)
     return runs

@@ -57,7 +57,10 @@ class DimRefresh:
         count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
         if is_cpu(bucket.device):
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
-        count = max(1, count) if rule.batched else 1
+        return self.divided(max(1, count) if rule.batched else 1)
+
+    def divided(self, count: int) -> Iterator[DimRefresh]:
+        """Yield the same work in batches of at most `count` rows."""
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
 
@@ -158,20 +161,17 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
 
 def due_rows(run: MemberRun, roster: Roster, count: Count) -> Sequence[int]:
     """Return the rows of the bucket whose bases are due in this step. Idle experts are left out, except for the first bases."""
-    due, rows = run.due, run.rows
-    if not run.bucket.dims or due.who == "nobody":
+    due, found = run.due, list(run.rows)
+    if due.who == "nobody":
         return []
-    if due.first and due.who == "everybody":
-        return rows
-    found: Sequence[int] = rows
     assert isinstance(run.rule, RefreshingRule)
     if due.who == "interval" and run.rule.stagger_refresh:
         shifts = [roster.shift(member.param, number, due.every) for member in run.members for number in member.numbers]
-        found = [row for row, shift in zip(rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
+        found = [row for row, shift in zip(run.rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
     elif due.who == "interval" and run.step % due.every:
         found = []
     if run.idle and not due.first:
-        awake = [row for row in found if not run.idle[row - rows.start]]
+        awake = [row for row in found if not run.idle[row - run.rows.start]]
         count("refreshes_skipped", len(run.bucket.dims) * (len(found) - len(awake)))
         found = awake
     return found

@@ -105,21 +105,21 @@ class StatefulOptimizer(GroupedOptimizer):
         members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
         for p, state in self.state.items():
             member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
-            layout, entries = one.layout, one.layout.entries
             for key, value in state.items():
-                if key == "step" or share is None:
-                    yield p, Piece(key, value, (0,) * value.dim(), tuple(value.shape))
-                    continue
-                shape = entries[key].shape_in(layout)
-                if share.is_gathered:
-                    yield p, Piece(key, value, share.spread.rows(shape).box.offset, shape)
-                elif member is not None and share.elementwise:
-                    yield p, Piece(key, value, share.region.offset, shape)
-                elif member is not None and layout.kind == "per_expert":
-                    for slot, number in enumerate(member.numbers):
-                        yield p, Piece(key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
-                elif member is not None:
-                    yield p, Piece(key, value, (0,) * value.dim(), shape)
+                offset, shape = (0,) * value.dim(), tuple(value.shape)
+                if key != "step" and share is not None:
+                    shape = one.layout.entries[key].shape_in(one.layout)
+                    if share.is_gathered:
+                        offset = share.spread.rows(shape).box.offset
+                    elif member is None:
+                        continue
+                    elif share.elementwise:
+                        offset = share.region.offset
+                    elif one.layout.kind == "per_expert":
+                        for slot, number in enumerate(member.numbers):
+                            yield p, Piece(key, value[slot : slot + 1], (number, *offset[1:]), shape)
+                        continue
+                yield p, Piece(key, value, offset, shape)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

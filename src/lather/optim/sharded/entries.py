@@ -56,7 +56,7 @@ class SpreadEntry:
             boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
             found = [(boxes[unit.number] if boxes else unit.box, unit.number, unit.owner) for unit in self.share.units]
         units = tuple(OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found)
-        return OwnedParameter(spread, self.share.layout, units, self.share.elementwise, is_apart=True)
+        return OwnedParameter(spread, self.share.layout, units, is_apart=True)
 
 
 def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:

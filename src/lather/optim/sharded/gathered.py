@@ -46,9 +46,7 @@ class Gathered:
             """Gather the parts of all ranks into `out`, on every rank."""
             whole = Box.whole(spread.shape)
             units = [OwnedUnit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
-            Transfer([OwnedParameter(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move(
-                [part], [out], group
-            )
+            Transfer([OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True).move([part], [out], group)
             return out
 
         member = Member(one.param, one.layout, range(one.layout.batch), None)
