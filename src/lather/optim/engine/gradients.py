@@ -194,13 +194,12 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
     spread = some[0].spread
     if spread is None:
         some = [one for one in some if one.param.grad is not None]
-    measured, own = _norms(some), dict[int, Tensor]()
-    for alike, norms in measured:
-        own.update({id(alike[0]): norms} if alike[0].layout.has_experts else zip(map(id, alike), norms.split(1), strict=True))
+    measured = _norms(some)
+    own = {id(one): norm for alike, norms in measured for one, norm in zip(alike, norms.split(alike[0].num_norms), strict=True)}
     if spread is None:
         order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
         found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured]) if measured else torch.zeros(0)
-        return _Measured(order, own, found, [len(own[id(one)]) if id(one) in own else 0 for one in order])
+        return _Measured(order, own, found, [one.num_norms for one in order])
     device = local(some[0].param).device
     flags = [float(raises), *(float(one.param.grad is not None) for one in some)]
     parts = [to_device(torch.tensor(flags, dtype=torch.float64), device)]

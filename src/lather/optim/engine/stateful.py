@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -188,7 +187,11 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
         groups = []
-        for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
+        for number, (own, theirs) in enumerate(zip(self.param_groups, saved["param_groups"], strict=True)):
+            if own["rule"] != theirs.get("rule", own["rule"]):
+                raise ValueError(
+                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
+                )
             options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
             group = {**options, **theirs, "ownership": own["ownership"]}
             groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
@@ -196,13 +199,6 @@ class StatefulOptimizer(GroupedOptimizer):
         for number, (_, layout, state) in enumerate(self._saved_states(checked)):
             if state:
                 layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
-        for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
-            if own["rule"] != theirs["rule"]:
-                raise ValueError(
-                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
-                )
-            rule = self._rules[own["rule"]]
-            rule(**{name: theirs[name] for name in options_of(rule)})
         return checked
 
     def _load_exactly(self, saved: dict[str, Any]) -> None:
@@ -216,12 +212,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 spread.append((infos[id(p)], state))
                 continue
             for key, value in state.items():
-                if key == "step":
-                    self.state[p][key] = _step_of(state)
-                elif isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to(p.device, copy=True)
-                else:
-                    self.state[p][key] = deepcopy(value)
+                self.state[p][key] = _step_of(state) if key == "step" else value.detach().to(p.device, copy=True)
         if spread:
             from lather.optim.sharded.entries import load_entries
 
@@ -234,10 +225,7 @@ class StatefulOptimizer(GroupedOptimizer):
         """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             rule = self._rules[group["rule"]]
-            try:
-                made = rule(**{name: saved_group.get(name, group[name]) for name in options_of(rule)})
-            except ValueError:  # options of another rule: `_checked` raises
-                made = rule(**{name: group[name] for name in options_of(rule)})
+            made = rule(**{name: saved_group[name] for name in options_of(rule)})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 yield p, whole_layout(p, made, self._sharding.spread_of(p, group)), state_dict["state"].get(saved_id, {})
 
@@ -247,10 +235,9 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_pending" not in self.__dict__:
-            self._pending = PendingRefreshes(self._count)
+        self.__dict__.setdefault("_pending", PendingRefreshes(self._count))  # torch's load_state_dict calls this, too
+        self.__dict__.setdefault("_sharding", Sharding(None))
         self._reset_buckets()
-        self.__dict__.setdefault("_sharding", Sharding(None))  # torch's load_state_dict calls this, too
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. Views become separate tensors, for otherwise pickle would write the whole stack for each."""
