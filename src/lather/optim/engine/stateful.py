@@ -187,11 +187,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"the saved optimizer has parameter groups of {counts[1]} parameters, this one of {counts[0]}: they must be equal"
             )
         groups = []
-        for number, (own, theirs) in enumerate(zip(self.param_groups, saved["param_groups"], strict=True)):
-            if own["rule"] != theirs.get("rule", own["rule"]):
-                raise ValueError(
-                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
-                )
+        for own, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
             options = {key: own[key] for key in (*options_of(self._rules[own["rule"]]), "rule")}
             group = {**options, **theirs, "ownership": own["ownership"]}
             groups.append({**group, "state_dtype": dtype_option(group["state_dtype"])})
@@ -199,6 +195,13 @@ class StatefulOptimizer(GroupedOptimizer):
         for number, (_, layout, state) in enumerate(self._saved_states(checked)):
             if state:
                 layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
+        for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if own["rule"] != theirs["rule"]:
+                raise ValueError(
+                    f"the saved group {number} has rule {theirs['rule']!r}, this optimizer's has {own['rule']!r}: they must be equal"
+                )
+            rule = self._rules[own["rule"]]
+            rule(**{name: theirs[name] for name in options_of(rule)})
         return checked
 
     def _load_exactly(self, saved: dict[str, Any]) -> None:
@@ -225,7 +228,10 @@ class StatefulOptimizer(GroupedOptimizer):
         """Yield (parameter, its layout with the saved options, its saved state)."""
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             rule = self._rules[group["rule"]]
-            made = rule(**{name: saved_group[name] for name in options_of(rule)})
+            try:
+                made = rule(**{name: saved_group.get(name, group[name]) for name in options_of(rule)})
+            except ValueError:  # options of another rule: `_checked` raises
+                made = rule(**{name: group[name] for name in options_of(rule)})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 yield p, whole_layout(p, made, self._sharding.spread_of(p, group)), state_dict["state"].get(saved_id, {})
 
