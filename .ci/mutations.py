@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "optimizer: a state dict that does not wait for refreshes",
         "optim/engine/stateful.py",
-        "        self._finish_refreshes()\n        own = dict(self.state)",
+        "        self._pending.finish()\n        own = dict(self.state)",
         "        own = dict(self.state)",
         "optim/test_async_refresh.py",
     ),

@@ -22,7 +22,7 @@ from optim_helpers import (
 )
 
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
-from lather.optim.engine import optimizer, plan, state, stateful
+from lather.optim.engine import matrix_layout, optimizer, plan, stateful
 from lather.optim.rules import bases, kl_soap, soap, soap_muon
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -348,7 +348,7 @@ def test_a_frequency_that_gives_nonsense_raises_before_anything_changes(kind: st
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "inspect": [(optimizer, "inspect_gradients")],
     "buckets": [(stateful, "make_buckets")],
-    "allocation": [(state.KeptEntry, "allocate")],
+    "allocation": [(matrix_layout.KeptEntry, "allocate")],
     "statistics": [(soap, "update_kronecker_factors"), (kl_soap, "update_kronecker_factors_kl"), (soap_muon, "update_kronecker_factors")],
     "adam": [(soap, "adam_in_basis"), (kl_soap, "adam_in_basis"), (soap_muon.MuonRule, "numerator")],
     "precondition": [(soap, "precondition"), (kl_soap, "precondition"), (soap_muon, "precondition")],

@@ -6,7 +6,6 @@ from typing import Any
 
 from lather.optim.engine.matrix_layout import layout_of
 from lather.optim.engine.optimizer import MatrixOptimizer
-from lather.optim.engine.state import layout_bytes
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
 from lather.optim.rules.soap import SOAP
@@ -25,4 +24,4 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[MatrixOptimizer] | type[
     known = options_of(rule)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown option {unknown[0]!r} of {optimizer.__name__}; known options: {', '.join(sorted(known))}")
-    return layout_bytes(layout_of(tuple(shape), rule(**{"lr": 1e-3, **options})))
+    return layout_of(tuple(shape), rule(**{"lr": 1e-3, **options})).state_bytes()

@@ -148,20 +148,12 @@ def check(rule: Any) -> None:
 
 def documentation_of(rule: type) -> dict[str, str]:
     """Return the string under the field of each option; empty if the source code is not available. Parsing the source is slow."""
-    found: dict[str, str] = {}
-    for cls in reversed(rule.__mro__):
-        found |= _strings_under_fields(cls)
-    return found
-
-
-def _strings_under_fields(cls: type) -> dict[str, str]:
-    body = _classes_of(cls.__module__).get(cls.__qualname__, [])
     found = {}
-    for statement, after in itertools.pairwise(body):
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            found[statement.target.id] = " ".join(after.value.value.split())
+    for cls in reversed(rule.__mro__):
+        for field_and_string in itertools.pairwise(_classes_of(cls.__module__).get(cls.__qualname__, [])):
+            match field_and_string:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
     return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -147,8 +148,7 @@ class Rule:
 
     def _check_decay_rates(self) -> None:
         """Raise ValueError for decay rates that have no effect on bf16 moments, which have 8 significant bits."""
-        moments = self.state_dtype.get("moments") if isinstance(self.state_dtype, Mapping) else self.state_dtype
-        for name in self.moment_decays if moments is torch.bfloat16 else ():
+        for name in self.moment_decays if self.dtypes["moment"] is torch.bfloat16 else ():
             value = getattr(self, name, 0.0)
             value = tuple(value) if isinstance(value, tuple | list) else value
             if max(value if isinstance(value, tuple) else (value,)) > MAX_BF16_BETA:
@@ -156,6 +156,19 @@ class Rule:
                     f"{name}={value!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
                     f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
                 )
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """dtype of each kind of entry of the state. That of statistics is also the dtype of all arithmetic: fp64 if moments or bases are,
+        otherwise fp32."""
+        given: Any = self.state_dtype
+        both = [given.get(part, torch.float32) for part in ("moments", "bases")] if isinstance(given, Mapping) else [given, given]
+        return {"moment": both[0], "basis": both[1], "statistic": torch.float64 if torch.float64 in both else torch.float32}
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of all arithmetic and of statistics."""
+        return self.dtypes["statistic"]
 
     # --- what a rule provides ---------------------------------------------------------------------------------------------------------
 

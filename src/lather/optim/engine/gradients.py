@@ -12,10 +12,10 @@ of all parts are added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import islice
 from typing import Any
 
 import torch
@@ -62,12 +62,9 @@ class _Measured:
             flags, *squared = self.found.cpu().split(list(self.lengths))
             elsewhere, *present = flags.tolist()
             # Norms that are too large for `wide` become infinite, too.
-            roots = [x.sqrt().to(one.wide).tolist() for one, x in zip(self.params, squared, strict=True)]
-            with_gradient = zip(self.params, present, roots, strict=True)
-            return {id(one): root for one, is_here, root in with_gradient if is_here}, elsewhere > 0
-        values = self.found.tolist()
-        stops = list(accumulate(self.lengths, initial=0))
-        return {id(one): values[start:stop] for one, (start, stop) in zip(self.params, pairwise(stops), strict=True)}, False
+            with_gradient = zip(self.params, present, squared, strict=True)
+            return {id(one): x.sqrt().to(one.wide).tolist() for one, is_here, x in with_gradient if is_here}, elsewhere > 0
+        return dict(zip(map(id, self.params), _split(self.found.tolist(), self.lengths), strict=True)), False
 
 
 @dataclass(eq=False)
@@ -131,10 +128,9 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
     for some in _by_mesh(params):
         found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
         norms |= found
-        if not all(map(math.isfinite, chain.from_iterable(found.values()))):
-            more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
-            bad |= set(map(id, more))
-            offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+        more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
+        bad |= set(map(id, more))
+        offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
         offender = offender or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(
@@ -146,7 +142,7 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
 
 def _inspection(params: Sequence[ParamInfo], norms: Mapping[int, list[float]], bad: set[int]) -> Inspection:
     usable = [one for one in params if id(one) in norms and id(one) not in bad]
-    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.has_experts}
+    idle = {id(one.param): [norm == 0 for norm in norms[id(one)]] for one in usable if one.layout.has_experts}
     return Inspection(usable, idle, len(bad))
 
 
@@ -173,27 +169,23 @@ def _check_all(params: Sequence[ParamInfo]) -> None:
     """Raise TypeError if there is a gradient that no rule accepts."""
     for one in params:
         grad = one.param.grad
-        if grad is not None and (one.spread is not None or grad.layout is not torch.strided or grad.is_complex()):
-            _check(one, grad)
-
-
-def _check(one: ParamInfo, grad: Tensor) -> None:
-    """Raise TypeError if no rule accepts this gradient."""
-    if one.spread is not None and grad.dtype != one.param.dtype:
-        raise TypeError(
-            f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
-        )
-    if is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
-        found = tuple(grad.placements) if is_dtensor(grad) else "none"
-        raise TypeError(
-            f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
-            "give it as grad.redistribute(placements=parameter.placements)"
-        )
-    if grad.layout is not torch.strided or grad.is_complex():
-        kind = "complex" if grad.is_complex() else "sparse"
-        raise TypeError(
-            f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
-        )
+        if grad is None:
+            continue
+        if one.spread is not None and grad.dtype != one.param.dtype:
+            raise TypeError(
+                f"gradient of {one.name} is {grad.dtype}, the parameter {one.param.dtype}: spread over ranks, both must have the same dtype"
+            )
+        if one.spread is not None and is_dtensor(one.param) and (not is_dtensor(grad) or grad.placements != one.param.placements):
+            found = tuple(grad.placements) if is_dtensor(grad) else "none"
+            raise TypeError(
+                f"gradient of {one.name} has placements {found}, the parameter {tuple(one.param.placements)}: they must be equal; "
+                "give it as grad.redistribute(placements=parameter.placements)"
+            )
+        if grad.layout is not torch.strided or grad.is_complex():
+            kind = "complex" if grad.is_complex() else "sparse"
+            raise TypeError(
+                f"gradient of {one.name} is {kind}; {one.rule.name or 'this rule'} takes dense real gradients: give it to another optimizer"
+            )
 
 
 def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _Measured:
@@ -202,13 +194,12 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
     spread = some[0].spread
     if spread is None:
         some = [one for one in some if one.param.grad is not None]
-    measured, own = _norms(some), dict[int, Tensor]()
-    for alike, norms in measured:
-        own.update({id(alike[0]): norms} if alike[0].has_experts else zip(map(id, alike), norms.split(1), strict=True))
+    measured = _norms(some)
+    own = {id(one): norm for alike, norms in measured for one, norm in zip(alike, norms.split(alike[0].num_norms), strict=True)}
     if spread is None:
         order = [one for alike, _ in measured for one in alike] + [one for one in some if id(one) not in own]
         found = torch.cat([norms.to(measured[0][1].device) for _, norms in measured]) if measured else torch.zeros(0)
-        return _Measured(order, own, found, [len(own[id(one)]) if id(one) in own else 0 for one in order])
+        return _Measured(order, own, found, [one.num_norms for one in order])
     device = local(some[0].param).device
     flags = [float(raises), *(float(one.param.grad is not None) for one in some)]
     parts = [to_device(torch.tensor(flags, dtype=torch.float64), device)]
@@ -216,7 +207,7 @@ def _measure(some: Sequence[ParamInfo], group_of: GroupOf, *, raises: bool) -> _
         assert one.spread is not None
         squares = torch.zeros(one.num_norms, dtype=torch.float64, device=device)
         if one.num_norms:
-            first = one.spread.box.offset[0] if one.has_experts else 0
+            first = one.spread.box.offset[0] if one.layout.has_experts else 0
             squares[first : first + len(own[id(one)])] = own[id(one)].double().square() / len(one.spread.positions_of[one.spread.box])
         parts.append(squares)
     found = torch.cat(parts)
@@ -229,7 +220,7 @@ def _norms(params: Sequence[ParamInfo]) -> list[tuple[list[ParamInfo], Tensor]]:
     found: list[tuple[list[ParamInfo], Tensor]] = []
     whole: dict[torch.dtype, list[ParamInfo]] = {}
     for one in params:
-        if one.has_experts:
+        if one.layout.has_experts:
             grad = local_grad(one.param)
             found.append(([one], torch.linalg.vector_norm(grad, dim=tuple(range(1, grad.dim())), dtype=one.wide)))
         elif one.num_norms:
@@ -244,5 +235,10 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Return the values of 1-D tensors on the host; the device is waited for once if all tensors are on the same one."""
     if not tensors:
         return []
-    joined = torch.cat([x.to(tensors[0].device) for x in tensors]).tolist()
-    return [joined[start:stop] for start, stop in pairwise([0, *accumulate(map(len, tensors))])]
+    return _split(torch.cat([x.to(tensors[0].device) for x in tensors]).tolist(), map(len, tensors))
+
+
+def _split(values: Sequence[Any], lengths: Iterable[int]) -> list[list[Any]]:
+    """Divide values into consecutive lists of these lengths."""
+    remaining = iter(values)
+    return [list(islice(remaining, length)) for length in lengths]

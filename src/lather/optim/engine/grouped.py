@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.matrix_layout import Layout, layout_of
 from lather.optim.engine.roster import GroupSettings, ParamInfo, Roster, check_keys, group_options, names_of
-from lather.optim.engine.state import layout_bytes
 from lather.optim.options import options_of
 from lather.optim.rule import Matrix, Rule
 from lather.optim.sharded.placement import Spread
@@ -67,7 +66,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return found, {}
 
     def _check_group(self, group: dict[str, Any], rule: Rule) -> None:
-        settings = GroupSettings.of(group, type(rule))
+        settings = GroupSettings(group, type(rule))
         is_for_matrices = not rule.on(Matrix((2, 2), 2)).elementwise
         for name, p in zip(names_of(group), group["params"], strict=True):
             spread = self._sharding.spread_of(p, group, name)
@@ -79,10 +78,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "put it in a group with matrix_layout='tensor'"
                 )
             try:
-                layout = _layout(p, settings.rule, spread)
+                layout = whole_layout(p, settings.rule, spread)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            size = layout_bytes(layout, len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1)
+            size = layout.state_bytes(len(spread.ranks) if spread is not None and rule.ownership == "replicated" else 1)
             if rule.max_state_bytes is not None and size > rule.max_state_bytes:
                 raise ValueError(
                     f"state of {name} with shape {layout.shape} would take {size / GIB:.3f} GiB, more than max_state_bytes "
@@ -94,15 +93,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _current_roster(self) -> Roster:
         """Return the roster. If parameters or options have changed it is made again; an option that is now out of range raises
         ValueError."""
-        if self._roster is None or not self._is_unchanged(self._roster):
+        if self._roster is None or not self._roster.is_current(self.param_groups):
             roster = self._make_roster()
             self._sharding.plan(roster.params)
             self._roster = roster
         return self._roster
-
-    def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups have not changed since the roster was made, except for learning rates."""
-        raise NotImplementedError
 
     def _make_roster(self) -> Roster:
         groups, params, frozen = [], [], []
@@ -112,18 +107,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     f"rule {group['rule']!r} of a parameter group was set after the optimizer was made: make a new optimizer, "
                     "or give add_param_group other parameters with that rule"
                 )
-            settings = GroupSettings.of(group, self._rules[group["rule"]])
+            settings = GroupSettings(group, self._rules[group["rule"]])
             groups.append(settings)
             for name, p in zip(names_of(group), group["params"], strict=True):
                 if not p.requires_grad and p.grad is None and not self.state.get(p):
                     frozen.append(p)
                     continue
                 spread = self._sharding.spread_of(p, group)
-                params.append(ParamInfo(p, settings, name, _layout(p, settings.rule, spread), spread))
+                params.append(ParamInfo(p, settings, name, whole_layout(p, settings.rule, spread), spread))
         return Roster(groups, params, frozen)
 
 
-def _layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
+def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
     """Return the layout of the whole parameter."""
     if spread is None:
         return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())

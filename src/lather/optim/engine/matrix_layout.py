@@ -1,4 +1,4 @@
-"""Layouts: how a parameter of any shape becomes a batch of matrices of equal shape.
+"""Layouts: how a parameter of any shape becomes a batch of matrices of equal shape, and which tensors its optimizer state has.
 
     tensor      a parameter is one tensor
     per_expert  the leading dim of three or more is a batch of independent tensors (experts)
@@ -7,17 +7,54 @@
 
 Users choose among the first three; `elements` follows from the rule. There is always a batch dim, even if its size is 1.
 
+The keys of a parameter's state are flat: `step`, and the entries that the rule names (`Rule.state`). Statistics are at least fp32; moments
+and bases may be stored in bf16 to save memory, and each chunk of them is then converted to fp32 for the computation.
+
 Letters: B batch (experts, elements, or 1), n_i the size of inner dim i.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from lather.optim.rule import Matrix, Rule
+from lather.optim.rule import Entry, Matrix, Rule
+
+STEP_BYTES = torch.float32.itemsize
+
+NORM = "norm"
+"""Name of the entry that holds the Frobenius norm of a matrix at its first step (`keep_norm`)."""
+
+
+@dataclass(frozen=True)
+class KeptEntry:
+    """One tensor of the optimizer state of a matrix, as it is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    initial: float | None
+    """Initial value; None: the identity matrix."""
+    is_moment: bool
+
+    def allocate(self, batch: int, device: torch.device) -> Tensor:
+        """Return a stack (B, *shape) with the initial value."""
+        size = (batch, *self.shape)
+        if self.initial is not None:
+            return torch.full(size, self.initial, dtype=self.dtype, device=device)
+        return torch.eye(self.shape[-1], dtype=self.dtype, device=device).expand(size).clone()
+
+    def shape_in(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of this entry in `optimizer.state[p]`: moments have the shape of the parameter, or for `stacked` that of the
+        merged matrix, in whose eigenbases they are kept; all others lead with the number of experts for `per_expert`."""
+        if self.is_moment:
+            return layout.inner if layout.kind == "stacked" else layout.shape
+        return (layout.batch, *self.shape) if layout.kind == "per_expert" else self.shape
 
 
 @dataclass(frozen=True)
@@ -84,14 +121,46 @@ class Layout:
         return p
 
     @property
-    def moment_shape(self) -> tuple[int, ...]:
-        """Shape of moments: that of the parameter, or for `stacked` that of the merged matrix, in whose eigenbases they are kept."""
-        return self.inner if self.kind == "stacked" else self.shape
+    def has_experts(self) -> bool:
+        """Whether the tensors are experts with bases of their own; experts without gradient keep their statistics."""
+        return self.kind == "per_expert" and bool(self.dims)
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        """Leading dims of all other entries: the number of experts for `per_expert`, otherwise none."""
-        return (self.batch,) if self.kind == "per_expert" else ()
+    def keeps_norm(self) -> bool:
+        """Whether the update is the new weights, scaled to the norm that they had at the first step (`keep_norm`)."""
+        return self.rule.keep_norm and len(self.inner) > 1
+
+    @cached_property
+    def entries(self) -> dict[str, KeptEntry]:
+        """Entries of the state of the parameter by name, without `step`."""
+        own = {**self.rule.state(self.matrix), **({NORM: Entry(())} if self.keeps_norm else {})}
+        return {
+            name: KeptEntry(entry.shape, self.rule.dtypes[entry.kind], entry.initial, entry.kind == "moment" or self.kind == "elements")
+            for name, entry in own.items()
+        }
+
+    def state_bytes(self, num_ranks: int = 1) -> int:
+        """Return the bytes of state of the parameter, including the step counter; if `num_ranks` share its rows, those of the rank with
+        the most."""
+        total = STEP_BYTES
+        for entry in self.entries.values():
+            shape = entry.shape_in(self)
+            rows = -(-shape[0] // num_ranks) if shape else 1
+            total += rows * math.prod(shape[1:]) * entry.dtype.itemsize
+        return total
+
+    def check_state(self, state: Mapping[str, Any], what: str) -> None:
+        """Raise ValueError unless `state` has the entries and shapes that a parameter of this layout has."""
+        expected = {"step": (), **{key: entry.shape_in(self) for key, entry in self.entries.items()}}
+        found = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in state.items()}
+        if found.get("step") in ("int", "float"):  # torch's optimizers accept numbers, too
+            found["step"] = ()
+        if found != expected:
+            key = next(key for key in (*expected, *found) if expected.get(key) != found.get(key))
+            raise ValueError(
+                f"{what} has {key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}: "
+                "it belongs to another parameter or to other options; give the same parameters in the same order, with the same options"
+            )
 
 
 def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:

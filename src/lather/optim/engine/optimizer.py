@@ -10,30 +10,26 @@ refresh      refresh the bases that are due, for all other rules; with `async_re
 from __future__ import annotations
 
 import inspect
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING
+from itertools import zip_longest
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.engine.gradients import GradientNorms, are_zero, inspect_gradients, measure_gradients
-from lather.optim.engine.members import Member
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.plan import Chunk, MemberRun, StepPlan, runs_of
-from lather.optim.engine.refresh import DimRefresh, Stagger, due_rows, refresh
-from lather.optim.engine.roster import ParamInfo, Roster
+from lather.optim.engine.refresh import DimRefresh, due_rows, refresh
+from lather.optim.engine.roster import ParamInfo
 from lather.optim.engine.stateful import StatefulOptimizer
-from lather.optim.engine.streams import no_autocast, on_streams
+from lather.optim.engine.streams import matmul_precision, no_autocast, on_streams
 from lather.optim.options import Option, documentation_of, options_of, saveable
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.gathered import Gathered
-from lather.optim.sharded.placement import local
 from lather.optim.sharded.sharding import OwnerExchange
 from lather.torch_private import disable_dynamo
 
@@ -94,7 +90,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def __init__(self, params: ParamsT, rule: Rule) -> None:
         self._plan: StepPlan | None = None
-        self._stagger: tuple[Roster, Stagger] | None = None
         super().__init__(params, rule)
 
     # --- the step ---------------------------------------------------------------------------------------------------------------------
@@ -124,11 +119,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             with no_autocast() if is_autocast else nullcontext():
                 for one in plan.gathered:
                     self._step_replicated(one, plan.idle)
-                self._walk(plan.runs, plan.exchanges, plan.members)
+                self._walk(plan.runs, plan.exchanges)
         except BaseException:
             self._plan = None
             for exchange in plan.exchanges:
-                exchange.forget(plan.members)
+                exchange.forget()
             raise
         return loss
 
@@ -154,11 +149,8 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         gradients: such a step creates the state and is not counted.
         """
         if self._pending.waiting or self._pending.launched:
-            self._finish_refreshes()
-        if self._roster is None or not self._is_unchanged(self._roster):
-            self._current_roster()
-        roster = self._roster
-        assert roster is not None
+            self._pending.finish()
+        roster = self._current_roster()
         found = inspect_gradients(roster.params, self._sharding.group_of, norms)
         rates = [settings.lr for settings in roster.groups]
         if not self.state and not any(rates) and are_zero(roster.params, self._sharding.group_of):
@@ -178,23 +170,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             self._count("nonfinite_skipped", found.num_bad)
         return plan
 
-    def _is_unchanged(self, roster: Roster) -> bool:
-        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
-        if len(self.param_groups) != len(roster.groups):
-            return False
-        for group, known in zip(self.param_groups, roster.groups, strict=True):
-            if group is not known.group or list(map(id, group["params"])) != known.ids:
-                return False
-            if list(map(group.get, known.names)) != known.values:
-                return False
-        if _places(roster.params) != roster.places or (roster.frozen and _is_any_thawed(roster.frozen)):
-            return False
-        for known in roster.groups:
-            known.lr = float(known.group["lr"])
-            if not 0 <= known.lr < math.inf:
-                return False  # a new roster will raise
-        return True
-
     def _make_plan(self, usable: list[ParamInfo], key: tuple[object, ...]) -> StepPlan:
         """Make the plan, and the state of parameters that have none. An error is raised before anything changes."""
         steps = {id(one.param): int(state["step"]) if (state := self.state.get(one.param)) else 0 for one in usable}
@@ -206,72 +181,58 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         for settings in key[0].groups:  # type: ignore[attr-defined]
             settings.number = numbers.setdefault(settings.key(), len(numbers))
         alive = [one for one in usable if one.param.numel()]
-        exchanges = self._sharding.exchanges(alive)
-        exchange_of = {id(one.param): number for number, exchange in enumerate(exchanges) for one in exchange.params}
-        taking = {id(one.param): one for one in alive}
-        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking, steps, exchange_of)]
-        gathered = [one for one in alive if self._is_gathered(one.param)]
-        return StepPlan.of(usable, runs, exchanges, gathered, self._members() if exchanges else {}, self.state, key)
-
-    def _make_roster(self) -> Roster:
-        roster = super()._make_roster()
-        roster.places = _places(roster.params)
-        return roster
+        exchanges = self._sharding.exchanges(alive, self._members())
+        exchange_of = {id(one.param): exchange for exchange in exchanges for one in exchange.params}
+        taking = {key: (one, steps[key], exchange_of.get(key)) for one in alive for key in [id(one.param)]}
+        runs = [run for bucket in self._buckets for run in runs_of(bucket, taking)]
+        return StepPlan(usable, runs, exchanges, self.state, key)
 
     # --- the phases of the step -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange], members: Mapping[int, Member]) -> None:
-        statistics = [run for run in runs if run.has_statistics]
-        if statistics or any(exchange.has_statistics for exchange in exchanges):
+    def _walk(self, runs: list[MemberRun], exchanges: list[OwnerExchange]) -> None:
+        statistics, coming = [run for run in runs if run.info.has_statistics], [one for one in exchanges if one.has_statistics]
+        if statistics or coming:
             with record_function("lather.optim.statistics"):
-                coming = [exchange if exchange.has_statistics else None for exchange in exchanges]
-                self._work_through(statistics, coming, members, is_last=False)
+                self._work_through(statistics, coming, is_last=False)
         due = [run for run in runs if run.due is not NOBODY]
         if early := [run for run in due if run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(early)
         with record_function("lather.optim.update"):
-            self._work_through(runs, exchanges, members, is_last=True)
+            self._work_through(runs, exchanges, is_last=True)
         if late := [run for run in due if not run.rule.refreshes_first and not run.is_async]:
             self._refresh_bases(late)
         if deferred := [run for run in due if run.is_async]:
-            for precision, jobs in self._due(deferred):
-                self._pending.add(precision, jobs)
+            self._pending.add(self._due(deferred))
 
     def _step_replicated(self, one: ParamInfo, idle: dict[int, list[bool]]) -> None:
         """Run all phases for one parameter that every rank gathers and updates (`ownership="replicated"`)."""
         state = self.state[one.param]
         whole = Gathered(one, self._sharding, state)
-        step = int(state["step"])
-        runs = runs_of(whole.bucket, {id(one.param): one}, {id(one.param): step - 1}, {})
+        runs = runs_of(whole.bucket, {id(one.param): (one, int(state["step"]) - 1, None)})
         self._count_step(runs, idle)
-        self._walk(runs, [], {})
-        self._finish_refreshes()
+        self._walk(runs, [])
+        self._pending.finish()
         whole.keep(*one.rates())
 
-    def _work_through(
-        self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange | None], members: Mapping[int, Member], *, is_last: bool
-    ) -> None:
+    def _work_through(self, runs: list[MemberRun], exchanges: Sequence[OwnerExchange], *, is_last: bool) -> None:
         """Process the runs that need no exchange while the gradients of the first exchange arrive, then the runs of one exchange after the
         other, each while the gradients of the next one arrive."""
-        coming, leaving = deque(filter(None, exchanges)), deque[OwnerExchange]()
-        if coming:
-            coming[0].launch_in()
-        self._work_on([run for run in runs if run.exchange is None] if exchanges else runs, is_last=is_last)
-        for number, exchange in enumerate(exchanges):
-            if exchange is None:
-                continue
-            coming.popleft()
-            if coming:
-                coming[0].launch_in()
-            exchange.finish_in(members)
-            self._work_on([run for run in runs if run.exchange == number], is_last=is_last)
+        leaving: OwnerExchange | None = None
+        if exchanges:
+            exchanges[0].launch_in()
+        self._work_on([run for run in runs if run.exchange is None], is_last=is_last)
+        for exchange, following in zip_longest(exchanges, exchanges[1:]):
+            if following is not None:
+                following.launch_in()
+            exchange.finish_in()
+            self._work_on([run for run in runs if run.exchange is exchange], is_last=is_last)
             if is_last:
-                exchange.launch_out(members)
-                leaving.append(exchange)
-                if len(leaving) > 1:
-                    leaving.popleft().finish_out()
-        for exchange in leaving:
-            exchange.finish_out()
+                exchange.launch_out()
+                if leaving is not None:
+                    leaving.finish_out()
+                leaving = exchange
+        if leaving is not None:
+            leaving.finish_out()
 
     def _work_on(self, runs: list[MemberRun], *, is_last: bool) -> None:
         alike: dict[tuple[str, int], list[MemberRun]] = {}
@@ -289,9 +250,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
 
     def _refresh_bases(self, runs: list[MemberRun]) -> None:
         with record_function("lather.optim.refresh"):
-            for precision, jobs in self._due(runs):
-                with matmul_precision(precision):
-                    refresh(jobs, self._count)
+            refresh(self._due(runs), self._count)
 
     def state_bytes_of_owners(self) -> dict[tuple[int, ...], dict[int, int]]:
         """Return the bytes of optimizer state of all parameters that are spread over ranks: the ranks -> owner rank -> bytes (global
@@ -304,38 +263,19 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
         self._pending.deferred = True
         return self._pending
 
-    def _finish_refreshes(self) -> None:
-        self._pending.finish()
-
-    def _no_refreshes(self) -> PendingRefreshes:
-        return PendingRefreshes(self._count, matmul_precision)
-
-    def _due(self, runs: list[MemberRun]) -> Iterator[tuple[str, list[DimRefresh]]]:
-        """Yield the refreshes of this step, by their matmul precision."""
-        jobs: dict[str, list[DimRefresh]] = {}
+    def _due(self, runs: list[MemberRun]) -> list[DimRefresh]:
+        """Return the refreshes of this step."""
+        jobs = []
         for run in runs:
-            rows = due_rows(run, self._staggering, self._count)
-            rule = run.rule
-            assert isinstance(rule, RefreshingRule)
-            for dim in run.bucket.dims if len(rows) else ():
-                jobs.setdefault(rule.qr_fp32_matmul_prec, []).append(DimRefresh(run, dim, rows, rule.methods(run.due.first)))
-        yield from jobs.items()
-
-    def _staggering(self) -> Stagger:
-        """Return the position of each matrix in its interval."""
-        assert self._roster is not None
-        if self._stagger is None or self._stagger[0] is not self._roster:
-            costs = []
-            for one in self._roster.params:
-                if isinstance(one.settings.rule, RefreshingRule) and one.settings.rule.stagger_refresh:
-                    cost = one.rule.refresh_cost(one.layout.matrix) if isinstance(one.rule, RefreshingRule) else 0.0
-                    costs.append((id(one.param), one.layout.batch, cost))
-            self._stagger = (self._roster, Stagger.of(costs))
-        return self._stagger[1]
+            assert self._roster is not None
+            assert isinstance(run.rule, RefreshingRule)
+            if rows := due_rows(run, self._roster, self._count):
+                jobs += [DimRefresh(run, dim, rows, run.rule.methods(run.due.first)) for dim in run.bucket.dims]
+        return jobs
 
     def _reset_buckets(self) -> None:
         super()._reset_buckets()
-        self._plan, self._stagger = None, None
+        self._plan = None
 
     def _count_step(self, runs: list[MemberRun], idle: dict[int, list[bool]]) -> None:
         """Set t, the refreshes that are due and the idle experts of the runs for this step. An invalid interval raises before that."""
@@ -348,33 +288,3 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=_Documented):
             if idle and run.bucket.has_experts:
                 marks = [idle[id(member.param)][number] for member in run.members for number in member.numbers]
                 run.idle = marks if any(marks) else []
-
-
-def _is_any_thawed(params: Sequence[Tensor]) -> bool:
-    return any(p.requires_grad or p.grad is not None for p in params)
-
-
-def _places(params: Sequence[ParamInfo]) -> list[Any]:
-    """Return the memory addresses and the strides of the parameters."""
-    places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in params]
-    return places + [one.param.stride() for one in params]
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
-
-    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
-    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
-    to fp32, no word contradicts them.
-    """
-    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = gpu.fp32_precision, cpu.fp32_precision
-    gpu.fp32_precision = cpu.fp32_precision = "ieee"
-    word = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(word)
-        gpu.fp32_precision, cpu.fp32_precision = before

@@ -11,9 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,12 +32,11 @@ FIRST_RATE = 1e10
 class PendingRefreshes:
     """The refreshes of one optimizer that are not finished yet, in order."""
 
-    def __init__(self, count: Count, under_precision: Callable[[str], AbstractContextManager[None]]) -> None:
-        """`under_precision`: context manager that sets the fp32 matmul precision of a rule."""
-        self._count, self._under_precision, self._streams = count, under_precision, SideStreams()
-        self.waiting: deque[tuple[str, DimRefresh]] = deque()
-        """Pieces that have not been started, each with its matmul precision."""
-        self.launched: list[tuple[str, Launched]] = []
+    def __init__(self, count: Count) -> None:
+        self._count, self._streams = count, SideStreams()
+        self.waiting: deque[DimRefresh] = deque()
+        """Pieces that have not been started."""
+        self.launched: Launched = []
         """Refreshes that have been launched: a GPU may still work on them; a CPU has done them, but failures have not been handled."""
         self._last: Any = None
         """Event at the end of the last piece, on a GPU."""
@@ -51,12 +48,12 @@ class PendingRefreshes:
         """Number of pieces that have not been started."""
         return len(self.waiting)
 
-    def add(self, precision: str, jobs: Iterable[DimRefresh]) -> None:
-        """Add refreshes that are to be done in this fp32 matmul precision."""
+    def add(self, jobs: list[DimRefresh]) -> None:
+        """Add refreshes to be done."""
         if self.deferred:
-            self.waiting.extend((precision, piece) for job in jobs for piece in _pieces(job))
-        else:
-            self._launch(precision, list(jobs))
+            self.waiting.extend(piece for job in jobs for piece in _pieces(job))
+        elif jobs:
+            self._launch(jobs)
 
     @property
     def is_busy(self) -> bool:
@@ -65,13 +62,13 @@ class PendingRefreshes:
 
     def next_seconds(self) -> float:
         """Estimate how long the next piece will take on a CPU, from the speed of the last one."""
-        return _flops(self.waiting[0][1]) / self._rate
+        return _flops(self.waiting[0]) / self._rate
 
     def work(self) -> None:
         """Do the next piece, or launch it on the GPU; there must be one."""
-        precision, piece = self.waiting.popleft()
+        piece = self.waiting.popleft()
         start = time.perf_counter()
-        self._launch(precision, [piece])
+        self._launch([piece])
         self._rate = _flops(piece) / (time.perf_counter() - start)
 
     def finish(self) -> None:
@@ -81,12 +78,8 @@ class PendingRefreshes:
         if self.launched:
             join(self._streams)
         launched, self.launched, self._last = self.launched, [], None
-        by_precision: dict[str, Launched] = {}
-        for precision, batches in launched:
-            by_precision.setdefault(precision, []).extend(batches)
-        for precision, batches in by_precision.items():
-            with torch.no_grad(), self._under_precision(precision), no_autocast():
-                finish(batches, self._count)
+        with torch.no_grad(), no_autocast():
+            finish(launched, self._count)
 
     def forget(self) -> None:
         """Drop all refreshes, because the state has been replaced."""
@@ -94,14 +87,11 @@ class PendingRefreshes:
         self.waiting.clear()
         self.launched, self._last = [], None
 
-    def _launch(self, precision: str, jobs: list[DimRefresh]) -> None:
+    def _launch(self, jobs: list[DimRefresh]) -> None:
         changed = [stack for job in jobs for stack in job.run.bucket.stacks.values()]
         device = jobs[0].run.bucket.device
-        arithmetic = torch.no_grad(), no_autocast(), self._under_precision(precision)
-        with record_function("lather.optim.launch_refresh"), ExitStack() as stack:
-            for setting in (*arithmetic, beside(self._streams, changed, device)):
-                stack.enter_context(setting)
-            self.launched.append((precision, launch(jobs, self._count)))
+        with record_function("lather.optim.launch_refresh"), torch.no_grad(), no_autocast(), beside(self._streams, changed, device):
+            self.launched += launch(jobs, self._count)
             if is_gpu(device):
                 self._last = gpu_module(device).current_stream().record_event()
 
@@ -110,10 +100,7 @@ def _pieces(job: DimRefresh) -> Iterator[DimRefresh]:
     """Yield the batches of a job; on a CPU, divided into pieces that each take a short time."""
     for batch in job.batches():
         count = len(batch.rows)
-        if not is_gpu(batch.run.bucket.device):
-            count = max(1, int(CPU_PIECE_FLOPS * count / _flops(batch)))
-        for first in range(0, len(batch.rows), count):
-            yield replace(batch, rows=batch.rows[first : first + count])
+        yield from batch.divided(count if is_gpu(batch.run.bucket.device) else max(1, int(CPU_PIECE_FLOPS * count / _flops(batch))))
 
 
 def _flops(batch: DimRefresh) -> float:

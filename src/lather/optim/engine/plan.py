@@ -15,19 +15,18 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lather.device import is_cpu, is_gpu, to_device
-from lather.optim.engine.buckets import Bucket
-from lather.optim.engine.members import Member
+from lather.optim.engine.buckets import Bucket, Member
+from lather.optim.engine.matrix_layout import NORM
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import NORM, compute_dtype
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
-from lather.optim.rule import NOBODY, Due, RefreshingRule, State, column
+from lather.optim.rule import NOBODY, Due, RefreshingRule, Rule, State, column
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 if TYPE_CHECKING:
@@ -49,12 +48,11 @@ def cpu_count(count: int) -> int:
 class MemberRun:
     """Adjacent members of a bucket, from number `first` on, that take a step with the same t and the same options."""
 
-    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: int | None) -> None:
-        """`step`: t of the previous step; `exchange`: number of the exchange to which the members belong, if any."""
-        self.bucket, self.infos, self.step, self.exchange = bucket, list(infos), step, exchange
+    def __init__(self, bucket: Bucket, first: int, infos: Sequence[ParamInfo], step: int, exchange: OwnerExchange | None) -> None:
+        """`step`: t of the previous step; `exchange`: the exchange to which the members belong, if any."""
+        self.bucket, self.info, self.step, self.exchange = bucket, infos[0], step, exchange
         self.members = bucket.members[first : first + len(infos)]
-        self.rule, self.settings = infos[0].rule, infos[0].settings
-        self.keeps_norm, self.needs_weights, self.has_statistics = infos[0].keeps_norm, infos[0].needs_weights, infos[0].has_statistics
+        self.rule, self.settings = self.info.rule, self.info.settings
         self.rows = range(bucket.first_row[first], bucket.first_row[first + len(infos)])
         self.is_async = isinstance(self.rule, RefreshingRule) and self.rule.async_refresh
         auto = "high" if is_gpu(bucket.device) else "highest"
@@ -79,7 +77,7 @@ class MemberRun:
     def _chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of chunks whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.bucket, self.rule
-        dtype, numel = compute_dtype(rule), math.prod(bucket.inner)
+        dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
         copied = sum(stack[0].numel() for stack in bucket.stacks.values() if bucket.has_experts or stack.dtype != dtype)
         block_row = max((bucket.inner[dim] ** 2 // SYMMETRIC_BLOCKS for dim in bucket.dims), default=0)
         per_matrix = dtype.itemsize * (TEMPORARIES * numel + copied + block_row)
@@ -93,7 +91,7 @@ class MemberRun:
 
     def take_rates(self) -> None:
         """Read lr and decay of W = (1 - decay) W - lr U from the group."""
-        self.lr, self.rates = self.settings.lr, self.infos[0].rates()
+        self.lr, self.rates = self.settings.lr, self.info.rates()
 
     def take_whole(self) -> bool:
         """Take the step of a `flat` run with the rule's kernel (`Rule.step_whole`); return False if the rule has none for it."""
@@ -109,7 +107,7 @@ class Chunk:
 
     def __init__(self, run: MemberRun, first: int, start: int, stop: int) -> None:
         """`first`: number of the run's first member in the bucket."""
-        self.run, self.start, self.stop, self.dtype = run, start, stop, compute_dtype(run.rule)
+        self.run, self.start, self.stop, self.dtype = run, start, stop, run.rule.compute_dtype
         self._stacks = {name: stack[start:stop] for name, stack in run.bucket.stacks.items()}
         self._is_wide = all(stack.dtype == self.dtype for stack in self._stacks.values())
         self._pieces: list[tuple[Member, int, int]] = []
@@ -120,7 +118,7 @@ class Chunk:
             self._pieces.append((members[i], low - first_row[i], high - first_row[i]))
             i += 1
         self._lengths = [high - low for _, low, high in self._pieces]
-        is_whole = all(length == member.layout.batch for length, (member, _, _) in zip(self._lengths, self._pieces, strict=True))
+        is_whole = all(high - low == member.layout.batch for member, low, high in self._pieces)
         self._params: list[Tensor] | None = None
         """Parameters whose concatenated gradients and weights are the batch; None: the batch is gathered from parts of parameters."""
         if is_whole and run.params is not None and run.bucket.kind in ("tensor", "per_expert"):
@@ -131,34 +129,25 @@ class Chunk:
         """Return views of the batch (B, ...) in the shapes of its parameters, for a chunk of whole parameters."""
         return list(batch.unbind() if self.run.bucket.kind == "tensor" else batch.split(self._lengths))
 
-    def _batch(self, parts: list[Tensor]) -> Tensor:
-        """Join tensors of whole parameters to one contiguous batch in the dtype of computation; a view if possible."""
-        if len(parts) == 1:
-            return (parts[0] if self.run.bucket.kind == "per_expert" else parts[0].unsqueeze(0)).to(self.dtype).contiguous()
-        out = parts[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
-        foreach_copy_(self._as_parameters(out), parts)
-        return out
-
-    def _gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Join parts of parameters, in any layout, to one contiguous batch in the dtype of computation."""
-        batches = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
-        if len(batches) == 1:
-            return batches[0].to(self.dtype).contiguous()
-        out = batches[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
-        foreach_copy_(list(out.split(self._lengths)), batches)
+    def _gather(self, tensors: list[Tensor]) -> Tensor:
+        """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of computation; a view if possible."""
+        if self._params is None or len(tensors) == 1:
+            tensors = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
+        if len(tensors) == 1:
+            return tensors[0].to(self.dtype).contiguous()
+        out = tensors[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
+        foreach_copy_(list(out.split(self._lengths)) if self._params is None else self._as_parameters(out), tensors)
         return out
 
     def gradients(self) -> Tensor:
         """Return the gradients (B, n_0, n_1, ...), negated for `maximize`; nobody may change them in place."""
-        if self._params is not None:
-            g = self._batch([p.grad for p in self._params])  # type: ignore[misc]
-        else:
-            g = self._gather([member.grad() for member, _, _ in self._pieces])
+        grads: Any = [member.grad() for member, _, _ in self._pieces] if self._params is None else [p.grad for p in self._params]
+        g = self._gather(grads)
         return -g if self.run.rule.maximize else g
 
     def weights(self) -> Tensor:
         """Return the weights as a batch, for reading."""
-        return self._gather([member.weight() for member, _, _ in self._pieces])
+        return self._gather([member.weight() for member, _, _ in self._pieces] if self._params is None else self._weights)
 
     def state(self) -> State:
         """Return the state of these rows in the dtype of computation; call `store` after changing it."""
@@ -186,10 +175,10 @@ class Chunk:
     def take_update(self) -> None:
         """Run the rule's `update` phase and change the weights."""
         run, state = self.run, self.state()
-        if run.needs_weights:
+        if run.info.needs_weights:
             state.weights = self.weights()
         u = run.rule.update(self.gradients(), state, run.step)
-        if run.keeps_norm:
+        if run.info.layout.keeps_norm:
             u = self._with_kept_norm(u, state)
         self._apply(u)
         self.store(state)
@@ -248,92 +237,71 @@ def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
-@dataclass
 class StepPlan:
     """Everything that a step does; it is used for as long as steps do the same."""
 
-    params: list[Tensor]
-    """Parameters that take the step."""
-    runs: list[MemberRun]
-    exchanges: list[OwnerExchange]
-    gathered: list[ParamInfo]
-    """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
-    members: Mapping[int, Member]
-    """id of a parameter -> its member, if it takes part in an exchange."""
-    intervals: list[tuple[RefreshingRule, int]]
-    """Rules whose interval is a function, with t of the step before this plan: all ranks call it, even those that refresh nothing."""
-    key: tuple[object, ...]
-    """Everything on which the plan depends: a step with another key needs another plan."""
-    entries: list[Tensor]
-    """All tensors of the state of `params`, one parameter after the other."""
-    counts: list[Tensor]
-    """The step counts among these tensors."""
-    steps: Tensor
-    """Values of the step counts."""
-    num_steps: int = 0
-    """Number of steps that this plan has taken."""
-    idle: dict[int, list[bool]] = field(default_factory=dict)
-    """id of a parameter with experts -> for each expert, whether it got no token in this step."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         params: Sequence[ParamInfo],
         runs: list[MemberRun],
         exchanges: list[OwnerExchange],
-        gathered: list[ParamInfo],
-        members: Mapping[int, Member],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         key: tuple[object, ...],
-    ) -> StepPlan:
-        """Make the plan for parameters whose state has been created."""
-        tensors = [one.param for one in params]
-        counts = [state[p]["step"] for p in tensors]
-        entries = [x for p in tensors for x in state[p].values()]
-        steps = torch.stack(counts) if counts else torch.zeros(0)
+    ) -> None:
+        """Make the plan for parameters whose state has been created.
+
+        Args:
+            params: parameters that take the step.
+            key: everything on which the plan depends: a step with another key needs another plan.
+        """
+        self.runs, self.exchanges, self.key = runs, exchanges, key
+        self.gathered = [one for one in params if one.is_gathered and one.param.numel()]
+        """Parameters that every rank gathers and updates (`ownership="replicated"`)."""
         spread = {(id(one.settings), int(state[one.param]["step"])): one.rule for one in params if one.spread is not None}
-        intervals = [
+        self.intervals = [
             (rule, t) for (_, t), rule in spread.items() if isinstance(rule, RefreshingRule) and callable(rule.precondition_frequency)
         ]
-        return cls(tensors, runs, exchanges, gathered, members, intervals, key, entries, counts, steps)
+        """Rules whose interval is a function, with t of the step before this plan: all ranks call it, even those that refresh nothing."""
+        self._params = [one.param for one in params]
+        self._entries = [x for p in self._params for x in state[p].values()]
+        self._counts = [state[p]["step"] for p in self._params]
+        self._steps = torch.stack(self._counts) if params else torch.zeros(0)
+        """Values of the step counts."""
+        self.num_steps = 0
+        """Number of steps that this plan has taken."""
+        self.idle: dict[int, list[bool]] = {}
+        """id of a parameter with experts -> for each expert, whether it got no token in this step."""
 
     def holds(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> bool:
         """Whether the state still has the tensors for which the plan was made, with the step counts of the plan's last step."""
         found: list[Tensor] = []
-        for p in self.params:
+        for p in self._params:
             found += state.get(p, {}).values()
-        same = len(found) == len(self.entries) and all(map(operator.is_, found, self.entries))
-        return same and (not self.counts or torch.equal(torch.stack(self.counts), self.steps))
+        same = len(found) == len(self._entries) and all(map(operator.is_, found, self._entries))
+        return same and (not self._counts or torch.equal(torch.stack(self._counts), self._steps))
 
     def count_step(self) -> None:
         """Add one to the step counts of all parameters."""
         self.num_steps += 1
-        if self.counts:
-            foreach_add_(self.counts, 1)
-            self.steps += 1
+        if self._counts:
+            foreach_add_(self._counts, 1)
+            self._steps += 1
 
 
-def runs_of(bucket: Bucket, taking: Mapping[int, ParamInfo], steps: Mapping[int, int], exchange_of: Mapping[int, int]) -> list[MemberRun]:
-    """Divide the members of a bucket that take the step into runs.
+def runs_of(bucket: Bucket, taking: Mapping[int, tuple[ParamInfo, int, OwnerExchange | None]]) -> list[MemberRun]:
+    """Divide the members of a bucket that take the step into runs. `taking`: id of a parameter that takes the step -> its info, t of the
+    previous step, and its exchange if it has one."""
 
-    Args:
-        taking: id of a parameter -> its info, for parameters that take the step.
-        steps: id of a parameter -> t of the previous step.
-        exchange_of: id of a parameter -> number of its exchange, if it has one.
-    """
-    runs: list[MemberRun] = []
-    some: list[ParamInfo] = []
-    last_key: object = None
-    for i, member in enumerate([*bucket.members, None]):
-        key = None
-        info = None if member is None else taking.get(id(member.param))
-        if info is not None:
-            key = (steps[id(info.param)], exchange_of.get(id(info.param)), info.settings.number)
-        if some and (key != last_key or (info is not None and info.rule != some[-1].rule)):
-            first = some[0].param
-            runs.append(MemberRun(bucket, i - len(some), some, steps[id(first)], exchange_of.get(id(first))))
-            some = []
-        if info is not None:
-            some.append(info)
-        last_key = key
+    def options(key: int) -> tuple[int, OwnerExchange | None, int, Rule] | None:
+        if key not in taking:
+            return None
+        info, step, exchange = taking[key]
+        return step, exchange, info.settings.number, info.rule
+
+    runs, first = list[MemberRun](), 0
+    for same, adjacent in groupby((id(member.param) for member in bucket.members), options):
+        keys = list(adjacent)
+        if same is not None:
+            runs.append(MemberRun(bucket, first, [taking[key][0] for key in keys], *same[:2]))
+        first += len(keys)
     return runs

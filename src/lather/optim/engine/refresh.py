@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch import Tensor
 from lather.device import is_cpu
 from lather.optim.engine.gradients import read_together
 from lather.optim.engine.plan import MemberRun, cpu_count, index_on
-from lather.optim.engine.state import compute_dtype
+from lather.optim.engine.roster import Roster
+from lather.optim.engine.streams import matmul_precision
 from lather.optim.rule import RefreshingRule, State
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,14 @@ class DimRefresh:
         """Yield the same work in batches whose temporary memory is at most `bucket_bytes`, but which have at least one matrix."""
         bucket, rule = self.run.bucket, self.rule
         numel = FACTOR_TEMPORARIES * bucket.inner[self.dim] ** 2 + 4 * math.prod(bucket.inner)
-        per_matrix = numel * compute_dtype(rule).itemsize
+        per_matrix = numel * rule.compute_dtype.itemsize
         count = (rule.bucket_bytes or bucket.temporary_bytes) // per_matrix
         if is_cpu(bucket.device):
             count = min(count, cpu_count(CPU_REFRESH_BYTES // per_matrix))
-        count = max(1, count) if rule.batched else 1
+        return self.divided(max(1, count) if rule.batched else 1)
+
+    def divided(self, count: int) -> Iterator[DimRefresh]:
+        """Yield the same work in batches of at most `count` rows."""
         for i in range(0, len(self.rows), count):
             yield replace(self, rows=self.rows[i : i + count])
 
@@ -70,7 +73,7 @@ class _StackRows(State):
 
     def __init__(self, job: DimRefresh) -> None:
         super().__init__()
-        self._all, self._dtype, self._given = job.run.bucket.stacks, compute_dtype(job.rule), dict[str, Tensor]()
+        self._all, self._dtype, self._given = job.run.bucket.stacks, job.rule.compute_dtype, dict[str, Tensor]()
         first, last = job.rows[0], job.rows[-1] + 1
         is_range = last - first == len(job.rows)
         self._index: Any = slice(first, last) if is_range else index_on(job.rows, job.run.bucket.device)
@@ -134,9 +137,10 @@ def _refreshed(batches: Iterable[DimRefresh]) -> Launched:
 
 
 def _ask(method: Callable[..., Tensor | None], batch: DimRefresh, *more: object) -> Tensor | None:
-    """Call a method of the rule with the state of a batch, which it may change."""
+    """Call a method of the rule, in its fp32 matmul precision, with the state of a batch, which it may change."""
     rows = _StackRows(batch)
-    answer = method(rows, batch.dim, *more)
+    with matmul_precision(batch.rule.qr_fp32_matmul_prec):
+        answer = method(rows, batch.dim, *more)
     rows.put_back()
     return answer
 
@@ -155,47 +159,19 @@ def _num_rows(batches: Iterable[DimRefresh]) -> int:
     return sum(len(batch.rows) for batch in batches)
 
 
-@dataclass(frozen=True)
-class Stagger:
-    """Position of every matrix in an interval, such that refreshes cost about the same at every step.
-
-    The matrices of all groups with `stagger_refresh` are lined up in order, each as long as its refresh costs. A matrix that begins at a
-    fraction x of the line is refreshed floor(x f) steps before the end of an interval of f steps.
-    """
-
-    places: Mapping[int, tuple[float, float]]
-    """id of a parameter -> the fraction at which its first matrix begins, and the length of each of its matrices."""
-
-    @staticmethod
-    def of(costs: Sequence[tuple[int, int, float]]) -> Stagger:
-        """Make the line from (id of the parameter, number of its matrices, cost of each)."""
-        total = sum(batch * cost for _, batch, cost in costs) or 1.0
-        begins = accumulate((batch * cost / total for _, batch, cost in costs), initial=0.0)
-        return Stagger({key: (begin, cost / total) for begin, (key, _, cost) in zip(begins, costs, strict=False)})
-
-    def shift(self, key: int, matrix: int, interval: int) -> int:
-        """Return how many steps before the end of an interval matrix number `matrix` of the parameter is refreshed: 0 to interval - 1."""
-        first, width = self.places[key]
-        return min(interval - 1, int((first + matrix * width) * interval + 1e-9))
-
-
-def due_rows(run: MemberRun, stagger: Callable[[], Stagger], count: Count) -> Sequence[int]:
+def due_rows(run: MemberRun, roster: Roster, count: Count) -> Sequence[int]:
     """Return the rows of the bucket whose bases are due in this step. Idle experts are left out, except for the first bases."""
-    due, rows = run.due, run.rows
-    if not run.bucket.dims or due.who == "nobody":
+    due, found = run.due, list(run.rows)
+    if due.who == "nobody":
         return []
-    if due.first and due.who == "everybody":
-        return rows
-    found: Sequence[int] = rows
     assert isinstance(run.rule, RefreshingRule)
     if due.who == "interval" and run.rule.stagger_refresh:
-        line = stagger()
-        shifts = [line.shift(id(member.param), number, due.every) for member in run.members for number in member.numbers]
-        found = [row for row, shift in zip(rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
+        shifts = [roster.shift(member.param, number, due.every) for member in run.members for number in member.numbers]
+        found = [row for row, shift in zip(run.rows, shifts, strict=True) if (run.step + shift) % due.every == 0]
     elif due.who == "interval" and run.step % due.every:
         found = []
     if run.idle and not due.first:
-        awake = [row for row in found if not run.idle[row - rows.start]]
+        awake = [row for row in found if not run.idle[row - run.rows.start]]
         count("refreshes_skipped", len(run.bucket.dims) * (len(found) - len(awake)))
         found = awake
     return found

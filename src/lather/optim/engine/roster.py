@@ -7,8 +7,11 @@ users may change them between steps; a roster is valid for as long as nothing bu
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ from torch import Tensor
 
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
-from lather.optim.rule import Rule
-from lather.optim.sharded.placement import Spread
+from lather.optim.rule import RefreshingRule, Rule
+from lather.optim.sharded.placement import Spread, local
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
@@ -47,29 +50,25 @@ LIKENESS = 0.8
 """Least similarity to an option at which an unknown key is taken for a misspelt option."""
 
 
-@dataclass(eq=False)
 class GroupSettings:
     """The settings of a parameter group at the time when the roster was made."""
 
-    group: dict[str, Any]
-    rule: Rule
-    names: tuple[str, ...]
-    """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all options but the learning rate."""
-    values: list[Any]
-    ids: list[int]
-    """ids of the group's parameters."""
-    lr: float
-    """Learning rate in this step."""
-    number: int = 0
-    """Number of the settings; groups whose parameters may form one run in this step have the same number."""
-
-    @classmethod
-    def of(cls, group: dict[str, Any], rule: type[Rule]) -> GroupSettings:
+    def __init__(self, group: dict[str, Any], rule: type[Rule]) -> None:
         """Read the settings of a group. Raises ValueError for an option out of range."""
         options = options_of(rule)
-        made = rule(**{name: group[name] for name in options})
-        names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
-        return cls(group, made, names, list(map(group.get, names)), list(map(id, group["params"])), float(group["lr"]))
+        self.group, self.rule = group, rule(**{name: group[name] for name in options})
+        self.names = ("rule", "partition_dim", *(name for name in options if name != "lr"))
+        """Names of the values that are compared to detect a change: `rule`, `partition_dim` and all options but the learning rate."""
+        self.values, self.ids = list(map(group.get, self.names)), list(map(id, group["params"]))
+        self.lr = float(group["lr"])
+        """Learning rate in this step."""
+        self.number = 0
+        """Number of the settings; groups whose parameters may form one run in this step have the same number."""
+
+    def is_current(self) -> bool:
+        """Whether nothing but the learning rate has changed since."""
+        is_same = list(map(id, self.group["params"])) == self.ids
+        return is_same and list(map(self.group.get, self.names)) == self.values
 
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
@@ -88,53 +87,83 @@ class ParamInfo:
     """Layout of the whole parameter."""
     spread: Spread | None
     """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over ranks."""
-    has_experts: bool = field(init=False)
-    """Whether the matrices are experts with bases of their own; experts without gradient keep their statistics."""
-    num_norms: int = field(init=False)
-    """Number of norms of the gradient that are measured: one for each expert, one, or none."""
-    wide: torch.dtype = field(init=False)
-    """dtype in which the norms are computed."""
-
-    def __post_init__(self) -> None:
-        self.has_experts = self.layout.kind == "per_expert" and bool(self.layout.dims)
-        is_measured = self.has_experts or self.settings.rule.nonfinite != "ignore"
-        self.num_norms = (self.layout.batch if self.has_experts else 1) if is_measured else 0
-        self.wide = torch.promote_types(self.param.dtype, torch.float32)
 
     @property
     def rule(self) -> Rule:
         return self.layout.rule
 
     @property
-    def keeps_norm(self) -> bool:
-        """Whether the update is the new weights, scaled to the norm that they had at the first step (`keep_norm`)."""
-        return self.layout.rule.keep_norm and len(self.layout.inner) > 1
+    def num_norms(self) -> int:
+        """Number of norms of the gradient that are measured: one for each expert, one, or none."""
+        return self.layout.batch if self.layout.has_experts else int(self.settings.rule.nonfinite != "ignore")
+
+    @property
+    def wide(self) -> torch.dtype:
+        """dtype in which the norms are computed."""
+        return torch.promote_types(self.param.dtype, torch.float32)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
+        return self.spread is not None and self.layout.kind != "elements" and self.rule.ownership == "replicated"
 
     @property
     def needs_weights(self) -> bool:
         """Whether the update depends on the weights."""
-        return self.layout.rule.couples_decay or self.keeps_norm
+        return self.rule.couples_decay or self.layout.keeps_norm
 
     @property
     def has_statistics(self) -> bool:
         """Whether the rule defines `statistics` for this parameter."""
-        return bool(self.layout.dims) and type(self.layout.rule).statistics is not Rule.statistics
+        return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
 
     def rates(self) -> tuple[float, float]:
-        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U is the new weights (`keeps_norm`)."""
-        return (-1.0, 1.0) if self.keeps_norm else (self.settings.lr, self.layout.rule.decay(self.settings.lr))
+        """Return (lr, decay) of W = (1 - decay) W - lr U in this step; (-1, 1), that is W = U, if U is the new weights (`keep_norm`)."""
+        return (-1.0, 1.0) if self.layout.keeps_norm else (self.settings.lr, self.rule.decay(self.settings.lr))
 
 
-@dataclass(eq=False)
 class Roster:
     """All parameters, group by group."""
 
-    groups: list[GroupSettings]
-    params: list[ParamInfo]
-    frozen: list[Tensor]
-    """Parameters that require no gradient and have no state; `params` does not contain them."""
-    places: list[Any] = field(default_factory=list)
-    """Memory addresses and strides of `params`."""
+    def __init__(self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]) -> None:
+        """`frozen`: parameters that require no gradient and have no state; `params` does not contain them."""
+        self.groups, self.params, self._frozen = groups, params, frozen
+        self._found = self._places()
+
+    def _places(self) -> list[Any]:
+        """Return the memory addresses and the strides of the parameters."""
+        places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in self.params]
+        return places + [one.param.stride() for one in self.params]
+
+    def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
+        if list(map(id, param_groups)) != [id(known.group) for known in self.groups]:
+            return False
+        if not all(known.is_current() for known in self.groups) or self._places() != self._found:
+            return False
+        if any(p.requires_grad or p.grad is not None for p in self._frozen):
+            return False
+        for known in self.groups:
+            known.lr = float(known.group["lr"])
+        return all(0 <= known.lr < math.inf for known in self.groups)  # otherwise a new roster will raise
+
+    @cached_property
+    def _line(self) -> dict[int, tuple[float, float]]:
+        """The matrices with `stagger_refresh`, lined up in order, each as long as its refresh costs: id of a parameter -> the fraction of
+        the line at which its first matrix begins, and the length of each of its matrices."""
+        rules = [(one, one.rule) for one in self.params]
+        costs = [
+            (one, rule.refresh_cost(one.layout.matrix)) for one, rule in rules if isinstance(rule, RefreshingRule) and rule.stagger_refresh
+        ]
+        total = sum(one.layout.batch * cost for one, cost in costs) or 1.0
+        begins = accumulate((one.layout.batch * cost / total for one, cost in costs), initial=0.0)
+        return {id(one.param): (begin, cost / total) for begin, (one, cost) in zip(begins, costs, strict=False)}
+
+    def shift(self, param: Tensor, number: int, interval: int) -> int:
+        """Return how many steps before the end of an interval matrix `number` of a parameter with `stagger_refresh` is refreshed, so that
+        refreshes cost about the same at every step: floor(x f) for a matrix that begins at the fraction x of the line, and f steps."""
+        first, width = self._line[id(param)]
+        return min(interval - 1, int((first + number * width) * interval + 1e-9))
 
 
 def group_options(given: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:

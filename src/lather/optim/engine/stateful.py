@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lather.optim.engine.buckets import Bucket, make_buckets
-from lather.optim.engine.grouped import GroupedOptimizer
-from lather.optim.engine.matrix_layout import Layout, layout_of
-from lather.optim.engine.members import Member, member_of
+from lather.optim.engine.buckets import Bucket, Member, make_buckets, member_of
+from lather.optim.engine.grouped import GroupedOptimizer, whole_layout
+from lather.optim.engine.matrix_layout import Layout
 from lather.optim.engine.pending import PendingRefreshes
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import check_state, kept_entries
 from lather.optim.engine.streams import SideStreams
 from lather.optim.options import dtype_option, options_of, saveable
 from lather.optim.rule import Rule
@@ -39,7 +36,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self._buckets: list[Bucket] = []
         self._streams = SideStreams()
         self._counts: dict[str, int] = {}
-        self._pending = self._no_refreshes()
+        self._pending = PendingRefreshes(self._count)
         super().__init__(params, rule)
 
     @torch.no_grad()
@@ -60,9 +57,9 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _without_member(self, one: ParamInfo) -> dict[str, Tensor]:
         """Return the entries of a parameter without member on this rank: rows under `ownership="replicated"`, otherwise empty tensors."""
-        if self._is_gathered(one.param):
+        if one.is_gathered:
             return initial_rows(one)
-        return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in kept_entries(one.layout).items()}
+        return {name: torch.empty(0, dtype=entry.dtype, device=one.param.device) for name, entry in one.layout.entries.items()}
 
     def _members(self) -> dict[int, Member]:
         """Return the members of all buckets by the id of their parameter."""
@@ -72,73 +69,56 @@ class StatefulOptimizer(GroupedOptimizer):
         """Make new buckets if some state is not a view of a bucket (it was loaded, unpickled, replaced or deleted), or if an option on
         which layouts depend has changed. Raises ValueError for state that does not fit, before anything changes.
         """
-        roster = self._current_roster()
-        for one in roster.params:
-            if self._is_gathered(one.param) and self.state.get(one.param):
-                for name, entry in kept_entries(one.layout).items():
-                    self.state[one.param][name] = self.state[one.param][name].to(entry.dtype)
-        _make_steps_tensors([self.state.get(one.param, {}) for one in roster.params])
-        kept = [one for one in roster.params if self.state.get(one.param) and self._owns(one.param)]
-        members = [member for one in kept if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
+        known = [(one, self.state[one.param]) for one in self._current_roster().params if self.state.get(one.param)]
+        for one, state in known:
+            if one.is_gathered:
+                state.update({name: state[name].to(entry.dtype) for name, entry in one.layout.entries.items()})
+            if not isinstance(state.get("step", torch.zeros(())), Tensor):
+                state["step"] = _step_of(state)
+        members = [member for one, _ in known if (member := member_of(one, self._sharding.share_of(one.param))) is not None]
         wanted = {id(member.param): member for member in members}
         current = [
             (new := wanted.get(id(member.param))) is not None
             and new.layout == member.layout
-            and kept_entries(new.layout) == bucket.entries
+            and new.layout.entries == bucket.entries
             and type(new.layout.rule) is type(member.layout.rule)
             and bucket.holds(number, self.state[member.param])
             for bucket in self._buckets
             for number, member in enumerate(bucket.members)
         ]
-        if all(current) and len(current) == len(kept):
+        if all(current) and len(current) == len(members):
             return
         for member in members:
-            check_state(self.state[member.param], member.layout, f"the state of a parameter of shape {member.layout.shape}")
-        self._buckets = make_buckets(members, apart={id(one.param): int(self.state[one.param]["step"]) for one in kept})
+            member.layout.check_state(self.state[member.param], f"the state of a parameter of shape {member.layout.shape}")
+        self._buckets = make_buckets(members, apart={id(member.param): int(self.state[member.param]["step"]) for member in members})
         for bucket in self._buckets:
             for member, views in zip(bucket.members, bucket.views, strict=True):
                 for name, view in views.items():
                     view.copy_(self.state[member.param][name])
                     self.state[member.param][name] = view
 
-    def _no_refreshes(self) -> PendingRefreshes:
-        """Create the object that holds pending refreshes."""
-        raise NotImplementedError
-
-    def _finish_refreshes(self) -> None:
-        """Finish pending refreshes (`async_refresh`), before anything reads or changes the state."""
-        raise NotImplementedError
-
-    def _owns(self, p: Tensor) -> bool:
-        share = self._sharding.share_of(p)
-        return share is None or bool(share.own)
-
-    def _is_gathered(self, p: Tensor) -> bool:
-        share = self._sharding.share_of(p)
-        return share is not None and share.is_gathered
-
     def state_pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for other checkpoint formats. Nothing is copied
         or sent between ranks."""
-        self._finish_refreshes()
+        self._pending.finish()
         members, infos = self._members(), {id(one.param): one for one in self._current_roster().params}
         for p, state in self.state.items():
             member, share, one = members.get(id(p)), self._sharding.share_of(p), infos[id(p)]
-            layout, entries = one.layout, kept_entries(one.layout)
             for key, value in state.items():
-                if key == "step" or share is None:
-                    yield p, Piece(key, value, (0,) * value.dim(), tuple(value.shape))
-                    continue
-                shape = entries[key].shape_in(layout)
-                if share.is_gathered:
-                    yield p, Piece(key, value, share.spread.rows(shape).box.offset, shape)
-                elif member is not None and share.elementwise:
-                    yield p, Piece(key, value, share.region.offset, shape)
-                elif member is not None and layout.kind == "per_expert":
-                    for slot, number in enumerate(member.numbers):
-                        yield p, Piece(key, value[slot : slot + 1], (number, *(0,) * (value.dim() - 1)), shape)
-                elif member is not None:
-                    yield p, Piece(key, value, (0,) * value.dim(), shape)
+                offset, shape = (0,) * value.dim(), tuple(value.shape)
+                if key != "step" and share is not None:
+                    shape = one.layout.entries[key].shape_in(one.layout)
+                    if share.is_gathered:
+                        offset = share.spread.rows(shape).box.offset
+                    elif member is None:
+                        continue
+                    elif share.elementwise:
+                        offset = share.region.offset
+                    elif one.layout.kind == "per_expert":
+                        for slot, number in enumerate(member.numbers):
+                            yield p, Piece(key, value[slot : slot + 1], (number, *offset[1:]), shape)
+                        continue
+                yield p, Piece(key, value, offset, shape)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +128,7 @@ class StatefulOptimizer(GroupedOptimizer):
         Entries of parameters that are spread over ranks are DTensors on the parameter's mesh, sharded along dim 0: all ranks of the mesh
         must call this together.
         """
-        self._finish_refreshes()
+        self._pending.finish()
         own = dict(self.state)
         try:
             if spread := self._spread_state():
@@ -178,7 +158,7 @@ class StatefulOptimizer(GroupedOptimizer):
         together, with whole entries or with DTensors.
         """
         final: dict[str, Any] = {}
-        self._finish_refreshes()
+        self._pending.finish()
         self._current_roster()
 
         def note(_: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +194,7 @@ class StatefulOptimizer(GroupedOptimizer):
         checked = {**saved, "param_groups": groups}
         for number, (_, layout, state) in enumerate(self._saved_states(checked)):
             if state:
-                check_state(state, layout, f"the saved state of parameter {number} with shape {layout.shape}")
+                layout.check_state(state, f"the saved state of parameter {number} with shape {layout.shape}")
         for number, (own, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if own["rule"] != theirs["rule"]:
                 raise ValueError(
@@ -235,12 +215,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 spread.append((infos[id(p)], state))
                 continue
             for key, value in state.items():
-                if key == "step":
-                    self.state[p][key] = _step_of(state)
-                elif isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to(p.device, copy=True)
-                else:
-                    self.state[p][key] = deepcopy(value)
+                self.state[p][key] = _step_of(state) if key == "step" else value.detach().to(p.device, copy=True)
         if spread:
             from lather.optim.sharded.entries import load_entries
 
@@ -258,9 +233,7 @@ class StatefulOptimizer(GroupedOptimizer):
             except ValueError:  # options of another rule: `_checked` raises
                 made = rule(**{name: group[name] for name in options_of(rule)})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
-                spread = self._sharding.spread_of(p, group)
-                shape, contiguous = (tuple(p.shape), p.is_contiguous()) if spread is None else (spread.shape, True)
-                yield p, layout_of(shape, made, contiguous=contiguous), state_dict["state"].get(saved_id, {})
+                yield p, whole_layout(p, made, self._sharding.spread_of(p, group)), state_dict["state"].get(saved_id, {})
 
     def _reset_buckets(self) -> None:
         self._buckets, self._streams, self._roster = [], SideStreams(), None
@@ -268,10 +241,9 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_pending" not in self.__dict__:
-            self._pending = self._no_refreshes()
+        self.__dict__.setdefault("_pending", PendingRefreshes(self._count))  # torch's load_state_dict calls this, too
+        self.__dict__.setdefault("_sharding", Sharding(None))
         self._reset_buckets()
-        self.__dict__.setdefault("_sharding", Sharding(None))  # torch's load_state_dict calls this, too
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle. Views become separate tensors, for otherwise pickle would write the whole stack for each."""
@@ -280,7 +252,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 "an optimizer of parameters that are spread over ranks cannot be pickled or copied, because process groups cannot; "
                 "save its state_dict() with torch.distributed.checkpoint"
             )
-        self._finish_refreshes()
+        self._pending.finish()
         state = super().__getstate__()
         apart = {p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()} for p, entries in state["state"].items()}
         own = {"_counts": self._counts, "_default": self._default, "_rules": self._rules}
@@ -296,13 +268,6 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _count(self, name: str, more: int) -> None:
         self._counts[name] = self._counts.get(name, 0) + more
-
-
-def _make_steps_tensors(states: Sequence[dict[str, Any]]) -> None:
-    """Replace every `step` that is a number by a tensor."""
-    for state in states:
-        if not isinstance(state.get("step", torch.zeros(())), Tensor):
-            state["step"] = _step_of(state)
 
 
 def _step_of(saved: Mapping[str, Any]) -> Tensor:

@@ -201,10 +201,9 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         q_new, failed = get_eigenbasis_eigh(k, q)
     elif method == "iteration":
         q_new, _, failed = iterate(k, q, FIRST_ROUNDS, "root_qr")
-        q_new = _unless(failed, q, q_new)
     else:
         q_new, order, failed = iterate(k, q, power_iter_steps, method)
-        q_new = _unless(failed, q, q_new)
+    q_new = _unless(failed, q, q_new)
     if eigenvalues is not None:
         w = rayleigh_quotients(k, q_new)
         if order is not None:

@@ -65,20 +65,16 @@ class AdamWRule(Rule):
         if dtype == torch.bfloat16 or {x.dtype for x in weights} | {x.dtype for x in grads} != {dtype}:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
-        if is_gpu(weights[0]):
-            self._fused(four, t, lr)
-            return True
         stops = [len(x) // VECTOR * VECTOR for x in weights]
-        if stops == list(map(len, weights)):
+        if is_gpu(weights[0]) or stops == list(map(len, weights)):
             self._fused(four, t, lr)
             return True
         whole = [[x[:stop] for x, stop in zip(one, stops, strict=True) if stop] for one in four]
         rests = [[x[stop:] for x, stop in zip(one, stops, strict=True) if stop < len(x)] for one in four]
-        filled = [torch.cat(one) for one in rests] if rests[0] else []
-        filled = [torch.nn.functional.pad(x, (0, -len(x) % VECTOR)) for x in filled]
-        self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)] if filled else whole, t, lr)
-        for kind in (0, 2, 3) if filled else ():
-            lengths = [len(rest) for rest in rests[kind]]
+        lengths = list(map(len, rests[0]))
+        filled = [torch.nn.functional.pad(torch.cat(one), (0, -sum(lengths) % VECTOR)) for one in rests]
+        self._fused([[*one, x] for one, x in zip(whole, filled, strict=True)], t, lr)
+        for kind in (0, 2, 3):
             foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
         return True
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import kept_entries
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, matrices_of
 from lather.optim.sharded.placement import Box, Spread, local, spread_of_dtensor
 from lather.optim.sharded.sharding import Sharding, Transfer, in_batches
@@ -57,7 +56,7 @@ class SpreadEntry:
             boxes = [] if self.share.elementwise else matrices_of(self.share.layout, spread.shape)
             found = [(boxes[unit.number] if boxes else unit.box, unit.number, unit.owner) for unit in self.share.units]
         units = tuple(OwnedUnit(box, number, owner, spread.holders(box)) for box, number, owner in found)
-        return OwnedParameter(spread, self.share.layout, units, self.share.elementwise, is_apart=True)
+        return OwnedParameter(spread, self.share.layout, units, is_apart=True)
 
 
 def whole_entries(states: States, sharding: Sharding) -> dict[Tensor, dict[str, Tensor]]:
@@ -111,7 +110,7 @@ def _batches(states: States, sharding: Sharding) -> list[list[SpreadEntry]]:
         for one, state in states:
             share = sharding.share_of(one.param)
             assert share is not None
-            for name, kept in kept_entries(one.layout).items():
+            for name, kept in one.layout.entries.items():
                 shape = kept.shape_in(one.layout)
                 spread = share.spread if share.elementwise and not share.travels else share.spread.rows(shape)
                 entry = SpreadEntry(one.param, name, state[name], kept.dtype, share, spread)

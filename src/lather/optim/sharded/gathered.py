@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.engine.buckets import Bucket
-from lather.optim.engine.members import Member
+from lather.optim.engine.buckets import Bucket, Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo
-from lather.optim.engine.state import compute_dtype, kept_entries
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
 from lather.optim.sharded.placement import Box, Spread, local, local_grad
 from lather.optim.sharded.sharding import Sharding, Transfer
@@ -28,7 +26,7 @@ def initial_rows(one: ParamInfo) -> dict[str, Tensor]:
     """Return this rank's rows of the initial value of every entry, without `step`, and without creating a whole matrix."""
     assert one.spread is not None
     found = {}
-    for name, entry in kept_entries(one.layout).items():
+    for name, entry in one.layout.entries.items():
         box = one.spread.rows(entry.shape_in(one.layout)).box
         found[name] = torch.full(box.size, entry.initial or 0.0, dtype=entry.dtype, device=one.param.device)
         if entry.initial is None:
@@ -48,16 +46,14 @@ class Gathered:
             """Gather the parts of all ranks into `out`, on every rank."""
             whole = Box.whole(spread.shape)
             units = [OwnedUnit(whole, position, position, spread.holders(whole)) for position in range(len(spread.ranks))]
-            Transfer([OwnedParameter(spread, one.layout, tuple(units), elementwise=True, is_apart=True)], inward=True).move(
-                [part], [out], group
-            )
+            Transfer([OwnedParameter(spread, one.layout, tuple(units), is_apart=True)], inward=True).move([part], [out], group)
             return out
 
         member = Member(one.param, one.layout, range(one.layout.batch), None)
         grad, weight = local_grad(one.param), local(one.param)
         member.received = gather(grad, spread, grad.new_empty(spread.shape))
         member.received_weight = gather(weight, spread, weight.new_empty(spread.shape)) if one.needs_weights else None
-        member.update = weight.new_empty(spread.shape, dtype=compute_dtype(one.rule))
+        member.update = weight.new_empty(spread.shape, dtype=one.rule.compute_dtype)
         self.bucket = Bucket([member])
         self._changed, self._update = weight, member.update[spread.box.within(Box.whole(spread.shape))]
         for name, view in self.bucket.views[0].items():

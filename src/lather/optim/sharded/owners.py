@@ -50,12 +50,15 @@ class OwnedParameter:
     """Layout of the whole parameter."""
     units: tuple[OwnedUnit, ...]
     """Units of the parameter, in ascending order of their numbers."""
-    elementwise: bool
-    """Whether the units are rows, which their owners update in place; a rank owns at most one. Otherwise units are matrices."""
     is_apart: bool = False
     """Whether owners keep their units in separate tensors, never in the parameter itself."""
     is_gathered: bool = False
     """Whether the parameter has no owners, because every rank gathers and updates it (`lather.optim.sharded.gathered`)."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the units are rows, which their owners update in place; a rank owns at most one. Otherwise units are matrices."""
+        return self.layout.kind == "elements"
 
     @cached_property
     def own(self) -> tuple[OwnedUnit, ...]:

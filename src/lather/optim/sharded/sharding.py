@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.optim.engine.buckets import BUCKET_BYTES
+from lather.optim.engine.buckets import BUCKET_BYTES, Member
 from lather.optim.engine.matrix_layout import Layout
-from lather.optim.engine.members import Member
 from lather.optim.engine.plan import apply_
 from lather.optim.engine.roster import ParamInfo, comparable
-from lather.optim.engine.state import compute_dtype, kept_entries
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Box, Index, Spread, is_dtensor, local, local_grad, spread_of_dtensor, spread_of_shard
 from lather.torch_private import foreach_copy_, new_group_of
@@ -81,7 +79,7 @@ class Sharding:
         ranks)."""
         found: dict[tuple[int, ...], dict[int, int]] = {}
         for share in self._shares.values():
-            entries = kept_entries(share.layout).values()
+            entries = share.layout.entries.values()
             of_element = sum(entry.dtype.itemsize for entry in entries)
             of_matrix = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
             of_owners = found.setdefault(tuple(share.spread.ranks), {})
@@ -124,7 +122,7 @@ class Sharding:
 
     def _still_fits(self, one: ParamInfo) -> bool:
         share = self.share_of(one.param)
-        return share is None or (_kept(share.layout) == _kept(one.layout) and share.is_gathered == _is_gathered(one))
+        return share is None or (_kept(share.layout) == _kept(one.layout) and share.is_gathered == one.is_gathered)
 
     def _check_same(self, params: Sequence[tuple[ParamInfo, Spread]]) -> None:
         ranks, said = list(params[0][1].ranks), []
@@ -150,45 +148,29 @@ class Sharding:
                 cost = share.layout.rule.cost(share.layout.matrix)
                 for unit in share.units:
                     loads[share.spread.ranks[unit.owner]] = loads.get(share.spread.ranks[unit.owner], 0.0) + cost
-        owned = [(spread, one.layout) for one, spread in params if one.layout.kind != "elements" and not _is_gathered(one)]
+        owned = [(spread, one.layout) for one, spread in params if one.layout.kind != "elements" and not one.is_gathered]
         shared = iter(share_out(owned, loads))
         for one, spread in params:
-            elementwise = one.layout.kind == "elements"
-            own = tuple(rows_of_copies(spread) if elementwise else () if _is_gathered(one) else next(shared))
-            self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, elementwise, is_gathered=_is_gathered(one))
+            own = tuple(rows_of_copies(spread) if one.layout.kind == "elements" else () if one.is_gathered else next(shared))
+            self._shares[id(one.param)] = OwnedParameter(spread, one.layout, own, is_gathered=one.is_gathered)
 
-    def exchanges(self, params: Sequence[ParamInfo]) -> list[OwnerExchange]:
+    def exchanges(self, params: Sequence[ParamInfo], members: Mapping[int, Member]) -> list[OwnerExchange]:
         """Return the exchanges of a step that these parameters take, the same and in the same order on all ranks. Parameters of which no
-        part is sent are in none."""
+        part is sent are in none. `members`: id of a parameter -> its member on this rank."""
         wanted = []
         for one in params:
-            share, rule, dtype = self.share_of(one.param), one.rule, compute_dtype(one.rule)
+            share, rule, dtype = self.share_of(one.param), one.rule, one.rule.compute_dtype
             if share is not None and share.travels:
-                ranks, layout = share.spread.ranks, share.layout
-                key = (
-                    ranks,
-                    layout.kind,
-                    layout.inner,
-                    one.param.dtype,
-                    dtype,
-                    share.elementwise,
-                    one.needs_weights,
-                    one.has_statistics,
-                    type(rule),
-                )
+                ranks, layout, phases = share.spread.ranks, share.layout, (one.needs_weights, one.has_statistics)
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
+                key = (ranks, layout.kind, layout.inner, one.param.dtype, dtype, phases, type(rule))
                 wanted.append(((one, share), key, size / (rule.bucket_bytes or BUCKET_BYTES)))
-        return [OwnerExchange(some, self.group_of(some[0][1].spread)) for some in in_batches(wanted)]
+        return [OwnerExchange(some, self.group_of(some[0][1].spread), members) for some in in_batches(wanted)]
 
 
 def _kept(layout: Layout) -> tuple[Layout, dict[str, tuple[int, ...]]]:
     """Return the layout, with names and shapes of the entries of its state."""
-    return layout, {name: entry.shape for name, entry in kept_entries(layout).items()}
-
-
-def _is_gathered(one: ParamInfo) -> bool:
-    """Whether every rank gathers and updates the parameter."""
-    return one.spread is not None and one.layout.kind != "elements" and one.rule.ownership == "replicated"
+    return layout, {name: entry.shape for name, entry in layout.entries.items()}
 
 
 class OwnerExchange:
@@ -198,8 +180,8 @@ class OwnerExchange:
     are sent, to the ranks that hold copies.
     """
 
-    def __init__(self, params: Sequence[tuple[ParamInfo, OwnedParameter]], group: dist.ProcessGroup) -> None:
-        """`params`: parameters with their owners."""
+    def __init__(self, params: Sequence[tuple[ParamInfo, OwnedParameter]], group: dist.ProcessGroup, members: Mapping[int, Member]) -> None:
+        """`params`: parameters with their owners; `members`: id of a parameter -> its member on this rank."""
         self.params, shares, self.group = [one for one, _ in params], [share for _, share in params], group
         first = self.params[0]
         self.dtype, self.elementwise, self.device = first.param.dtype, shares[0].elementwise, local(first.param).device
@@ -207,44 +189,44 @@ class OwnerExchange:
         if not self.elementwise:
             self.inward = Transfer(shares, inward=True)
         self.outward = Transfer(shares, inward=False)
-        self._arriving: list[Arriving] = []
+        found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
+        self._own = {item: member for item, member in found if member is not None and member.index is None}
+        """Number of a parameter -> its member, if this rank owns matrices of it and gathers them."""
+        self._arriving: dict[str, Arriving] | None = None
+        """Field of the members -> the transfer of its values; empty when they are there, None before they are sent."""
         self._leaving: list[Arriving] = []
-        self._is_in = False
 
     def launch_in(self) -> None:
         """Start to send gradients, and weights if the rule needs them, unless that has been done already."""
-        if self._is_in or self.elementwise:
+        if self._arriving is not None or self.elementwise:
             return
-        self._is_in = True
-        grads = [local_grad(one.param) for one in self.params]
-        sources = [grads] + ([[local(one.param) for one in self.params]] if self.needs_weights else [])
-        self._arriving = [self.inward.launch(some.__getitem__, self.dtype, self.device, self.group) for some in sources]
+        sources = {"received": [local_grad(one.param) for one in self.params]}
+        if self.needs_weights:
+            sources["received_weight"] = [local(one.param) for one in self.params]
+        self._arriving = {name: self.inward.launch(some.__getitem__, self.dtype, self.device, self.group) for name, some in sources.items()}
 
-    def finish_in(self, members: Mapping[int, Member]) -> None:
-        """Assemble the received gradients and weights of the matrices that this rank owns, and allocate their updates. `members`: id of a
-        parameter -> its member."""
-        own = self._owned(members)
-        for name, arriving in zip(("received", "received_weight"), self._arriving, strict=False):
-            whole = {item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device) for item, member in own.items()}
+    def finish_in(self) -> None:
+        """Assemble the received gradients and weights of the matrices that this rank owns, and allocate their updates."""
+        for name, arriving in (self._arriving or {}).items():
+            whole = {item: torch.empty(member.layout.shape, dtype=self.dtype, device=self.device) for item, member in self._own.items()}
             put(arriving(), whole.__getitem__)
-            for item, member in own.items():
+            for item, member in self._own.items():
                 setattr(member, name, whole[item])
-        self._arriving = []
-        for member in own.values():
+        self._arriving = {}
+        for member in self._own.values():
             if member.update is None:
-                member.update = torch.empty(member.layout.shape, dtype=compute_dtype(member.layout.rule), device=self.device)
+                member.update = torch.empty(member.layout.shape, dtype=member.layout.rule.compute_dtype, device=self.device)
 
-    def launch_out(self, members: Mapping[int, Member]) -> None:
+    def launch_out(self) -> None:
         """Start to send updates, and free the gradients."""
-        own = self._owned(members)
 
         def source(item: int) -> Tensor:
-            update = None if self.elementwise else own[item].update
+            update = None if self.elementwise else self._own[item].update
             return local(self.params[item].param) if update is None else update
 
-        dtype = self.dtype if self.elementwise else compute_dtype(self.params[0].rule)
+        dtype = self.dtype if self.elementwise else self.params[0].rule.compute_dtype
         leaving = self.outward.launch(source, dtype, self.device, self.group)
-        self.forget(members)
+        self.forget()
         self._leaving = [leaving]
 
     def finish_out(self) -> None:
@@ -261,16 +243,11 @@ class OwnerExchange:
             else:
                 apply_(weights, updates, lr, decay)
 
-    def forget(self, members: Mapping[int, Member]) -> None:
+    def forget(self) -> None:
         """Free the tensors of this step, when the updates are being sent or after an error."""
-        for member in self._owned(members).values():
+        for member in self._own.values():
             member.received = member.received_weight = member.update = None
-        self._arriving, self._leaving, self._is_in = [], [], False
-
-    def _owned(self, members: Mapping[int, Member]) -> dict[int, Member]:
-        """Return the members with gathered matrices, by the number of the parameter."""
-        found = ((item, members.get(id(one.param))) for item, one in enumerate(self.params))
-        return {item: member for item, member in found if member is not None and member.index is None}
+        self._arriving, self._leaving = None, []
 
 
 class TensorRegion(NamedTuple):
