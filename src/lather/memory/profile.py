@@ -28,7 +28,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, Literal
 from unittest.mock import patch
@@ -232,7 +232,7 @@ class _SavingHooks:
         """Make `self.places` follow the forward pass inside the block."""
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
-                stack.callback(module.register_forward_pre_hook(self._entering(path), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(partial(self._entering, path), with_kwargs=True).remove)
                 leave = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(leave.remove)
                 if all(callable(getattr(type(module), name, None)) for name in BLOCK_SEGMENTS):
@@ -240,16 +240,11 @@ class _SavingHooks:
                         stack.enter_context(self._wrapped(module, path, name))
             yield
 
-    def _entering(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        layer = layer_of(path)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            outer = self.places[-1]
-            self._mark((args, kwargs), outer)
-            inherited = outer.segment if outer.layer == layer else OTHER
-            self.places.append(Place(layer, self.segment_of_layer.get(layer, inherited), path))
-
-        return enter
+    def _entering(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outer, layer = self.places[-1], layer_of(path)
+        self._mark((args, kwargs), outer)
+        inherited = outer.segment if outer.layer == layer else OTHER
+        self.places.append(Place(layer, self.segment_of_layer.get(layer, inherited), path))
 
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._mark(output, self.places.pop())

@@ -71,8 +71,7 @@ class Functions(TorchFunctionMode):
         if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
             y, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
             return y
-        if enable_gqa and query.shape[1] == key.shape[1]:
-            enable_gqa = False
+        enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         if not enable_gqa and is_dense and not any(width * query.element_size() % 16 for width in widths) and query.dtype != torch.float64:
             needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             y, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)

@@ -77,11 +77,9 @@ def nbytes(x: Tensor) -> int:
 
 
 def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
-    """Return the assumed value of a tensor of flags: everything is finite. The results of other comparisons are not known (None), and a
-    reader gets false."""
+    """Return the assumed value of a tensor of flags, which follows from flags that are known, as those of `isfinite` are (`functions`).
+    The results of other comparisons are not known (None), and a reader gets false."""
     known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
-    if name == "isfinite":
-        return True
     if name in ("bitwise_not", "logical_not"):
         return None if known[0] is None else not known[0]
     if name in ("bitwise_and", "logical_and", "all"):

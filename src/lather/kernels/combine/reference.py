@@ -43,19 +43,19 @@ def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    if len(row_TK) == 0:
+        return torch.zeros_like(rows_GD, memory_format=torch.contiguous_format), torch.zeros_like(weights_TK)
     wide = wide_dtype(rows_GD)
     pair_G = pair_of_row(row_TK, len(rows_GD))
     grad_rows_GD = torch.empty_like(rows_GD, memory_format=torch.contiguous_format)
     dot = weights_TK.new_zeros(row_TK.numel() + 1, dtype=wide)  # the last entry is for rows without pair
     weight = torch.cat([weights_TK.flatten().to(wide), dot[-1:]])
-    for block in blocks(rows_GD, BLOCK) if len(row_TK) else ():
+    for block in blocks(rows_GD, BLOCK):
         pair = pair_G[block]
         missing = (pair < 0).unsqueeze(1)
         grad = grad_TD.index_select(0, pair.clamp(min=0) // row_TK.shape[1]).to(wide)
         dot[pair] = torch.linalg.vecdot(grad, rows_GD[block].to(wide))
         grad_rows_GD[block] = grad.mul_(weight[pair].unsqueeze(1)).masked_fill_(missing, 0)
-    if len(row_TK) == 0:
-        grad_rows_GD.zero_()
     return grad_rows_GD, dot[:-1].view_as(weights_TK).to(weights_TK.dtype)
 
 
