@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.kernels import backend
+from lather.kernels import adam_in_basis as op
 from lather.kernels.adam_in_basis import adam_in_basis, reference
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer
 from lather.optim.functional import adam_update
@@ -96,7 +96,7 @@ def test_a_gradient_of_zeros_on_moments_of_zeros_gives_zeros() -> None:
 @pytest.mark.parametrize("apart", ["gradient", "moments", "all"])
 def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a stack, a transposed gradient, moments with gaps: results are the same, and nothing beside the tensors is touched."""
-    monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     g, m, v = tensors((6, 9, 4))
     expected_u = reference.adam_in_basis(g, m, v, 2, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)
     g, m_stack, v_stack = tensors((6, 9, 4))
@@ -116,7 +116,7 @@ def test_any_strides(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp64_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     results = [f(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8) for f in (adam_in_basis, adam_update)]
     expected = reference.adam_in_basis(*tensors((5,), torch.float64), 1, betas=(0.9, 0.95), eps=1e-8, correct_bias=True, nesterov=False)
     assert all(torch.equal(u, expected) for u in results)
@@ -140,7 +140,7 @@ def test_the_optimizers_take_the_fused_kernel(cls: type[MatrixOptimizer], option
     calls: list[Any] = []
     original = triton.adam_in_basis
     monkeypatch.setattr(triton, "adam_in_basis", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
-    monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(op, "_has_kernel_for", lambda g: True)
     actual = trained(cls, **options)
     assert len(calls) >= 8
     assert_near(actual, expected, 1e-2 if options else 1e-4)

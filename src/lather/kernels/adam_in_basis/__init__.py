@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lather.kernels.adam_in_basis import reference
-from lather.kernels.backend import fastest
+from lather.kernels.backend import use_triton
 from lather.shapes import Float
 
 __all__ = ["adam_in_basis"]
@@ -38,6 +38,14 @@ def adam_in_basis(
         correct_bias: divide the moments by 1 - beta^t.
         nesterov: use Nesterov momentum.
     """
-    has_kernel = g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
-    operation = fastest(reference.adam_in_basis, g, in_reference=not has_kernel)
-    return operation(g, exp_avg, exp_avg_sq, step, betas=betas, eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+    implementation = reference.adam_in_basis
+    if _has_kernel_for(g) and g.dtype == torch.float32 and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous():
+        from lather.kernels.adam_in_basis import triton
+
+        implementation = triton.adam_in_basis
+    return implementation(g, exp_avg, exp_avg_sq, step, betas=betas, eps=eps, correct_bias=correct_bias, nesterov=nesterov)
+
+
+def _has_kernel_for(g: Tensor) -> bool:
+    """Whether there is a Triton kernel for the device of this tensor."""
+    return g.device.type != "cpu" and use_triton(g)
