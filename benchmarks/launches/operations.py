@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lather.standin.operations import nbytes, tensors_in
+from lather.memory.live_bytes import tensors_in
+from lather.standin.operations import nbytes
 
 OVERWRITE = frozenset(
     [

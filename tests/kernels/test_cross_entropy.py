@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lather.kernels import backend
 from lather.kernels import cross_entropy as op
 from lather.kernels.cross_entropy import SpentLogits, cross_entropy_, reference
 from lather.memory.live_bytes import PeakBytes
@@ -335,7 +336,7 @@ def test_the_whole_operation_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     original = triton._launch
     monkeypatch.setattr(triton, "_launch", lambda *args: calls.append(args) or original(*args))
-    monkeypatch.setattr(op, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
     loss = cross_entropy_(leaf * 1, labels, z_loss=1e-3, normalizer=7.0)
     assert largest_error(with_gradient(loss, leaf), expected) < 3e-6
     assert len(calls) == 1
@@ -347,7 +348,7 @@ def test_a_node_that_saved_the_logits_raises_though_a_kernel_tells_torch_nothing
         def token_losses_and_gradient_(logits: Tensor, *args: Any, **options: Any) -> Tensor:
             return reference.token_losses_and_gradient_(torch.from_numpy(logits.numpy()), *args, **options)  # its own version
 
-    monkeypatch.setattr(op, "_implementation", lambda logits: Kernel)
+    monkeypatch.setattr(op, "_fastest", lambda operation, logits: Kernel.token_losses_and_gradient_)
     leaf, labels = inputs(3, 4)
     logits = leaf * 1
     penalty = logits.square().sum()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.kernels import backend
 from lather.kernels import linear_cross_entropy as op
 from lather.kernels.linear_cross_entropy import linear_cross_entropy, reference
 from lather.memory.live_bytes import PeakBytes
@@ -266,7 +267,7 @@ def extra_bytes(t: int, v: int, d: int, dtype: torch.dtype, tile: tuple[int, int
 def test_memory_is_that_of_some_tiles(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """T 4096, V 102400, D 2048; only a part of the vocabulary is gone through, as the rest adds nothing. On a CPU the memory is a twentieth
     of the logits; on a GPU at most two tiles of logits and of their gradient, and dx in fp32."""
-    monkeypatch.setattr(op, "_has_mixed_products", lambda x: device == "cuda")
+    monkeypatch.setattr(op, "is_gpu", lambda x: device == "cuda")
     t, v, d, tile = 4096, 102400, 2048, op.gpu_tile(4096) if device == "cuda" else op.CPU_TILE
     some, more = (extra_bytes(t, num * tile[1], d, dtype, tile) for num in (2, 4))
     assert some == more
@@ -286,8 +287,8 @@ def test_a_large_vocabulary_takes_few_launches_on_a_gpu(monkeypatch: pytest.Monk
         def softmax_gradient(logits_NC: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> Tensor:
             return logits_NC.to(dtype)
 
-    monkeypatch.setattr(op, "_has_mixed_products", lambda x: True)
-    monkeypatch.setattr(op._ProductPlan, "implementation", lambda plan, x: Kernels)
+    monkeypatch.setattr(op, "is_gpu", lambda x: True)
+    monkeypatch.setattr(op, "fastest", lambda operation, *_, **__: getattr(Kernels, operation.__name__))
     t, v, d = 8192, 102400, 2048
     rows, columns = op.gpu_tile(t)
     num_tiles = (t // rows) * (v // columns)
@@ -382,7 +383,7 @@ def test_the_whole_operation_on_triton(dtype: torch.dtype, monkeypatch: pytest.M
     calls: list[Any] = []
     original = triton.softmax_gradient
     monkeypatch.setattr(triton, "softmax_gradient", lambda *args, **options: calls.append(args) or original(*args, **options))
-    monkeypatch.setattr(op, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(backend, "use_triton", lambda *tensors: True)
     assert largest_error(run(), expected) < max(3e-6, torch.finfo(dtype).eps)
     assert len(calls) == 6
     x, weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()

@@ -1,12 +1,14 @@
-"""Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all others."""
+"""Choice of the implementation of an operation: Triton for GPU tensors, the torch reference for all others. Also what references share: the
+dtype in which they compute, and blocks of rows."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from lather.device import is_gpu
@@ -20,10 +22,16 @@ def run(operation: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R
 
     All tensors among `arguments` have to be there.
     """
-    if use_triton(*(x for x in arguments if isinstance(x, Tensor))):
-        package = operation.__module__.rpartition(".")[0]
-        operation = cast(Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__))
-    return operation(*arguments, **options)
+    return fastest(operation, *(x for x in arguments if isinstance(x, Tensor)))(*arguments, **options)
+
+
+def fastest(operation: Callable[P, R], *tensors: Tensor, in_reference: bool = False) -> Callable[P, R]:
+    """Return an operation of a `reference.py`, or that of the same name in the `triton.py` beside it if the tensors are on a GPU; always
+    the first with `in_reference`, for tensors that the kernel does not take."""
+    if in_reference or not use_triton(*tensors):
+        return operation
+    package = operation.__module__.rpartition(".")[0]
+    return cast(Callable[P, R], getattr(importlib.import_module(f"{package}.triton"), operation.__name__))
 
 
 def use_triton(*tensors: Tensor) -> bool:
@@ -34,3 +42,14 @@ def use_triton(*tensors: Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which an operation on `x` is computed: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
+    """Yield the rows of blocks of a matrix; a block has at most so many elements, but at least one row."""
+    num_rows = max(elements // max(x_RD.shape[1], 1), 1)
+    return (slice(start, start + num_rows) for start in range(0, len(x_RD), num_rows))

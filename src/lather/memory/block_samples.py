@@ -23,25 +23,26 @@ NOT_SETTINGS = {*vars(nn.Module()), "training"}
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """The remaining blocks of a reduced decoder, by their index in the whole one."""
+    """The blocks of a decoder that was reduced, by their index in the whole one."""
 
-    kept: tuple[int, ...]
-    """The remaining blocks, in order."""
-    stands_for: Mapping[int, tuple[int, ...]]
-    """The second block of a kind -> the removed blocks of that kind."""
-    first_of: Mapping[int, int]
-    """The second block of a kind -> the first."""
+    kinds: list[list[int]]
+    """The indices grouped by kind. The first two of a kind remain; the second stands for the removed ones."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The remaining blocks, in order."""
+        return tuple(sorted(index for kind in self.kinds for index in kind[:2]))
 
     @property
     def num_blocks(self) -> int:
-        return len(self.kept) + sum(map(len, self.stands_for.values()))
+        return sum(map(len, self.kinds))
 
     def restore(self, profile: SavedTensors) -> SavedTensors:
         """Return the saved tensors of the whole decoder, from a profile of the reduced one."""
         name = "layers.{}".format
         renamed = profile.renamed({name(index): name(block) for index, block in enumerate(self.kept)})
-        kinds = {name(first): (name(second), [name(b) for b in self.stands_for[second]]) for second, first in self.first_of.items()}
-        return expand(renamed, kinds)
+        several = [kind for kind in self.kinds if len(kind) > 1]
+        return expand(renamed, {name(first): (name(second), list(map(name, others))) for first, second, *others in several})
 
 
 def block_kinds(layers: nn.ModuleList) -> list[list[int]]:
@@ -86,13 +87,11 @@ def keep_two_of_each(decoder: nn.Module) -> SampledBlocks:
     """Keep only the first two blocks of each kind in `decoder.layers`; the second gets the first one's parameters."""
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList)
-    kinds = block_kinds(layers)
-    kept = sorted(index for kind in kinds for index in kind[:2])
-    twins = {kind[1]: kind[0] for kind in kinds if len(kind) > 1}
-    for second, first in twins.items():
+    blocks = SampledBlocks(block_kinds(layers))
+    for first, second in (kind[:2] for kind in blocks.kinds if len(kind) > 1):
         layers[second] = copy.deepcopy(layers[first], memo={id(p): p for p in layers[first].parameters()})
-    decoder.layers = nn.ModuleList(layers[index] for index in kept)
-    return SampledBlocks(tuple(kept), {kind[1]: tuple(kind[2:]) for kind in kinds if len(kind) > 1}, twins)
+    decoder.layers = nn.ModuleList(layers[index] for index in blocks.kept)
+    return blocks
 
 
 @torch.no_grad()

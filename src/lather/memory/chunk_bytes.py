@@ -182,6 +182,5 @@ def layer_places(model: Decoder, cut: SampledBlocks | None) -> list[int]:
     if cut is None:
         at = {layer: kind[0] for kind in block_kinds(model.layers) for layer in kind}
     else:
-        at = {layer: place for place, layer in enumerate(cut.kept)}
-        at |= {layer: at[second] for second, others in cut.stands_for.items() for layer in (cut.first_of[second], *others)}
+        at = {layer: cut.kept.index(kind[:2][-1]) for kind in cut.kinds for layer in kind}
     return [at[layer] for layer in sorted(at)]

@@ -7,16 +7,19 @@ code is not seen; use the statistics of a device's allocator or `torch.profiler`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from lather.torch_private import TorchDispatchMode
+
+Storages = WeakValueDictionary[int, torch.UntypedStorage]
+"""Storages by `id`, while they live."""
 
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
 """Operations whose input is new: `torch.tensor` creates its storage before the first operation that can be intercepted."""
@@ -37,14 +40,13 @@ class PeakBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._count_meta = count_meta
         self.bytes = 0
-        self._alive: dict[int, ref[torch.UntypedStorage]] = {}
-        self._from_before: dict[int, ref[torch.UntypedStorage]] = {}
+        self._alive: Storages = WeakValueDictionary()
+        self._from_before: Storages = WeakValueDictionary()
 
     @property
     def now(self) -> int:
         """Bytes that are alive now."""
-        storages = [storage() for storage in list(self._alive.values())]
-        return sum([storage.nbytes() for storage in storages if storage is not None])
+        return sum(storage.nbytes() for storage in self._alive.values())
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -64,23 +66,26 @@ class PeakBytes(TorchDispatchMode):
         self.bytes = max(self.bytes, self.now)
         super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
 
-    def _enter(self, values: Any, among: dict[int, ref[torch.UntypedStorage]]) -> None:
+    def _enter(self, values: Any, among: Storages) -> None:
         """Record the storages in `values` that are new, while they live."""
-        pending = [values]
-        while pending:
-            value = pending.pop()
-            if isinstance(value, Tensor):
-                if value.is_meta and not self._count_meta:
-                    continue
-                storage = value.untyped_storage()
-                key = id(storage)
-                if key not in self._alive and key not in self._from_before:
-                    among[key] = ref(storage, partial(_forget, among, key))
-            elif isinstance(value, list | tuple):
-                pending.extend(value)
-            elif isinstance(value, dict):
-                pending.extend(value.values())
+        for tensor in tensors_in(values):
+            if tensor.is_meta and not self._count_meta:
+                continue
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._alive and id(storage) not in self._from_before:
+                among[id(storage)] = storage
 
 
-def _forget(among: dict[int, ref[torch.UntypedStorage]], key: int, _: ref[torch.UntypedStorage]) -> None:
-    del among[key]
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and dataclasses, as often as they occur."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

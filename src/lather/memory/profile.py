@@ -28,12 +28,15 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+
+from lather.memory.live_bytes import tensors_in
 
 Kind = Literal["weight", "weight copy", "activation"]
 
@@ -229,34 +232,26 @@ class _SavingHooks:
         """Make `self.places` follow the forward pass inside the block."""
         with contextlib.ExitStack() as stack:
             for path, module in self.model.named_modules():
-                stack.callback(module.register_forward_pre_hook(self._entering(path), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(partial(self._entering, path), with_kwargs=True).remove)
                 leave = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(leave.remove)
-                if all(callable(getattr(module, name, None)) for name in BLOCK_SEGMENTS):
+                if all(callable(getattr(type(module), name, None)) for name in BLOCK_SEGMENTS):
                     for name in BLOCK_SEGMENTS:
                         stack.enter_context(self._wrapped(module, path, name))
             yield
 
-    def _entering(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        layer = layer_of(path)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            outer = self.places[-1]
-            self._mark((args, kwargs), outer)
-            inherited = outer.segment if outer.layer == layer else OTHER
-            self.places.append(Place(layer, self.segment_of_layer.get(layer, inherited), path))
-
-        return enter
+    def _entering(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outer, layer = self.places[-1], layer_of(path)
+        self._mark((args, kwargs), outer)
+        inherited = outer.segment if outer.layer == layer else OTHER
+        self.places.append(Place(layer, self.segment_of_layer.get(layer, inherited), path))
 
     def _leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._mark(output, self.places.pop())
 
-    @contextlib.contextmanager
-    def _wrapped(self, module: nn.Module, path: str, name: str) -> Iterator[None]:
-        """Replace the method of this module instance by one that records its place."""
-        method = getattr(module, name)
-        before = {name: vars(module)[name]} if name in vars(module) else {}
-        place = Place(layer_of(path), name, path)
+    def _wrapped(self, module: nn.Module, path: str, name: str) -> contextlib.AbstractContextManager[object]:
+        """Replace the method of this module instance, inside the block, by one that records its place."""
+        method, place = getattr(module, name), Place(layer_of(path), name, path)
 
         @wraps(method)
         def segment(*args: Any, **kwargs: Any) -> Any:
@@ -269,21 +264,12 @@ class _SavingHooks:
                 self.places.pop()
             return output
 
-        vars(module)[name] = segment
-        try:
-            yield
-        finally:
-            del vars(module)[name]
-            vars(module).update(before)
+        return patch.object(module, name, segment)
 
     def _mark(self, values: Any, place: Place) -> None:
         """Set the place of all nodes that lead to `values` and have none. Marks in the metadata, unlike a list, do not keep nodes alive."""
-        ahead = [tensor.grad_fn for tensor in tensors_in(values)]
-        while ahead:
-            node = ahead.pop()
-            if node is not None and self.mark not in (marks := _metadata(node)):
-                marks[self.mark] = place
-                ahead.extend(parent for parent, _ in node.next_functions)
+        for node in _nodes(values, lambda node: self.mark not in node.metadata):
+            node.metadata[self.mark] = place
 
     # --- results ---
 
@@ -302,8 +288,11 @@ class _SavingHooks:
         """Return the names of the saved tensors that `output` reaches, by id, and the tensors that custom Functions keep as attributes."""
         names: dict[int, str] = {}
         attributes = []
-        for node in reversed(_graph(output)):  # roughly in the order of creation
-            place = _metadata(node).pop(self.mark, self.places[0])
+        found: dict[Any, None] = {}
+        for node in _nodes(output, lambda node: node not in found):
+            found[node] = None
+        for node in reversed(found):  # roughly in the order of creation
+            place = node.metadata.pop(self.mark, self.places[0])
             for name in dir(node):
                 if name.startswith(RAW):
                     for one in _packed(getattr(node, name, None)):
@@ -344,31 +333,17 @@ def layer_of(path: str) -> str:
     return parts[0] or OUTSIDE
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers and dataclasses, as often as they occur."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+def _nodes(values: Any, is_new: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the nodes that lead to a tensor in `values` through others that are new. The caller makes each known before the next.
 
-
-def _graph(output: Any) -> list[Node]:
-    """Return all nodes that lead to a tensor in `output`, each once."""
-    found: dict[Node, None] = {}
-    ahead = [tensor.grad_fn for tensor in tensors_in(output)]
+    They are of torch's class `Node`, whose stub declares the dictionary `metadata` as a method.
+    """
+    ahead = [tensor.grad_fn for tensor in tensors_in(values)]
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in found:
-            found[node] = None
+        if node is not None and is_new(node):
+            yield node
             ahead.extend(parent for parent, _ in node.next_functions)
-    return list(found)
 
 
 def _packed(raw: Any) -> Iterator[_Saved]:
@@ -376,9 +351,3 @@ def _packed(raw: Any) -> Iterator[_Saved]:
     for one in raw if isinstance(raw, (tuple, list)) else (raw,):
         if isinstance(packed := getattr(one, "data", None), _Saved):
             yield packed
-
-
-def _metadata(node: Node) -> dict[Any, Any]:
-    """Return the node's dictionary of metadata (torch's stub declares it as a method)."""
-    notes: dict[Any, Any] = cast(Any, node).metadata
-    return notes

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,7 @@ def to_json(profile: SavedTensors) -> dict[str, Any]:
         "bytes": {kind: profile.bytes(kind) for kind in KINDS},
         "activation_bytes_per_segment": {segment: profile.bytes("activation", segment=segment) for segment in profile.segments()},
         "layers": {layer: _layer_json(profile, layer) for layer in profile.layers()},
-        "storages": [
-            {**dataclasses.asdict(one), "shape": list(one.shape), "also_saved_in": list(one.also_saved_in)} for one in profile.storages
-        ],
+        "storages": [dataclasses.asdict(one) for one in profile.storages],
     }
 
 
@@ -81,27 +79,12 @@ def whole_file(out: Path, option: str) -> Iterator[Path]:
 # --- alike layers -------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SavedLine:
-    """One or more storages of a layer that were saved in the same way."""
-
-    segment: str
-    saved_by: str
-    """Operation and module, relative to the layer."""
-    shape: tuple[int, ...]
-    """The first dim is -1 if it differs between the storages."""
-    dtype: str
-    kind: Kind
-    bytes: int
-    weight: str
-    """Name of the parameter or buffer, relative to the layer."""
-    also_saved_in: tuple[str, ...]
-    """Places without the layer's own name."""
-
-
-def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedLine, int]]:
+def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedStorage, int]]:
     """Return the lines of a layer, each with its number of storages; storages of the same segment, saver, kind and row shape form one
-    line."""
+    line.
+
+    A line is a storage with the bytes of all, and with names relative to the layer; the first dim is -1 if it differs between them.
+    """
     groups: dict[Any, list[SavedStorage]] = {}
     for one in profile.storages:
         if one.layer == layer:
@@ -112,21 +95,20 @@ def lines_of(profile: SavedTensors, layer: str) -> list[tuple[SavedLine, int]]:
     return [(_line(group, layer), len(group)) for group in ordered]
 
 
-def _line(group: Sequence[SavedStorage], layer: str) -> SavedLine:
+def _line(group: Sequence[SavedStorage], layer: str) -> SavedStorage:
     first = group[0]
     module = first.module.removeprefix(layer).removeprefix(".")
-    saved_by = ": ".join(part for part in (module, first.saved_by or "(no name)") if part)
     same = len({one.shape for one in group}) == 1
-    also = dict.fromkeys(place.removeprefix(f"{layer} ") for one in group for place in one.also_saved_in)
-    return SavedLine(
-        segment=first.segment,
-        saved_by=saved_by,
+    return dataclasses.replace(
+        first,
+        layer="",
+        module=module,
+        saved_by=": ".join(part for part in (module, first.saved_by or "(no name)") if part),
         shape=first.shape if same else (-1, *first.shape[1:]),
-        dtype=first.dtype,
-        kind=first.kind,
         bytes=sum(one.bytes for one in group),
         weight=first.weight.removeprefix(f"{layer}."),
-        also_saved_in=tuple(also),
+        num_saves=0,
+        also_saved_in=tuple(dict.fromkeys(place.removeprefix(f"{layer} ") for one in group for place in one.also_saved_in)),
     )
 
 
@@ -144,13 +126,13 @@ def name_of(layers: Sequence[str]) -> str:
     if len(layers) == 1 or not all(layer.rpartition(".")[2].isdigit() for layer in layers):
         return ", ".join(layers)
     numbers = [int(layer.rpartition(".")[2]) for layer in layers]
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return f"{layers[0].rpartition('.')[0]}." + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # the difference is the same as long as the numbers are adjacent
+    return f"{layers[0].rpartition('.')[0]}." + ", ".join(first_to_last([number for _, number in run]) for _, run in runs)
+
+
+def first_to_last(numbers: Sequence[int]) -> str:
+    """Return "3-5", or "3" for a single number."""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------------------
@@ -244,7 +226,7 @@ def _kib(size: float) -> str:
 def draw(profile: SavedTensors, title: str, out: Path) -> None:
     """Draw activations per token as a bar per layer, stacked by segment. Raises UserError if `out` cannot be written."""
     layers = profile.layers()
-    sizes = [{s: profile.per_token(profile.bytes("activation", layer=layer, segment=s)) for s in profile.segments()} for layer in layers]
+    sizes = [_per_token(profile, layer) for layer in layers]
     figure = Figure(figsize=(max(8.0, min(18.0, 4.0 + 0.45 * len(layers))), 4.6), layout="constrained")
     axes = figure.subplots()
     unit, scale = _stack(axes, sizes, headroom=0.05)
@@ -259,10 +241,7 @@ def draw(profile: SavedTensors, title: str, out: Path) -> None:
 
 def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: str, out: Path) -> None:
     """Draw activations per token as a bar per memory mode, stacked by segment. Raises UserError if `out` cannot be written."""
-    sizes = [
-        {segment: profile.per_token(profile.bytes("activation", segment=segment)) for segment in profile.segments()}
-        for profile in profiles.values()
-    ]
+    sizes = [_per_token(profile, None) for profile in profiles.values()]
     figure = Figure(figsize=(3.6 + 1.6 * len(profiles), 4.8), layout="constrained")
     axes = figure.subplots()
     unit, scale = _stack(axes, sizes, headroom=0.16, labels=True)
@@ -282,6 +261,11 @@ def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: 
     axes.set_ylabel(f"{unit} of activations per token")
     axes.set_title(title, fontsize=10)
     _save(figure, axes, out)
+
+
+def _per_token(profile: SavedTensors, layer: str | None) -> dict[str, float]:
+    """Return the bytes of activations per token in each segment, of a layer or of the model."""
+    return {segment: profile.per_token(profile.bytes("activation", layer=layer, segment=segment)) for segment in profile.segments()}
 
 
 def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float, labels: bool = False) -> tuple[str, int]:

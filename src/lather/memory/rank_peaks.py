@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lather.console import titled_table
 from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
-from lather.memory.profile_report import in_mib
+from lather.memory.profile_report import first_to_last, in_mib
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
 from lather.pipeline.schedule import Action, Kind, Schedule
 
@@ -29,7 +29,7 @@ class StageBytes:
     """A stage of a rank, with the bytes of one chunk."""
 
     stage: int
-    layers: range
+    layers: tuple[int, ...]
     kept: int
     waiting: int
     chunks_at_peak: int
@@ -60,20 +60,12 @@ def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range])
         walk = _BytesWalk(schedule, rank, of_stage, chunks.boundary, chunks.boundary if chunks.travels is None else chunks.travels)
         for action in schedule.ranks[rank]:
             walk.do(action)
-        stages = tuple(
-            StageBytes(
-                stage,
-                layers[stage],
-                of_stage[stage].kept,
-                of_stage[stage].waiting,
-                walk.at_peak["kept", stage],
-                walk.at_peak["waiting", stage],
-            )
-            for stage in schedule.stages_of(rank)
-        )
-        found.append(
-            RankBytes(rank, stages, schedule.peak_live_chunks(rank), walk.at_peak["boundary", -1] + walk.at_peak["travels", -1], walk.peak)
-        )
+        peak, stages = walk.at_peak, []
+        for stage in schedule.stages_of(rank):
+            chunk = of_stage[stage]
+            stages.append(StageBytes(stage, tuple(layers[stage]), chunk.kept, chunk.waiting, peak["kept", stage], peak["waiting", stage]))
+        boundaries = peak["boundary", -1] + peak["travels", -1]
+        found.append(RankBytes(rank, tuple(stages), schedule.peak_live_chunks(rank), boundaries, walk.peak))
     return found
 
 
@@ -128,12 +120,7 @@ class _BytesWalk:
 
 def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:
     """Return the bytes by the name of the levers, as plain values."""
-    return {name: [_plain(one) for one in ranks] for name, ranks in levers.items()}
-
-
-def _plain(one: RankBytes) -> dict[str, Any]:
-    stages = [{**dataclasses.asdict(stage), "layers": list(stage.layers)} for stage in one.stages]
-    return {**dataclasses.asdict(one), "stages": stages}
+    return {name: [dataclasses.asdict(one) for one in ranks] for name, ranks in levers.items()}
 
 
 def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
@@ -143,17 +130,9 @@ def print_ranks(ranks: Sequence[RankBytes], console: Console) -> None:
     for one in ranks:
         for stage in one.stages:
             is_first = stage is one.stages[0]
-            table.add_row(
-                str(one.rank) if is_first else "",
-                str(stage.stage),
-                name_of_layers(stage.layers),
-                in_mib(stage.kept),
-                in_mib(stage.waiting),
-                str(stage.chunks_at_peak),
-                str(stage.waiting_at_peak),
-                str(one.boundaries_at_peak) if is_first else "",
-                in_mib(one.peak) if is_first else "",
-            )
+            rank, boundaries, peak = (str(one.rank), str(one.boundaries_at_peak), in_mib(one.peak)) if is_first else ("", "", "")
+            chunk = (in_mib(stage.kept), in_mib(stage.waiting), str(stage.chunks_at_peak), str(stage.waiting_at_peak))
+            table.add_row(rank, str(stage.stage), first_to_last(stage.layers), *chunk, boundaries, peak)
     console.print(table)
 
 
@@ -165,8 +144,3 @@ def print_levers(levers: Mapping[str, Sequence[RankBytes]], console: Console) ->
         peaks = [one.peak for one in found]
         table.add_row(name, *map(in_mib, (*peaks, max(peaks))))
     console.print(table)
-
-
-def name_of_layers(layers: range) -> str:
-    """Return "3-5", or "3" for a single layer."""
-    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

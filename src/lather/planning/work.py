@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lather.standin.operations import nbytes, tensors_in
+from lather.memory.live_bytes import tensors_in
+from lather.standin.operations import nbytes
 
 MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 

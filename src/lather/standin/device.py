@@ -26,8 +26,7 @@ HOPPER = (9, 0)
 class StandInStream:
     """A queue that is always empty."""
 
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.priority = priority
+    def __init__(self, device: object = None, priority: int = 0) -> None: ...
 
     @property
     def device(self) -> torch.device:
@@ -50,8 +49,7 @@ class StandInStream:
 class StandInEvent:
     """An event that has always occurred already."""
 
-    def __init__(self, enable_timing: bool = False, **options: bool) -> None:
-        self.options = {"enable_timing": enable_timing, **options}
+    def __init__(self, enable_timing: bool = False, **options: bool) -> None: ...
 
     def record(self, stream: StandInStream | None = None) -> None: ...
 
@@ -82,17 +80,12 @@ class StandIn:
         """Bytes of the device; those of an H200."""
         self.taken: Callable[[], int] = lambda: 0
         """Returns the number of bytes in use."""
-        self.capability = HOPPER
         self._current = StandInStream()
 
-    def stream(self, stream: StandInStream | None) -> AbstractContextManager[None]:
+    def device(self, chosen: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def device(self, device: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def device_of(self, x: object) -> AbstractContextManager[None]:
-        return nullcontext()
+    stream = device_of = device
 
     def current_stream(self, device: object = None) -> StandInStream:
         return self._current
@@ -102,18 +95,13 @@ class StandIn:
     def synchronize(self, device: object = None) -> None:
         self.waited("synchronize()")
 
-    def set_stream(self, stream: StandInStream) -> None: ...
+    def set_device(self, device: object = None) -> None:
+        """Change nothing: there is one device, and it has no state."""
 
-    def set_device(self, device: object) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def reset_peak_memory_stats(self, device: object = None) -> None: ...
+    set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = set_device
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)  # as many bytes as CUDA's
-
-    def manual_seed_all(self, seed: int) -> None: ...
 
     def max_memory_allocated(self, device: object = None) -> int:
         return self.peak()
@@ -125,21 +113,14 @@ class StandIn:
         return max(0, self.memory - self.taken()), self.memory
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
-        return self.capability
+        return HOPPER
 
     def get_device_name(self, device: object = None) -> str:
         return standin().type
 
     def get_device_properties(self, device: object = None) -> Any:
-        major, minor = self.capability
-        return SimpleNamespace(
-            name=standin().type,
-            major=major,
-            minor=minor,
-            multi_processor_count=132,
-            total_memory=self.mem_get_info()[1],
-            L2_cache_size=50 * 2**20,
-        )
+        sizes = {"multi_processor_count": 132, "total_memory": self.memory, "L2_cache_size": 50 * 2**20}
+        return SimpleNamespace(name=standin().type, major=HOPPER[0], minor=HOPPER[1], **sizes)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -147,17 +128,13 @@ class StandIn:
     def is_available(self) -> bool:
         return True
 
-    def is_initialized(self) -> bool:
-        return True
+    is_initialized = is_bf16_supported = is_available
 
     def current_device(self) -> int:
         return 0
 
     def device_count(self) -> int:
         return 1
-
-    def is_bf16_supported(self) -> bool:
-        return True
 
     def _is_in_bad_fork(self) -> bool:
         return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lather.standin.mode import StandInMode
 
 NARROW = (torch.bfloat16, torch.float16)
+source_of = cache(inspect.getsource)
 
 
 class Functions(TorchFunctionMode):
@@ -70,8 +71,7 @@ class Functions(TorchFunctionMode):
         if query.dtype in NARROW and attn_mask is None and alike and is_dense and max(widths) <= 256 and not max(widths) % 8:
             y, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
             return y
-        if enable_gqa and query.shape[1] == key.shape[1]:
-            enable_gqa = False
+        enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         if not enable_gqa and is_dense and not any(width * query.element_size() % 16 for width in widths) and query.dtype != torch.float64:
             needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             y, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)
@@ -83,22 +83,17 @@ class Functions(TorchFunctionMode):
         return y
 
 
-@contextmanager
-def unmarked_for_streams() -> Iterator[None]:
+def unmarked_for_streams() -> AbstractContextManager[object]:
     """Ignore `record_stream`, since torch accepts only its own streams."""
-    with patch.object(Tensor, "record_stream", lambda x, stream: None):
-        yield
+    return patch.object(Tensor, "record_stream", lambda x, stream: None)
 
 
-@contextmanager
-def counted_triton(mode: StandInMode) -> Iterator[None]:
+def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
     """Count launches of Triton kernels instead of compiling and launching them."""
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:
-        yield
-        return
-    before = JITFunction.run
+        return nullcontext()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -112,19 +107,10 @@ def counted_triton(mode: StandInMode) -> Iterator[None]:
         blocks = grid(bound) if callable(grid) else grid
         if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
             raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
-        read, written = _traffic(_source(self.fn), tensors)
+        read, written = _traffic(source_of(self.fn), tensors)
         mode.launch(f"triton {self.fn.__name__}", read, written, triton=True)
 
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = before
-
-
-@cache
-def _source(function: Callable[..., Any]) -> str:
-    return inspect.getsource(function)
+    return patch.object(JITFunction, "run", run)
 
 
 def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -142,25 +128,19 @@ def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     return read, written
 
 
-@contextmanager
-def counted_compile(mode: StandInMode) -> Iterator[None]:
+def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
     """Make `torch.compile` return flex attention as one forward and two backward kernels, a block mask as one kernel, and other functions
     unchanged."""
-    before = torch.compile
+
+    counted: dict[str, Callable[..., Any]] = {"flex_attention": _flex_attention, "create_block_mask": _block_mask}
 
     def compiled(function: Any = None, **options: Any) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "flex_attention":
-            return lambda *args, **kwargs: _flex_attention(mode, *args, **kwargs)
-        if name == "create_block_mask":
-            return lambda *args, **kwargs: _block_mask(mode, *args, **kwargs)
+        if name in counted:
+            return partial(counted[name], mode)
         return function if function is not None else (lambda given: given)
 
-    torch.compile = compiled  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = before
+    return patch.object(torch, "compile", compiled)
 
 
 def _flex_attention(

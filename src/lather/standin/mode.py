@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
+from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 import lather
+from lather.memory.live_bytes import tensors_in
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton, unmarked_for_streams
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
@@ -47,8 +49,8 @@ class StandInMode(TorchDispatchMode):
         self._around = ExitStack()
 
     def __enter__(self) -> Self:
-        device.module.waited, device.module.peak = self.wait, lambda: self.peak_bytes
-        for context in (fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked_for_streams(), Functions(self)):
+        told = patch.multiple(device.module, waited=self.wait, peak=lambda: self.peak_bytes)
+        for context in (told, fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked_for_streams(), Functions(self)):
             self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -56,7 +58,6 @@ class StandInMode(TorchDispatchMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
         self._around.close()
-        device.module.waited, device.module.peak = lambda what: None, lambda: 0
 
     def is_here(self, x: object) -> bool:
         """Return whether x is a tensor on the device."""
@@ -101,7 +102,7 @@ class StandInMode(TorchDispatchMode):
             self.entered(args[0])
         elif name == "_record_function_exit":
             self.left()
-        tensors = list(operations.tensors_in([args, kwargs]))
+        tensors = list(tensors_in([args, kwargs]))
         made_here = torch.device(kwargs.get("device") or "cpu").type == self.device.type
         if not made_here and not any(isinstance(x, self.fake) for x in tensors):
             return self._on_cpu(func, name, args, kwargs)
@@ -164,11 +165,11 @@ class StandInMode(TorchDispatchMode):
             out = self._of_flags(name, operands)
             if out is None:
                 out = self.run(operations.SHAPES.get(name) or func, operands, kwargs)
-        made = list(operations.tensors_in(out))
+        made = list(tensors_in(out))
         for x in made:
             if x.dtype == torch.bool:
-                x.lather_truth = operations.truth(name, operands)  # type: ignore[attr-defined]
-        inputs = list(operations.tensors_in([operands, kwargs]))
+                x.lather_truth = operations.truth(func, name, operands)  # type: ignore[attr-defined]
+        inputs = list(tensors_in([operands, kwargs]))
         if any(map(self.is_here, (*inputs, *made))):
             self.ran(func, name, operands, kwargs, inputs, made, out)
         return out

@@ -1,44 +1,19 @@
-"""Tables of torch's operations for the stand-in device, and helpers for tensors in nested values."""
+"""Tables of torch's operations for the stand-in device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-VIEWS = frozenset(
-    [
-        "detach",
-        "alias",
-        "lift_fresh",
-        "lift",
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "as_strided",
-        "diagonal",
-        "unfold",
-        "chunk",
-        "view_as_real",
-        "_conj",
-        "unsafe_split",
-    ]
-)
+from lather.memory.live_bytes import tensors_in
+
+VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
+"""Views whose schema does not say so; of all others torch says it (`func.is_view`)."""
 WITHOUT_KERNEL = frozenset(
     [
         "device",
@@ -85,17 +60,6 @@ def name_of(func: Any) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested lists, tuples and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-
-
 def mapped(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     """Return the same nested values with the function applied to every tensor."""
     if isinstance(values, Tensor):
@@ -112,17 +76,15 @@ def nbytes(x: Tensor) -> int:
     return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
 
 
-def truth(name: str, args: Sequence[Any]) -> bool | None:
-    """Return the assumed value of a tensor of flags: everything is finite. The results of other comparisons are not known (None), and a
-    reader gets false."""
+def truth(func: Any, name: str, args: Sequence[Any]) -> bool | None:
+    """Return the assumed value of a tensor of flags, which follows from flags that are known, as those of `isfinite` are (`functions`).
+    The results of other comparisons are not known (None), and a reader gets false."""
     known: list[bool | None] = [getattr(x, "lather_truth", None) for x in tensors_in(args) if x.dtype == torch.bool]
-    if name == "isfinite":
-        return True
     if name in ("bitwise_not", "logical_not"):
         return None if known[0] is None else not known[0]
     if name in ("bitwise_and", "logical_and", "all"):
         return None if None in known else all(known)
-    if name in CARRY_FLAGS or name in VIEWS:
+    if name in CARRY_FLAGS or name in VIEWS or func.is_view:
         return True if True in known else None if None in known else False
     return None
 

@@ -5,7 +5,6 @@ that is not contiguous is copied first.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
 from lather.kernels.adam_in_basis.reference import corrections
+from lather.kernels.launch import launch
 
 BLOCK = 1024
 
@@ -40,23 +39,8 @@ def adam_in_basis(
     u = torch.empty_like(g)
     momentum, own = (beta1 / next_c1, (1 - beta1) / c1) if nesterov else (1.0, 0.0)
     scale = 1.0 if nesterov else c1
-    if g.numel():
-        with launching_on(g):
-            _adam[(triton.cdiv(g.numel(), BLOCK),)](
-                g,
-                exp_avg,
-                exp_avg_sq,
-                u,
-                g.numel(),
-                1.0 - beta1,
-                float(beta2),
-                1.0 - beta2,
-                momentum,
-                own,
-                scale / math.sqrt(c2),
-                float(eps * scale),
-                BLOCK=BLOCK,
-            )
+    numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, momentum, own, scale / math.sqrt(c2), float(eps * scale))
+    launch(_adam, (triton.cdiv(g.numel(), BLOCK),), g, exp_avg, exp_avg_sq, u, g.numel(), *numbers, BLOCK=BLOCK)
     return u
 
 

@@ -33,7 +33,7 @@ def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], wei
     """
     validate(rows, row_TK, weights_TK)
     check_range(row_TK, -1, len(rows), "row_TK")
-    _check_distinct(row_TK, len(rows))
+    run(reference.check_distinct, row_TK, len(rows))
     out: Tensor = _Combine.apply(rows, row_TK, weights_TK)  # type: ignore[no-untyped-call]
     return out
 
@@ -77,10 +77,6 @@ def validate(rows: Tensor, row_TK: Tensor, weights_TK: Tensor) -> None:
         raise ValueError(
             f"rows are on {rows.device}, row_TK on {row_TK.device}, weights_TK on {weights_TK.device}: have to be on one device"
         )
-
-
-def _check_distinct(row_TK: Tensor, num_rows: int) -> None:
-    run(reference.check_distinct, row_TK, num_rows)
 
 
 class _Combine(torch.autograd.Function):

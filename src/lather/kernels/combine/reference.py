@@ -10,26 +10,25 @@ to fp32 and summed in blocks of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.device import is_gpu
+from lather.kernels.backend import blocks, wide_dtype
 
 BLOCK = 2**17
 """Elements of one block of tokens or rows."""
 
 
 def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    wide = _wide(rows_GD)
+    wide = wide_dtype(rows_GD)
     if rows_GD.dtype == wide:
         return _bags(rows_GD, row_TK, weights_TK)
     out_TD = rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     if len(rows_GD) == 0:
         return out_TD
-    for block in _blocks(out_TD):
+    for block in blocks(out_TD, BLOCK):
         total = out_TD[block].to(wide)
         for row_B, weight_B in zip(row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True):
             picked = rows_GD.index_select(0, row_B.clamp(min=0)).to(wide)
@@ -44,19 +43,19 @@ def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    wide = _wide(rows_GD)
+    if len(row_TK) == 0:
+        return torch.zeros_like(rows_GD, memory_format=torch.contiguous_format), torch.zeros_like(weights_TK)
+    wide = wide_dtype(rows_GD)
     pair_G = pair_of_row(row_TK, len(rows_GD))
     grad_rows_GD = torch.empty_like(rows_GD, memory_format=torch.contiguous_format)
     dot = weights_TK.new_zeros(row_TK.numel() + 1, dtype=wide)  # the last entry is for rows without pair
     weight = torch.cat([weights_TK.flatten().to(wide), dot[-1:]])
-    for block in _blocks(rows_GD) if len(row_TK) else ():
+    for block in blocks(rows_GD, BLOCK):
         pair = pair_G[block]
         missing = (pair < 0).unsqueeze(1)
         grad = grad_TD.index_select(0, pair.clamp(min=0) // row_TK.shape[1]).to(wide)
         dot[pair] = torch.linalg.vecdot(grad, rows_GD[block].to(wide))
         grad_rows_GD[block] = grad.mul_(weight[pair].unsqueeze(1)).masked_fill_(missing, 0)
-    if len(row_TK) == 0:
-        grad_rows_GD.zero_()
     return grad_rows_GD, dot[:-1].view_as(weights_TK).to(weights_TK.dtype)
 
 
@@ -85,12 +84,3 @@ def _bags(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     num_T = has_row.sum(1)
     weights = None if weights_TK is None else weights_TK[has_row].to(rows_GD.dtype)
     return F.embedding_bag(row_TK[has_row], rows_GD.contiguous(), num_T.cumsum(0) - num_T, per_sample_weights=weights, mode="sum")
-
-
-def _blocks(x_RD: Tensor) -> Iterator[slice]:
-    step = max(BLOCK // max(x_RD.shape[1], 1), 1)
-    return (slice(start, start + step) for start in range(0, len(x_RD), step))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

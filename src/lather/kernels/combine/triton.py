@@ -10,14 +10,14 @@ tokens, K slots, G rows, D columns; a tile is ROWS x BLOCK.
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch, tile, wide
 
 TILE = 1024
 """Elements of one tile."""
@@ -36,51 +36,42 @@ def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
 def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     grad_TD, rows_GD, weights_TK = grad_TD.contiguous(), rows_GD.contiguous(), weights_TK.contiguous()
     grad_rows_GD, grad_weights_TK = torch.empty_like(rows_GD), torch.zeros_like(weights_TK)
-    if rows_GD.numel():
-        pair_G, options = pair_of_row(row_TK, len(rows_GD)), _options(rows_GD)
-        with launching_on(rows_GD):
-            _backward_kernel[(triton.cdiv(len(rows_GD), options["ROWS"]),)](
-                grad_TD, rows_GD, pair_G, weights_TK, grad_rows_GD, grad_weights_TK, *rows_GD.shape, K=max(1, row_TK.shape[1]), **options
-            )
+    pair_G, options = pair_of_row(row_TK, len(rows_GD)), _options(rows_GD)
+    tensors = (grad_TD, rows_GD, pair_G, weights_TK, grad_rows_GD, grad_weights_TK)
+    grid = (triton.cdiv(len(rows_GD), options["ROWS"]),)
+    launch(_backward_kernel, grid, *tensors, *rows_GD.shape, K=max(1, row_TK.shape[1]), **options)
     return grad_rows_GD, grad_weights_TK
 
 
 def pair_of_row(row_TK: Tensor, num_rows: int) -> Tensor:
     row_TK = row_TK.contiguous()
     pair_G = row_TK.new_full((num_rows,), -1)
-    if row_TK.numel():
-        with launching_on(row_TK):
-            _invert_kernel[(triton.cdiv(row_TK.numel(), PAIRS),)](row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
+    launch(_invert_kernel, (triton.cdiv(row_TK.numel(), PAIRS),), row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
     return pair_G
 
 
 def check_distinct(row_TK: Tensor, num_rows: int) -> None:
     row_TK = row_TK.contiguous()
-    if row_TK.numel():
-        pair_G = pair_of_row(row_TK, num_rows)
-        with launching_on(row_TK):
-            _check_kernel[(triton.cdiv(row_TK.numel(), PAIRS),)](row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
+    pair_G = pair_of_row(row_TK, num_rows)
+    launch(_check_kernel, (triton.cdiv(row_TK.numel(), PAIRS),), row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
 
 
 def _combine(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     rows_GD, row_TK = rows_GD.contiguous(), row_TK.contiguous()
     out = rows_GD.new_empty(len(row_TK), rows_GD.shape[1])
-    if out.numel():
-        options = _options(rows_GD)
-        grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
-        weights = row_TK if weights_TK is None else weights_TK.contiguous()  # an unused pointer must still be valid
-        with launching_on(rows_GD):
-            _forward_kernel[grid](rows_GD, row_TK, weights, out, *out.shape, K=row_TK.shape[1], WEIGHTED=weights_TK is not None, **options)
+    options = _options(rows_GD)
+    grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
+    weights = row_TK if weights_TK is None else weights_TK.contiguous()  # an unused pointer must still be valid
+    options |= {"K": row_TK.shape[1], "WEIGHTED": weights_TK is not None}
+    launch(_forward_kernel, grid, rows_GD, row_TK, weights, out, *out.shape, **options)
     return out
 
 
 def _options(rows_GD: Tensor) -> dict[str, Any]:
-    block = min(triton.next_power_of_2(rows_GD.shape[1]), TILE)
-    return {"WIDE": tl.float64 if rows_GD.dtype == torch.float64 else tl.float32, "ROWS": TILE // block, "BLOCK": block}
+    return {"WIDE": wide(rows_GD), **tile(rows_GD.shape[1], TILE)}
 
 
 @triton.jit
-@no_type_check
 def _forward_kernel(
     rows_ptr,
     row_ptr,
@@ -110,7 +101,6 @@ def _forward_kernel(
 
 
 @triton.jit
-@no_type_check
 def _invert_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + pair, mask=pair < num_pairs, other=-1)
@@ -118,7 +108,6 @@ def _invert_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit(debug=True)  # without debug the assertion is compiled away
-@no_type_check
 def _check_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + pair, mask=pair < num_pairs, other=-1)
@@ -127,7 +116,6 @@ def _check_kernel(row_ptr, pair_ptr, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def _backward_kernel(
     grad_ptr,
     rows_ptr,

@@ -11,7 +11,8 @@ which raise at every use. Other tensors that share the memory (`detach()`, a sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from lather.kernels.backend import use_triton
+from lather.device import is_cpu, is_gpu
+from lather.kernels.backend import P, fastest
 from lather.kernels.cross_entropy import reference
-from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
 from lather.shapes import Float, Int
 from lather.torch_private import base_of
 
-__all__ = ["SpentLogits", "cross_entropy_"]
+__all__ = ["SpentLogits", "check_inputs", "cross_entropy_", "divided", "flat_labels"]
+
+IGNORED = -1
+"""Label of a token that does not count; it replaces the caller's `ignore_index`."""
 
 
 def cross_entropy_(
@@ -64,7 +68,8 @@ def cross_entropy_(
     labels_T = flat_labels(labels, logits.shape[-1], ignore_index)
     if not wants_gradient:
         logits_TV = logits.detach().reshape(-1, logits.shape[-1]) if logits.numel() else logits.new_empty(0, max(1, logits.shape[-1]))
-        return divided(_implementation(logits_TV).token_losses(logits_TV.contiguous(), labels_T, z_loss=z_loss).sum(), normalizer)
+        token_losses = _fastest(reference.token_losses, logits_TV)
+        return divided(token_losses(logits_TV.contiguous(), labels_T, z_loss=z_loss).sum(), normalizer)
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels_T, z_loss, normalizer)  # type: ignore[no-untyped-call]
     for tensor in (logits, base_of(logits)):
         if tensor is not None:
@@ -72,12 +77,8 @@ def cross_entropy_(
     return loss
 
 
-def _implementation(logits_TV: Tensor) -> Any:
-    if use_triton(logits_TV) and logits_TV.dtype != torch.float64:
-        from lather.kernels.cross_entropy import triton
-
-        return triton
-    return reference
+def _fastest(operation: Callable[P, Tensor], logits_TV: Tensor) -> Callable[P, Tensor]:
+    return fastest(operation, logits_TV, in_reference=logits_TV.dtype == torch.float64)
 
 
 def _check_expendable(logits: Tensor) -> None:
@@ -97,6 +98,48 @@ def _check_expendable(logits: Tensor) -> None:
         )
 
 
+def flat_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
+    """Return the labels as int64 (T,), with `ignore_index` replaced by IGNORED.
+
+    A label outside [0, vocabulary) raises ValueError on a CPU; on CUDA it is a device-side assert, so that the host need not wait.
+    """
+    labels_T = labels.detach().reshape(-1).long()
+    ignored_T = labels_T == ignore_index
+    wrong_T = ((labels_T < 0) | (labels_T >= vocabulary)) & ~ignored_T
+    if is_gpu(labels):
+        labels_T.new_zeros(1).index_select(0, wrong_T.long())
+    elif is_cpu(labels) and wrong_T.any():
+        raise ValueError(
+            f"label {int(labels_T[wrong_T][0])} is out of range: labels are in [0, {vocabulary}), the rows of the vocabulary, "
+            f"or ignore_index ({ignore_index}); does the tokenizer have more tokens than the model?"
+        )
+    return labels_T.masked_fill(ignored_T, IGNORED)
+
+
+def check_inputs(inputs: Tensor, labels: Tensor, normalizer: float | Tensor, what: str) -> None:
+    """Raise TypeError or ValueError unless there is one integer label per row of `inputs`, on its device, and a valid normalizer."""
+    if not inputs.is_floating_point():
+        raise TypeError(f"{what} has dtype {inputs.dtype}: give a floating-point dtype")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels have dtype {labels.dtype}: give integers, as class numbers")
+    if labels.shape != inputs.shape[:-1]:
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, but {what} has {tuple(inputs.shape)}: give one label per row")
+    if labels.device != inputs.device:
+        raise ValueError(f"labels are on {labels.device}, but {what} is on {inputs.device}: move them there")
+    if isinstance(normalizer, Tensor):
+        if normalizer.numel() != 1:
+            raise ValueError(f"normalizer has shape {tuple(normalizer.shape)}: give a single number")
+    elif not (normalizer > 0 and math.isfinite(normalizer)):
+        raise ValueError(f"normalizer={normalizer} is not valid: give a number > 0; where no label counts, max(1, count)")
+
+
+def divided(x: Tensor, normalizer: float | Tensor) -> Tensor:
+    """Return x / normalizer in the dtype of the scalar `x`, on its device, without waiting for the device."""
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.detach().reshape(()).to(device=x.device, dtype=x.dtype, non_blocking=True)
+    return x / normalizer
+
+
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels_T: Tensor, z_loss: float, normalizer: float | Tensor) -> Tensor:
@@ -106,7 +149,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         losses_T = torch.zeros(0, dtype=wide, device=logits.device)
         if logits.numel():
             logits_TV = gradient.view(-1, logits.shape[-1])
-            losses_T = _implementation(logits_TV).token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=z_loss)
+            losses_T = _fastest(reference.token_losses_and_gradient_, logits_TV)(logits_TV, labels_T, scale, z_loss=z_loss)
         increment_version(logits)  # nodes that have saved the logits must raise; kernels do not increment it
         ctx.save_for_backward(gradient)
         ctx.handed_over = False

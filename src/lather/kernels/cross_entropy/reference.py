@@ -15,14 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lather.kernels.backend import blocks, wide_dtype
+
 PIECE_ELEMENTS = 2**18
 """Elements of a piece, which has at least one row: 1 MiB in fp32, which stays in a core's cache."""
 
 
 def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
     """Return the loss of each token, (T,) in fp32 or wider. The logits are not changed."""
-    losses_T = _empty_losses(logits_TV)
-    for rows in _pieces(logits_TV):
+    losses_T = logits_TV.new_empty(len(logits_TV), dtype=wide_dtype(logits_TV))
+    for rows in blocks(logits_TV, PIECE_ELEMENTS):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
         losses_T[rows] = losses(tile_NV.logsumexp(1), label_logits(tile_NV, labels_N), labels_N, z_loss)
     return losses_T
@@ -31,8 +33,8 @@ def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tenso
 def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
     """Return the loss of each token, and overwrite the logits with `scale` (a 0-dim tensor) times their gradient, rounded once to their
     dtype."""
-    losses_T = _empty_losses(logits_TV)
-    for rows in _pieces(logits_TV):
+    losses_T = logits_TV.new_empty(len(logits_TV), dtype=wide_dtype(logits_TV))
+    for rows in blocks(logits_TV, PIECE_ELEMENTS):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
         logsumexp_N = tile_NV.logsumexp(1)
         losses_T[rows] = losses(logsumexp_N, label_logits(tile_NV, labels_N), labels_N, z_loss)
@@ -62,12 +64,3 @@ def softmax_gradient_(logits_NC: Tensor, labels_N: Tensor, logsumexp_N: Tensor, 
     column_N = labels_N.clamp(0, logits_NC.shape[1] - 1)
     logits_NC.scatter_add_(1, column_N[:, None], torch.where(column_N == labels_N, -scale_N, 0)[:, None])
     logits_NC.masked_fill_((scale_N == 0)[:, None], 0)
-
-
-def _empty_losses(logits_TV: Tensor) -> Tensor:
-    return logits_TV.new_empty(len(logits_TV), dtype=torch.promote_types(logits_TV.dtype, torch.float32))
-
-
-def _pieces(logits_TV: Tensor) -> list[slice]:
-    num_rows = max(1, PIECE_ELEMENTS // max(1, logits_TV.shape[1]))
-    return [slice(start, start + num_rows) for start in range(0, len(logits_TV), num_rows)]

@@ -6,7 +6,6 @@ must be contiguous. The reference handles fp64.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch
 
 BLOCK = 4096
 
@@ -33,21 +32,11 @@ def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tenso
 def _launch(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None, z_loss: float) -> Tensor:
     num_tokens, vocabulary = logits_TV.shape
     losses_T = logits_TV.new_empty(num_tokens, dtype=torch.float32)
-    if num_tokens:
-        block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        with launching_on(logits_TV):
-            _cross_entropy[(num_tokens,)](
-                logits_TV,
-                logits_TV.stride(0),
-                labels_T,
-                losses_T,
-                losses_T if scale is None else scale.float(),
-                float(z_loss),
-                vocabulary,
-                WITH_GRADIENT=scale is not None,
-                BLOCK=block,
-                num_warps=8 if block >= 2048 else 4,
-            )
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    factor = losses_T if scale is None else scale.float()  # an unused pointer must still be valid
+    arguments = (logits_TV, logits_TV.stride(0), labels_T, losses_T, factor, float(z_loss), vocabulary)
+    options = {"WITH_GRADIENT": scale is not None, "BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
+    launch(_cross_entropy, (num_tokens,), *arguments, **options)
     return losses_T
 
 

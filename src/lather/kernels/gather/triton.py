@@ -7,14 +7,12 @@ program computes the whole sum for a source row. Letters: N rows of the source, 
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
 """Elements of one tile."""
@@ -23,11 +21,9 @@ TILE = 2048
 def gather_rows(x_ND: Tensor, index_G: Tensor, num_rows: int | None = None) -> Tensor:
     x_ND, index_G = x_ND.contiguous(), index_G.contiguous()
     out = x_ND.new_empty((len(index_G) if num_rows is None else num_rows, x_ND.shape[1]))
-    if out.numel():
-        block = min(triton.next_power_of_2(out.shape[1]), TILE)
-        grid = (triton.cdiv(len(out), TILE // block), triton.cdiv(out.shape[1], block))
-        with launching_on(x_ND):
-            _gather_kernel[grid](x_ND, index_G, out, len(index_G), len(out), out.shape[1], ROWS=TILE // block, BLOCK=block)
+    sizes = tile(out.shape[1], TILE)
+    grid = (triton.cdiv(len(out), sizes["ROWS"]), triton.cdiv(out.shape[1], sizes["BLOCK"]))
+    launch(_gather_kernel, grid, x_ND, index_G, out, len(index_G), *out.shape, **sizes)
     return out
 
 
@@ -36,16 +32,13 @@ def add_rows(grad_GD: Tensor, index_G: Tensor, num_rows: int) -> Tensor:
     order = index_G.argsort(stable=True)
     start_N = torch.searchsorted(index_G[order], torch.arange(num_rows + 1, device=index_G.device))
     out = grad_GD.new_empty(num_rows, grad_GD.shape[1])
-    if out.numel():
-        block = min(triton.next_power_of_2(out.shape[1]), TILE)
-        wide = tl.float64 if out.dtype == torch.float64 else tl.float32
-        with launching_on(grad_GD):
-            _add_kernel[(num_rows, triton.cdiv(out.shape[1], block))](grad_GD, order, start_N, out, out.shape[1], WIDE=wide, BLOCK=block)
+    block = tile(out.shape[1], TILE)["BLOCK"]
+    grid = (num_rows, triton.cdiv(out.shape[1], block))
+    launch(_add_kernel, grid, grad_GD, order, start_N, out, out.shape[1], WIDE=wide(out), BLOCK=block)
     return out
 
 
 @triton.jit
-@no_type_check
 def _gather_kernel(x_ptr, index_ptr, out_ptr, num_picked, num_rows, num_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -55,7 +48,6 @@ def _gather_kernel(x_ptr, index_ptr, out_ptr, num_picked, num_rows, num_columns,
 
 
 @triton.jit
-@no_type_check
 def _add_kernel(grad_ptr, order_ptr, start_ptr, out_ptr, num_columns, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     source = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.device import is_gpu, no_autocast
-from lather.kernels.backend import use_triton
-from lather.kernels.cross_entropy.labels import check_inputs, divided, flat_labels
+from lather.kernels.backend import fastest
+from lather.kernels.cross_entropy import check_inputs, divided, flat_labels
 from lather.kernels.cross_entropy.reference import losses
 from lather.kernels.linear_cross_entropy import reference
 from lather.shapes import Float, Int
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     if tile is not None and min(tile) < 1:
         raise ValueError(f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary")
     labels_T = flat_labels(labels, len(weight), ignore_index)
-    plan = _ProductPlan(dtype, _has_mixed_products(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
+    plan = _ProductPlan(dtype, is_gpu(x), tile or (gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE), z_loss, normalizer)
     loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels_T, plan)  # type: ignore[no-untyped-call]
     return loss
 
@@ -105,11 +105,6 @@ def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _has_mixed_products(x: Tensor) -> bool:
-    """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(..., out_dtype=torch.float32)`)."""
-    return is_gpu(x)
-
-
 @dataclass(frozen=True)
 class _ProductPlan:
     """Dtypes, tile size and scaling of one loss."""
@@ -117,6 +112,7 @@ class _ProductPlan:
     dtype: torch.dtype
     """dtype to which `x` and `weight` are converted."""
     mixed: bool
+    """Whether products of bf16 or fp16 tensors can return fp32 on the device (`torch.mm(..., out_dtype=torch.float32)`)."""
     tile: tuple[int, int]
     z_loss: float
     normalizer: float | Tensor
@@ -135,9 +131,6 @@ class _ProductPlan:
         """Return `x` as (T, D), in `dtype`."""
         return x.reshape(labels_T.numel(), x.shape[-1]).to(self.dtype)
 
-    def operand(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).to(self.operands)
-
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b) if a.dtype == self.wide else torch.mm(a, b, out_dtype=self.wide)
 
@@ -151,25 +144,11 @@ class _ProductPlan:
         for piece, rows in zip(total.split(num_rows), a.split(num_rows), strict=True):
             piece.add_(self.product(rows, b))
 
-    def columns(self, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the columns of each tile, and the rows of the weight for them."""
-        for first in range(0, len(weight_VD), self.tile[1]):
-            columns = slice(first, min(first + self.tile[1], len(weight_VD)))
-            yield columns, self.operand(weight_VD[columns])
-
-    def rows(self, x_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the tokens of each tile, and their rows of `x_TD`."""
-        for first in range(0, len(x_TD), self.tile[0]):
-            rows = slice(first, min(first + self.tile[0], len(x_TD)))
-            yield rows, self.operand(x_TD[rows])
-
-    def implementation(self, x: Tensor) -> Any:
-        """Return the module with the elementwise operations."""
-        if use_triton(x) and self.wide == torch.float32:
-            from lather.kernels.linear_cross_entropy import triton
-
-            return triton
-        return reference
+    def parts(self, x: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield so many rows of `x` after the other, each time their places and the rows as operands of products."""
+        for first in range(0, len(x), num_rows):
+            rows = slice(first, first + num_rows)
+            yield rows, x[rows].to(self.dtype).to(self.operands)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -197,11 +176,11 @@ def _logsumexp(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, plan: _Product
     """Return the logsumexp of each token's logits, and the logit of its label."""
     max_T = torch.full_like(labels_T, -torch.inf, dtype=plan.wide)
     sum_T, label_logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
-    work = plan.implementation(x_TD)
-    for columns, weight_CD in plan.columns(weight_VD):
-        for rows, x_ND in plan.rows(x_TD):
+    update_logsumexp_ = fastest(reference.update_logsumexp_, x_TD, in_reference=plan.wide == torch.float64)
+    for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
+        for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
             logits_NC = plan.product(x_ND, weight_CD.T)
-            work.update_logsumexp_(max_T[rows], sum_T[rows], label_logit_T[rows], logits_NC, labels_T[rows], columns.start)
+            update_logsumexp_(max_T[rows], sum_T[rows], label_logit_T[rows], logits_NC, labels_T[rows], columns.start)
     return max_T + sum_T.log(), label_logit_T
 
 
@@ -211,13 +190,13 @@ def _gradients(
     """Return the gradients of `x_TD`, in fp32 or wider, and of `weight_VD`, in its dtype; None if not needed."""
     dx_TD = torch.zeros_like(x_TD, dtype=plan.wide) if needed[0] else None
     dw_VD = torch.zeros_like(weight_VD) if needed[1] else None
-    work = plan.implementation(x_TD)
-    for columns, weight_CD in plan.columns(weight_VD):
+    softmax_gradient = fastest(reference.softmax_gradient, x_TD, in_reference=plan.wide == torch.float64)
+    for columns, weight_CD in plan.parts(weight_VD, plan.tile[1]):
         dw_CD = None if dw_VD is None else _sum_for(dw_VD[columns], plan.wide)
-        for rows, x_ND in plan.rows(x_TD):
+        for rows, x_ND in plan.parts(x_TD, plan.tile[0]):
             logits_NC = plan.product(x_ND, weight_CD.T)
             tile = labels_T[rows], columns.start, logsumexp_T[rows], scale_T[rows]
-            gradient_NC = work.softmax_gradient(logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands)
+            gradient_NC = softmax_gradient(logits_NC, *tile, z_loss=plan.z_loss, dtype=plan.operands)
             del logits_NC  # free its memory for the products below
             if dw_CD is not None:
                 plan.add_product_(dw_CD, gradient_NC.T, x_ND)

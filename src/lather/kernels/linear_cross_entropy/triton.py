@@ -5,7 +5,6 @@ contiguous. The reference handles fp64.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
-# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch
 
 BLOCK = 1024
 
@@ -22,19 +21,8 @@ BLOCK = 1024
 def update_logsumexp_(max_N: Tensor, sum_N: Tensor, label_logit_N: Tensor, logits_NC: Tensor, labels_N: Tensor, first: int) -> None:
     """Do the same as in `reference.py`, but leave the tile as it is."""
     num_rows, num_columns = logits_NC.shape
-    if logits_NC.numel():
-        with launching_on(logits_NC):
-            _update_logsumexp[(num_rows,)](
-                max_N,
-                sum_N,
-                label_logit_N,
-                logits_NC,
-                logits_NC.stride(0),
-                labels_N,
-                first,
-                num_columns,
-                BLOCK=min(BLOCK, triton.next_power_of_2(num_columns)),
-            )
+    tensors = (max_N, sum_N, label_logit_N, logits_NC, logits_NC.stride(0), labels_N)
+    launch(_update_logsumexp, (num_rows,), *tensors, first, num_columns, BLOCK=min(BLOCK, triton.next_power_of_2(num_columns)))
 
 
 def softmax_gradient(
@@ -43,22 +31,10 @@ def softmax_gradient(
     """Do the same as in `reference.py`."""
     out_NC = logits_NC if dtype == logits_NC.dtype else torch.empty_like(logits_NC, dtype=dtype)
     num_rows, num_columns = logits_NC.shape
-    if logits_NC.numel():
-        block = min(BLOCK, triton.next_power_of_2(num_columns))
-        with launching_on(logits_NC):
-            _softmax_gradient[(num_rows, triton.cdiv(num_columns, block))](
-                out_NC,
-                out_NC.stride(0),
-                logits_NC,
-                logits_NC.stride(0),
-                labels_N,
-                first,
-                logsumexp_N,
-                scale_N,
-                float(z_loss),
-                num_columns,
-                BLOCK=block,
-            )
+    block = min(BLOCK, triton.next_power_of_2(num_columns))
+    tiles = (out_NC, out_NC.stride(0), logits_NC, logits_NC.stride(0))
+    grid = (num_rows, triton.cdiv(num_columns, block))
+    launch(_softmax_gradient, grid, *tiles, labels_N, first, logsumexp_N, scale_N, float(z_loss), num_columns, BLOCK=block)
     return out_NC
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import use_triton
+from lather.kernels.backend import fastest
 from lather.kernels.rms_norm import reference
 from lather.shapes import Float
 
@@ -38,12 +38,7 @@ def rms_norm(x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: floa
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        if _by_triton(x, weight_D):
-            from lather.kernels.rms_norm import triton
-
-            y, inverse_rms = triton.forward(x, weight_D, eps)
-        else:
-            y, inverse_rms = reference.forward(x, weight_D, eps)
+        y, inverse_rms = fastest(reference.forward, x, weight_D, in_reference=_in_reference(weight_D))(x, weight_D, eps)
         ctx.save_for_backward(x, weight_D, inverse_rms)
         return y
 
@@ -51,16 +46,13 @@ class _RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_D, inverse_rms = ctx.saved_tensors
-        if _by_triton(x, weight_D):
-            from lather.kernels.rms_norm import triton
-
-            return *triton.backward(grad, x, weight_D, inverse_rms), None
-        return *reference.backward(grad, x, weight_D, inverse_rms), None
+        operation = fastest(reference.backward, x, weight_D, in_reference=_in_reference(weight_D))
+        return *operation(grad, x, weight_D, inverse_rms), None
 
 
-def _by_triton(x: Tensor, weight_D: Tensor) -> bool:
-    """Whether the kernel is used: not if torch compiles the caller, because it fuses the reference with the operations around it."""
-    return not torch.compiler.is_compiling() and use_triton(x, weight_D) and len(weight_D) <= WIDEST
+def _in_reference(weight_D: Tensor) -> bool:
+    """Whether the kernel is left out: also if torch compiles the caller, because it fuses the reference with the operations around it."""
+    return torch.compiler.is_compiling() or len(weight_D) > WIDEST
 
 
 def validate(x: Tensor, weight_D: Tensor) -> None:

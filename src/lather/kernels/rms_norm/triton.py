@@ -8,14 +8,14 @@ Letters: T rows, D columns; a tile is ROWS x BLOCK, BLOCK a power of 2 that hold
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
 """Elements of a tile, which has at least one row."""
@@ -29,12 +29,9 @@ def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x_TD = _as_rows(x)
     y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight_D.dtype), device=x.device)
     inverse_rms = torch.empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    if x.numel():
-        options = _options(x_TD, weight_D)
-        with launching_on(x):
-            _forward_kernel[(triton.cdiv(len(x_TD), options["ROWS"]),)](
-                x_TD, weight_D.contiguous(), y, inverse_rms, len(x_TD), x_TD.shape[1], x_TD.stride(0), EPS=eps, **options
-            )
+    options = _options(x_TD, weight_D)
+    grid = (triton.cdiv(len(x_TD), options["ROWS"]),)
+    launch(_forward_kernel, grid, x_TD, weight_D.contiguous(), y, inverse_rms, *x_TD.shape, x_TD.stride(0), EPS=eps, **options)
     return y, inverse_rms
 
 
@@ -48,21 +45,8 @@ def backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse_rms: Tensor) -> 
     run = triton.cdiv(num_tiles, min(num_tiles, PROGRAMS)) * options["ROWS"]
     num_programs = triton.cdiv(len(x_TD), run)
     parts_PD = inverse_rms.new_empty(num_programs, len(weight_D))
-    with launching_on(x):
-        _backward_kernel[(num_programs,)](
-            grad_TD,
-            x_TD,
-            weight_D.contiguous(),
-            inverse_rms.contiguous(),
-            grad_x,
-            parts_PD,
-            len(x_TD),
-            x_TD.shape[1],
-            grad_TD.stride(0),
-            x_TD.stride(0),
-            run,
-            **options,
-        )
+    tensors = (grad_TD, x_TD, weight_D.contiguous(), inverse_rms.contiguous(), grad_x, parts_PD)
+    launch(_backward_kernel, (num_programs,), *tensors, *x_TD.shape, grad_TD.stride(0), x_TD.stride(0), run, **options)
     return grad_x, parts_PD.sum(0).to(weight_D.dtype)
 
 
@@ -73,19 +57,11 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _options(x_TD: Tensor, weight_D: Tensor) -> dict[str, Any]:
-    block = triton.next_power_of_2(x_TD.shape[1])
-    rows = max(TILE // block, 1)
-    is_double = torch.float64 in (x_TD.dtype, weight_D.dtype)
-    return {
-        "WIDE": tl.float64 if is_double else tl.float32,
-        "ROWS": rows,
-        "BLOCK": block,
-        "num_warps": min(max(rows * block // ELEMENTS, 1), 16),
-    }
+    sizes = tile(x_TD.shape[1], TILE, whole_rows=True)
+    return {"WIDE": wide(x_TD, weight_D), **sizes, "num_warps": min(max(sizes["ROWS"] * sizes["BLOCK"] // ELEMENTS, 1), 16)}
 
 
 @triton.jit
-@no_type_check
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -113,7 +89,6 @@ def _forward_kernel(
 
 
 @triton.jit
-@no_type_check
 def _backward_kernel(
     grad_ptr,
     x_ptr,

@@ -52,16 +52,12 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, halves: bool) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.halves = halves
-        return _turn(x_BSHR, cos_BSP, sin_BSP, halves=halves, back=False)
+        return run(reference.turn, x_BSHR, cos_BSP, sin_BSP, halves=halves)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHR: Tensor) -> tuple[Tensor, None, None, None]:
-        return _turn(grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True), None, None, None
-
-
-def _turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back: bool) -> Tensor:
-    return run(reference.turn, x_BSHR, cos_BSP, sin_BSP, halves=halves, back=back)
+        return run(reference.turn, grad_BSHR, *ctx.saved_tensors, halves=ctx.halves, back=True), None, None, None
 
 
 def validate(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:

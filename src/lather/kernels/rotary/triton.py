@@ -8,14 +8,12 @@ run of 2 P columns and split in registers, so that both layouts load and store w
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch, tile, wide
 
 TILE = 2048
 """Pairs in one tile."""
@@ -26,32 +24,15 @@ def turn(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool, back
     y_BSHR = torch.empty(x_BSHR.shape, dtype=x_BSHR.dtype, device=x_BSHR.device)
     num_batch, num_positions, num_heads, width = x_BSHR.shape
     num_rows = num_batch * num_positions * num_heads
-    block = triton.next_power_of_2(max(width // 2, 1))
-    rows = max(TILE // block, 1)
-    if y_BSHR.numel():
-        with launching_on(x_BSHR):
-            _turn_kernel[(triton.cdiv(num_rows, rows),)](
-                x_BSHR,
-                cos_BSP.contiguous(),
-                sin_BSP.contiguous(),
-                y_BSHR,
-                num_rows,
-                num_positions,
-                num_heads,
-                *x_BSHR.stride()[:3],
-                PAIRS=width // 2,
-                SHARED=len(cos_BSP) == 1,
-                HALVES=halves,
-                BACK=back,
-                WIDE=tl.float64 if torch.float64 in (x_BSHR.dtype, cos_BSP.dtype) else tl.float32,
-                ROWS=rows,
-                BLOCK=block,
-            )
+    options = {"PAIRS": width // 2, "SHARED": len(cos_BSP) == 1, "HALVES": halves, "BACK": back, "WIDE": wide(x_BSHR, cos_BSP)}
+    options |= tile(width // 2, TILE, whole_rows=True)
+    tensors = (x_BSHR, cos_BSP.contiguous(), sin_BSP.contiguous(), y_BSHR)
+    grid = (triton.cdiv(num_rows, options["ROWS"]),)
+    launch(_turn_kernel, grid, *tensors, num_rows, num_positions, num_heads, *x_BSHR.stride()[:3], **options)
     return y_BSHR
 
 
 @triton.jit
-@no_type_check
 def _turn_kernel(
     x_ptr,
     cos_ptr,

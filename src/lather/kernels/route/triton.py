@@ -13,14 +13,12 @@ sort at this size and keep (token, slot) order. Letters: N = T * K pairs, E expe
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.launch import launch
 from lather.kernels.route.reference import rows_for
 
 BLOCK_N = 128
@@ -34,32 +32,24 @@ def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: 
     num_pairs, num_slots = experts_TK.numel(), experts_TK.shape[1]
     num_blocks = triton.cdiv(num_pairs, BLOCK_N)
     row_TK = torch.empty_like(experts_TK)
-    count_E = experts_TK.new_zeros(num_experts)
+    count_E = experts_TK.new_empty(num_experts)
     start_E, end_E = torch.empty_like(count_E, dtype=torch.int32), torch.empty_like(count_E, dtype=torch.int32)
     count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
-    with launching_on(experts_TK):
-        if num_pairs:
-            _histogram_kernel[(num_blocks, triton.cdiv(num_experts, BLOCK_E))](
-                experts_TK, count_EP, num_pairs, num_experts, num_blocks, BLOCK_N=BLOCK_N, BLOCK_E=BLOCK_E
-            )
-            _scan_kernel[(num_experts,)](count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
-        _ends_kernel[(1,)](count_E, start_E, end_E, num_experts, alignment, BLOCK=triton.next_power_of_2(num_experts))
-        if num_pairs:
-            _scatter_kernel[(num_blocks,)](
-                experts_TK, count_EP, start_E, token_G, row_TK, num_pairs, num_blocks, K=num_slots, BLOCK_N=BLOCK_N
-            )
+    grid, blocks = (num_blocks, triton.cdiv(num_experts, BLOCK_E)), {"BLOCK_N": BLOCK_N, "BLOCK_E": BLOCK_E}
+    launch(_histogram_kernel, grid, experts_TK, count_EP, num_pairs, num_experts, num_blocks, **blocks)
+    launch(_scan_kernel, (num_experts,), count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
+    launch(_ends_kernel, (1,), count_E, start_E, end_E, num_experts, alignment, BLOCK=triton.next_power_of_2(num_experts))
+    places = (count_EP, start_E, token_G, row_TK)
+    launch(_scatter_kernel, (num_blocks,), experts_TK, *places, num_pairs, num_blocks, K=num_slots, BLOCK_N=BLOCK_N)
     return token_G, row_TK, count_E, end_E
 
 
 def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     index = index.contiguous()
-    if index.numel():
-        with launching_on(index):
-            _check_kernel[(triton.cdiv(index.numel(), 1024),)](index, index.numel(), low, high, NAME=name, BLOCK=1024)
+    launch(_check_kernel, (triton.cdiv(index.numel(), 1024),), index, index.numel(), low, high, NAME=name, BLOCK=1024)
 
 
 @triton.jit
-@no_type_check
 def _histogram_kernel(expert_ptr, count_ptr, num_pairs, num_experts, num_blocks, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
     block = tl.program_id(0)
     pair = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,7 +60,6 @@ def _histogram_kernel(expert_ptr, count_ptr, num_pairs, num_experts, num_blocks,
 
 
 @triton.jit
-@no_type_check
 def _scan_kernel(count_ptr, total_ptr, num_blocks, BLOCK_P: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     total = tl.zeros((), dtype=tl.int32)
@@ -83,7 +72,6 @@ def _scan_kernel(count_ptr, total_ptr, num_blocks, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-@no_type_check
 def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: tl.constexpr):
     expert = tl.arange(0, BLOCK)
     count = tl.load(count_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
@@ -94,7 +82,6 @@ def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: t
 
 
 @triton.jit
-@no_type_check
 def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_pairs, num_blocks, K: tl.constexpr, BLOCK_N: tl.constexpr):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
@@ -111,7 +98,6 @@ def _scatter_kernel(expert_ptr, before_ptr, start_ptr, token_ptr, row_ptr, num_p
 
 
 @triton.jit(debug=True)  # without debug the assertion is compiled away
-@no_type_check
 def _check_kernel(index_ptr, num_entries, low, high, NAME: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(index_ptr + entry, mask=entry < num_entries, other=low)

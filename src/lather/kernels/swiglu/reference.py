@@ -10,12 +10,13 @@ KiB of temporary memory for any R.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from lather.kernels.backend import blocks, wide_dtype
 
 BLOCK = 2**16
 """Elements of h in one block of rows."""
@@ -48,11 +49,11 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
 def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     grad_gate_up = gate_up.new_empty(gate_up.shape)
     h = gate_up.new_empty(grad_h.shape)
-    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=_wide(gate_up))
+    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
     grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), _rows(h)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
-    for block in _blocks(grad_RF):
-        grad = grad_RF[block].to(_wide(gate_up))
+    for block in blocks(grad_RF, BLOCK):
+        grad = grad_RF[block].to(wide_dtype(gate_up))
         activated, u, d_gate, d_up = _factors(gate_up_R2F[block], gate)
         if scale is None or dot is None:
             torch.mul(activated, u, out=h_RF[block])
@@ -70,7 +71,7 @@ def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     grad_gate_up = gate_up.new_empty(gate_up.shape)
     grad_RF, gate_up_R2F = _rows(grad_h), _rows(gate_up)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
-    for block in _blocks(grad_RF):
+    for block in blocks(grad_RF, BLOCK):
         _, _, d_gate, d_up = _factors(gate_up_R2F[block], gate)
         torch.mul(d_gate, grad_RF[block], out=out_g[block])
         torch.mul(d_up, grad_RF[block], out=out_u[block])
@@ -93,7 +94,7 @@ def _factors(gate_up_R2F: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _clamped_halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    g, u = (half.to(_wide(gate_up)) for half in _halves(gate_up, gate))
+    g, u = (half.to(wide_dtype(gate_up)) for half in _halves(gate_up, gate))
     return (g, u) if gate.limit is None else (g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit))
 
 
@@ -104,12 +105,3 @@ def _halves(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
-
-
-def _blocks(x_RF: Tensor) -> Iterator[slice]:
-    step = max(BLOCK // max(x_RF.shape[1], 1), 1)
-    return (slice(start, start + step) for start in range(0, len(x_RF), step))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -10,14 +10,15 @@ NaN.
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.device import launching_on
+from lather.kernels.backend import wide_dtype
+from lather.kernels.launch import launch, tile, wide
 from lather.kernels.swiglu.reference import Gate
 
 TILE = 1024
@@ -27,67 +28,47 @@ TILE = 1024
 def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    if h.numel():
-        with launching_on(gate_up):
-            num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
-            _forward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](gate_up, h, num_rows, h.shape[-1], **options)
+    num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
+    launch(_forward_kernel, (triton.cdiv(num_rows, options["ROWS"]),), gate_up, h, num_rows, h.shape[-1], **options)
     return h
 
 
 def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    gate_up = gate_up.contiguous()
-    grad_gate_up, h = torch.empty_like(gate_up), gate_up.new_empty(grad_h.shape)
-    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=torch.promote_types(gate_up.dtype, torch.float32))
-    _launch_backward((grad_h.contiguous(), gate_up, scale), (grad_gate_up, h, dot), gate)
-    return grad_gate_up, h, dot
+    h = gate_up.new_empty(grad_h.shape)
+    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
+    return _gradient(grad_h, gate_up, gate, scale, h, dot), h, dot
 
 
 def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
-    gate_up = gate_up.contiguous()
+    return _gradient(grad_h, gate_up, gate)
+
+
+def _gradient(
+    grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None, h: Tensor | None = None, dot: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to the tensors that are given."""
+    grad_h, gate_up = grad_h.contiguous(), gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
-    _launch_backward((grad_h.contiguous(), gate_up, None), (grad_gate_up, None, None), gate)
+    num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
+    options |= {"SCALED": scale is not None, "STORE_H": h is not None}
+    scale, h, dot = (gate_up if x is None else x.contiguous() for x in (scale, h, dot))  # unused pointers must still be valid
+    tensors = (grad_h, gate_up, scale, grad_gate_up, h, dot)
+    launch(_backward_kernel, (triton.cdiv(num_rows, options["ROWS"]),), *tensors, num_rows, grad_h.shape[-1], **options)
     return grad_gate_up
 
 
-def _launch_backward(
-    inputs: tuple[Tensor, Tensor, Tensor | None], outputs: tuple[Tensor, Tensor | None, Tensor | None], gate: Gate
-) -> None:
-    grad_h, gate_up, scale = inputs
-    grad_gate_up, h, dot = outputs
-    if grad_h.numel() == 0:
-        return
-    num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
-    with launching_on(gate_up):
-        _backward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](
-            grad_h,
-            gate_up,
-            gate_up if scale is None else scale.contiguous(),  # unused pointers must still be valid
-            grad_gate_up,
-            gate_up if h is None else h,
-            gate_up if dot is None else dot,
-            num_rows,
-            grad_h.shape[-1],
-            SCALED=scale is not None,
-            STORE_H=h is not None,
-            **options,
-        )
-
-
 def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
-    block = min(triton.next_power_of_2(gate_up.shape[-1] // 2), TILE)
     return {
         "ALPHA": gate.alpha,
         "OFFSET": gate.offset,
         "LIMIT": float("inf") if gate.limit is None else gate.limit,
         "INTERLEAVED": gate.interleaved,
-        "WIDE": tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
-        "ROWS": TILE // block,
-        "BLOCK": block,
+        "WIDE": wide(gate_up),
+        **tile(gate_up.shape[-1] // 2, TILE),
     }
 
 
 @triton.jit
-@no_type_check
 def _load_halves(ptr, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     ptr += row[:, None] * 2 * num_columns
     if INTERLEAVED:
@@ -103,7 +84,6 @@ def _load_halves(ptr, row, num_rows, start, num_columns, INTERLEAVED: tl.constex
 
 
 @triton.jit
-@no_type_check
 def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     g, u = g.to(ptr.dtype.element_ty), u.to(ptr.dtype.element_ty)
     ptr += row[:, None] * 2 * num_columns
@@ -119,14 +99,12 @@ def _store_halves(ptr, g, u, row, num_rows, start, num_columns, INTERLEAVED: tl.
 
 
 @triton.jit
-@no_type_check
 def _clamp(g, u, LIMIT: tl.constexpr):
     limit = tl.full((), LIMIT, g.dtype)  # a bare constant would be rounded to fp32, by Triton 3.6 in comparisons, too
     return tl.where(g > limit, limit, g), tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
 
 
 @triton.jit
-@no_type_check
 def _forward_kernel(
     gate_up_ptr,
     h_ptr,
@@ -151,7 +129,6 @@ def _forward_kernel(
 
 
 @triton.jit
-@no_type_check
 def _backward_kernel(
     grad_h_ptr,
     gate_up_ptr,
