@@ -30,15 +30,17 @@ from lather.models.hf.model_folder import CONFIG_FILE, read_config
 C = TypeVar("C")
 
 
-def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = "") -> Config:
-    """Read a configuration from a TOML file; every error names the file and the key.
+def load_config(
+    path: Path | None, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = ""
+) -> Config:
+    """Read a configuration from a TOML file; every error names the file and the key. Without a file it is the default configuration.
 
     `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new rules do not have are then dropped.
     `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
     """
-    mapping = _read(path)
-    try:
-        mapping = with_model(mapping, init_from, run_dir)
+    mapping = _read(path) if path else {}
+    with _naming(path):
+        mapping = _with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
             folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
@@ -46,8 +48,6 @@ def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         return config_from_mapping(mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_run(run_dir: Path) -> Config:
@@ -56,10 +56,17 @@ def load_run(run_dir: Path) -> Config:
     mapping = _read(path)
     if not is_old(mapping):
         return load_config(path)
-    try:
+    with _naming(path):
         return config_of_run(mapping)
+
+
+@contextlib.contextmanager
+def _naming(path: Path | None) -> Iterator[None]:
+    """Begin a ConfigError of the block with the name of the file, if there is one."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
 
 
 def config_of_run(mapping: Mapping[str, Any]) -> Config:
@@ -71,7 +78,7 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
-def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
+def _with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
     """Add `[model]` to a configuration without one: the model of the run that is already in `run_dir`, or else of `init_from`, if given.
     The default sequence length is then limited to the model's."""
     init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
