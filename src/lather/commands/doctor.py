@@ -16,10 +16,11 @@ from rich.markup import escape
 from lather.commands.parsing import parse_arguments
 from lather.console import titled_table, wide_console
 from lather.doctor.checks import CHECKS, Finding, check_links
-from lather.doctor.facts import RankFacts, find_facts, nearest_folder, probe_file
+from lather.doctor.facts import RankFacts, find_facts, probe_file
 from lather.doctor.links import clock_offsets, measure_links
 from lather.engine.step import pick_device
 from lather.errors import ConfigError
+from lather.files import nearest_folder
 from lather.memory.profile_report import write_json
 from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
 from lather.parallel.launch.world import World
