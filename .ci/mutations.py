@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     Mutation(
         "commands: the value after an option that has one of its own",
-        "commands/overrides.py",
+        "commands/with_config.py",
         "value if equals else following",
         "following",
         "train/test_optim_config.py",

@@ -8,8 +8,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["titled_table", "wide_console"]
-
 
 class _PipedConsole(Console):
     """A console that raises BrokenPipeError, as `print` does, if its reader leaves early (`lather profile ... | head`); rich would exit
@@ -24,7 +22,7 @@ def wide_console(columns: int) -> Console:
     return _PipedConsole(width=max(Console().width, columns))
 
 
-def titled_table(title: str, left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
+def titled_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
     """A table without a frame, whose first columns are words and whose others are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for justify, names in (("left", left), ("right", right)):

@@ -43,8 +43,12 @@ def reason(error: OSError, path: Path) -> str:
     text = error.strerror or str(error)
     if error.errno not in NO_SPACE:
         return text
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    return f"{text}: {shutil.disk_usage(there).free:,} bytes are free there"
+    return f"{text}: {shutil.disk_usage(nearest_folder(path)).free:,} bytes are free there"
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the path itself, or what is there of its parents."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 def write_aside(path: Path, content: str | bytes) -> None:

@@ -54,32 +54,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 
-__all__ = [
-    "Hooks",
-    "TorchDispatchMode",
-    "base_of",
-    "check_torch_version",
-    "disable_dynamo",
-    "dualpipev_actions",
-    "fake_tensors",
-    "fake_tensors_behave",
-    "finish_gradient_reduction",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "fused_adamw_",
-    "linalg_eigh",
-    "memory_tracker",
-    "new_group_of",
-    "prepare_sharding",
-    "register_python_device",
-    "saved_tensors_hooks_in_force",
-    "set_timeout",
-    "start_gradient_reduction",
-]
+from lather.errors import UserError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -91,6 +68,7 @@ STAGES_OF_A_RANK = 2
 same table, but searches the rest of the table for a third stage at every action: 10 s instead of 0.3 s for 64 ranks and 512
 micro-batches."""
 
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -189,8 +167,6 @@ def start_fake_process_group(rank: int, world_size: int, device: torch.device) -
 
 def check_torch_version() -> None:
     """Raise UserError unless the private names of this torch version are known."""
-    from lather.errors import UserError
-
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 11) <= (int(major), int(minor)) < (2, 14):
         raise UserError(f"torch {torch.__version__} is not supported for training on several ranks: install {VERSIONS}")
@@ -219,8 +195,6 @@ def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]
 
     `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such table.
     """
-    from lather.errors import UserError
-
     try:
         return _dualpipev_actions(import_module("torch.distributed.pipelining.schedules"), num_ranks, num_micro_batches)
     except (ImportError, AttributeError, TypeError) as error:
@@ -285,8 +259,6 @@ def _groups(root_state: Any) -> list[Any]:
 
 
 def _name(owner: Any, name: str) -> Any:
-    from lather.errors import UserError
-
     if not hasattr(owner, name):
         what = getattr(owner, "__name__", type(owner).__name__)
         raise UserError(f"torch {torch.__version__} has no {what}.{name}, which reduces sharded gradients: install {VERSIONS}")

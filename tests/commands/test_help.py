@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lather.cli import main
-from lather.commands.help import OFTEN, SECTIONS, take_help
+from lather.commands.with_config import OFTEN, SECTIONS, take_help
 from lather.config.toml_file import field_names
 from lather.errors import UserError
 

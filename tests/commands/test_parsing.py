@@ -9,8 +9,7 @@ from typing import Annotated
 import pytest
 import tyro
 
-from lather.commands.options import options_of_command
-from lather.commands.parsing import parse_arguments
+from lather.commands.parsing import options_of_command, parse_arguments
 from lather.commands.plan import PlanArguments
 from lather.config.config import Config
 from lather.config.nearest import OTHERS_NAMES, nearest_names

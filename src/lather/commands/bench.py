@@ -11,35 +11,28 @@ import lather
 from lather.commands.parsing import parse_arguments
 from lather.errors import UserError
 
-USAGE = """\
+BENCHMARKS = {
+    "optimizer": "time and memory of SOAP against heavyball and pytorch_optimizer",
+    "memory": "bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both",
+    "pipeline": "bytes that a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime",
+    "gaps": "refreshes of the optimizer while ranks of a pipeline wait for each other",
+    "distributed": "bytes and flops of a rank of a sharded optimizer, against one process",
+    "calls": "Python calls of one optimizer step",
+    "launches": "kernel launches, bytes and host waits of a GPU, counted without a GPU",
+    "data": "speed and memory of making and reading data sets",
+    "convergence": "learning speed of rules: runs a study of many trainings (benchmarks/studies)",
+}
+"""The subject of each benchmark. `benchmarks.NAME` has its options, the class `NameBenchmark`, and `run`."""
+FOLDERS = ("launches", "convergence")
+"""Benchmarks that are a folder, whose options and `run` are in its module `command`."""
+
+LINES = "\n".join(f"  {name:<11} {about}" for name, about in BENCHMARKS.items())
+USAGE = f"""\
 usage: lather bench BENCHMARK [OPTIONS]
 
-  optimizer   time and memory of SOAP against heavyball and pytorch_optimizer
-  memory      bytes that MoE layers keep for backward, bytes that the loss needs, and the time of both
-  pipeline    bytes that a pipeline rank keeps, step time and bubble, against torch's own DualPipeV runtime
-  gaps        refreshes of the optimizer while ranks of a pipeline wait for each other
-  distributed bytes and flops of a rank of a sharded optimizer, against one process
-  calls       Python calls of one optimizer step
-  launches    kernel launches, bytes and host waits of a GPU, counted without a GPU
-  data        speed and memory of making and reading data sets
-  convergence learning speed of rules: runs a study of many trainings (benchmarks/studies)
+{LINES}
 
   lather bench BENCHMARK --help shows the options"""
-
-
-BENCHMARKS = {
-    "optimizer": ("benchmarks.optimizer", "OptimizerBenchmark"),
-    "memory": ("benchmarks.memory", "MemoryBenchmark"),
-    "pipeline": ("benchmarks.pipeline", "PipelineBenchmark"),
-    "gaps": ("benchmarks.gaps", "GapsBenchmark"),
-    "distributed": ("benchmarks.distributed", "DistributedBenchmark"),
-    "calls": ("benchmarks.calls", "CallsBenchmark"),
-    "launches": ("benchmarks.launches.command", "LaunchesBenchmark"),
-    "data": ("benchmarks.data", "DataBenchmark"),
-    "convergence": ("benchmarks.convergence.command", "ConvergenceBenchmark"),
-}
-"""Module and class of options of each benchmark. The modules are in a checkout, beside the package; each is imported only for its own
-benchmark."""
 
 
 def bench_command(arguments: list[str]) -> int:
@@ -51,14 +44,15 @@ def bench_command(arguments: list[str]) -> int:
         given = f"unknown benchmark {arguments[0]!r}" if arguments else "no benchmark given"
         *names, last = BENCHMARKS
         raise UserError(f"{given}: use lather bench {', '.join(names)} or {last}")
-    module_name, class_name = BENCHMARKS[arguments[0]]
-    module = _from_checkout(module_name)
-    status: int = module.run(parse_arguments(getattr(module, class_name), f"lather bench {arguments[0]}", arguments[1:]))
+    name, *rest = arguments
+    module = _from_checkout(f"benchmarks.{name}" + ".command" * (name in FOLDERS))
+    status: int = module.run(parse_arguments(getattr(module, f"{name.capitalize()}Benchmark"), f"lather bench {name}", rest))
     return status
 
 
 def _from_checkout(module_name: str) -> ModuleType:
-    """Import a module of `benchmarks` from the checkout that holds the package, or from the current folder if that is a checkout."""
+    """Import a module of `benchmarks`, only for its own benchmark, from the checkout that holds the package, or from the current folder if
+    that is a checkout."""
     for root in (Path(lather.__file__).parents[2], Path.cwd()):
         if (root / "benchmarks" / "__init__.py").is_file() and (root / "pyproject.toml").is_file():
             if str(root) not in sys.path:

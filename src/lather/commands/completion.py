@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 
 from lather.commands import COMMANDS
 from lather.commands.bench import BENCHMARKS
-from lather.commands.data import FolderArguments, MakeArguments
-from lather.commands.help import ALL, SECTIONS
-from lather.commands.options import CommandOption, options_of_command
+from lather.commands.parsing import CommandOption, options_of_command
+from lather.commands.with_config import ALL, SECTIONS
 from lather.config.config import Config
 from lather.config.optim import KINDS, optim_config
 from lather.errors import UserError
@@ -35,6 +34,8 @@ NAMES = {"optim.name": tuple(RULES), **{f"optim.{kind}.rule": tuple(RULES) for k
 WITH_CONFIG = ("train", "plan", "profile")
 FOLLOWING = {"data": ("make", "show", "check"), "bench": tuple(BENCHMARKS), "completion": ("bash", "zsh", "fish")}
 """The words that follow a command."""
+FIRST = " ".join((*COMMANDS, "--help", "--version"))
+"""The words that follow `lather`."""
 
 BASH = """\
 _lather() {{
@@ -68,18 +69,16 @@ def completion_command(arguments: list[str]) -> int:
     (shell, *rest), shells = arguments, FOLLOWING["completion"]
     if shell not in shells or rest:
         raise UserError(f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}")
-    options = {command: {option.name: option for option in options_of(command)} for command in (*COMMANDS, "data make", "data show")}
-    options["data check"] = options["data show"]
+    commands = (*COMMANDS, *(f"data {name}" for name in FOLLOWING["data"]))
+    options = {command: {option.name: option for option in options_of(command)} for command in commands}
     print(_fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options), end="")
     return 0
 
 
 def options_of(command: str) -> Iterator[CommandOption]:
     """The options of a command, of all rules and families."""
-    if command.startswith("data"):
-        yield from options_of_command({"data make": MakeArguments}.get(command, FolderArguments)) if " " in command else ()
-        return
-    cls = getattr(import_module(f"lather.commands.{COMMANDS[command]}"), f"{command.capitalize()}Arguments", None)
+    words = command.split()
+    cls = getattr(import_module(f"lather.commands.{COMMANDS[words[0]]}"), f"{words[-1].capitalize()}Arguments", None)
     if cls is not None:
         yield from options_of_command(cls)
     if command in WITH_CONFIG:
@@ -96,33 +95,29 @@ def _values(option: CommandOption) -> tuple[str, ...]:
     return (*SECTIONS, ALL) if option.name == "help" else NAMES.get(option.name, tuple(option.choices))
 
 
-def _flags(options: dict[str, CommandOption]) -> list[str]:
-    return [flag for option in options.values() for flag in option.flags]
-
-
 def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
     values: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for command, own in options.items():
         values[FOLLOWING.get(command, ())].append(f"{command} {command}")
         for option in own.values():
             values[_values(option)] += [f"{command} {flag}" for flag in option.flags]
-    cases = {tuple(places): " ".join(words) for words, places in values.items() if words}
-    of_command: dict[tuple[str, ...], str] = {}
-    for command, own in options.items():
-        of_command[(command,)] = " ".join(dict.fromkeys([*_flags(own), "--help"]))
-    return BASH.format(commands=shlex.quote(" ".join(_first_words(options))), values=_cases(cases), options=_cases(of_command))
+    del values[()]
+    flags = {
+        command: dict.fromkeys([*(flag for option in own.values() for flag in option.flags), "--help"]) for command, own in options.items()
+    }
+    return BASH.format(
+        commands=shlex.quote(FIRST),
+        values="\n".join(_case(places, words) for words, places in values.items()),
+        options="\n".join(_case([command], own) for command, own in flags.items()),
+    )
 
 
-def _cases(words: dict[tuple[str, ...], str]) -> str:
-    return "\n".join(f"{'|'.join(map(shlex.quote, patterns))}) words={shlex.quote(text)} ;;" for patterns, text in words.items())
-
-
-def _first_words(options: dict[str, dict[str, CommandOption]]) -> list[str]:
-    return [*(command for command in options if " " not in command), "--help", "--version"]
+def _case(patterns: Iterable[str], words: Iterable[str]) -> str:
+    return f"{'|'.join(map(shlex.quote, patterns))}) words={shlex.quote(' '.join(words))} ;;"
 
 
 def _fish(options: dict[str, dict[str, CommandOption]]) -> str:
-    lines = [f"complete -c lather -n __fish_use_subcommand -f -a {shlex.quote(' '.join(_first_words(options)))}"]
+    lines = [f"complete -c lather -n __fish_use_subcommand -f -a {shlex.quote(FIRST)}"]
     for command, own in options.items():
         seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
         for word in FOLLOWING.get(command, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,8 @@ def data_command(arguments: list[str]) -> int:
 def _make(arguments: list[str]) -> int:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
-    with _ConsoleDisplay(Console()) as display:
+    display = _ConsoleDisplay(Console())
+    with display.live or contextlib.nullcontext():
         dataset = make_dataset(parsed.folder, parsed.recipe, display, parsed.workers)
     print(describe(dataset, display))
     return 0
@@ -93,16 +95,7 @@ class _ConsoleDisplay:
     def __init__(self, console: Console) -> None:
         self.console, self.tokens = console, 0
         self.begun = self._shown = time.monotonic()
-        self._live = Live("", console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> _ConsoleDisplay:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.stop()
+        self.live = Live("", console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -110,8 +103,8 @@ class _ConsoleDisplay:
     def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
         self.tokens, seconds = tokens, max(1e-9, time.monotonic() - self.begun)
         text = f"{units} of {num_units} units   {documents:,} documents   {tokens:,} tokens   {tokens / seconds:,.0f} tokens/s"
-        if self._live:
-            self._live.update(text)
+        if self.live:
+            self.live.update(text)
         elif time.monotonic() - self._shown > PLAIN_SECONDS:
             self._shown = time.monotonic()
             self.note(text)

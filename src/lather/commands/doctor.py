@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,19 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lather.commands.parsing import parse_arguments
-from lather.console import wide_console
+from lather.console import titled_table, wide_console
 from lather.doctor.checks import CHECKS, Finding, check_links
-from lather.doctor.facts import RankFacts, find_facts, nearest_folder, probe_file
-from lather.doctor.links import LinkFacts, clock_offsets, measure_links
+from lather.doctor.facts import RankFacts, find_facts, probe_file
+from lather.doctor.links import clock_offsets, measure_links
 from lather.engine.step import pick_device
 from lather.errors import ConfigError
-from lather.memory.profile_report import whole_file
+from lather.files import nearest_folder
+from lather.memory.profile_report import write_json
 from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
 from lather.parallel.launch.world import World
 
@@ -68,7 +66,8 @@ def examine(parsed: DoctorArguments, world: World) -> int:
     findings = [finding for check in CHECKS for finding in check(facts)] + list(check_links(links))
     if world.rank == 0:
         if parsed.json:
-            _write(parsed.json, findings, facts, links)
+            lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
+            write_json({name: [asdict(one) for one in several] for name, several in lists.items()}, parsed.json)
         show(findings, world.size, wide_console(80))
     return int(any(finding.verdict == "wrong" for finding in findings))
 
@@ -91,15 +90,9 @@ def _gathered(own: RankFacts, run_dir: Path, world: World) -> list[RankFacts]:
     return [replace(one, clock=offset) for one, offset in zip(everybody, offsets[0], strict=True)]
 
 
-def _write(out: Path, findings: Sequence[Finding], facts: Sequence[RankFacts], links: Sequence[LinkFacts]) -> None:
-    lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
-    with whole_file(out, "--json") as aside:
-        aside.write_text(json.dumps({name: [asdict(one) for one in several] for name, several in lists.items()}, indent=1) + "\n")
-
-
 def show(findings: Sequence[Finding], num_ranks: int, console: Console) -> None:
     """Print a line for each finding, the remedy below it, and how many are wrong."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = titled_table()
     for name in ("", "check", "found"):
         table.add_column(name, overflow="fold")
     topic = ""

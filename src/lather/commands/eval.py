@@ -31,6 +31,8 @@ from lather.train.trained_model import TrainedModel
 
 RECORD = "evaluations.jsonl"
 """File in the run directory with a row per evaluation."""
+FORMS = {"sequences": ",", "tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f", "accuracy": ".1%"}
+"""Columns of the table of sets, and the form of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +151,9 @@ def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
     console = wide_console(120)
     console.print(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens", highlight=False, soft_wrap=True)
     if result["sets"]:
-        table = Table(
-            "set", "split", *(_right(name) for name in ("sequences", "tokens", "loss", "perplexity", "bits per byte", "accuracy"))
-        )
+        table = Table("set", "split", *(_right(name.replace("_", " ")) for name in FORMS))
         for name, row in result["sets"].items():
-            counts = (f"{row[key]:,}" for key in ("sequences", "tokens"))
-            forms = {"loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f", "accuracy": ".1%"}
-            table.add_row(name, row["split"], *counts, *(_number(row[key], form) for key, form in forms.items()))
+            table.add_row(name, row["split"], *(_number(row[key], form) for key, form in FORMS.items()))
         console.print(table)
     if result["tasks"]:
         table = Table("task", "metric", _right("value"), _right("± standard error"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -73,25 +74,22 @@ def generate_command(arguments: list[str]) -> int:
     writer = _Writer(parsed, trained)
     if parsed.chat:
         writer.talk(_lines_of_user())
-        return 0
-    if parsed.prompts is not None:
-        requests = read_requests(parsed.prompts)
+    elif parsed.prompts is not None:
+        writer.write_all(read_requests(parsed.prompts))
     elif parsed.message:
-        requests = [Request(messages=[*_system(parsed), {"role": "user", "content": parsed.message}])]
+        writer.write_all([Request(messages=[*_system(parsed), {"role": "user", "content": parsed.message}])])
     else:
-        requests = [Request(text) for text in parsed.prompt]
-    writer.write_all(requests)
+        writer.write_all([Request(text) for text in parsed.prompt])
     return 0
 
 
 def _check(parsed: GenerateArguments) -> None:
-    require(parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
+    for name in ("tokens", "num_samples", "batch_size"):
+        require(getattr(parsed, name) >= 1, f"--{name.replace('_', '-')}", getattr(parsed, name), "at least 1")
     require(parsed.temperature == 0 or parsed.temperature >= 1e-3, "--temperature", parsed.temperature, "0 or at least 0.001")
     require(0 <= parsed.seed < LARGEST_SEED, "--seed", parsed.seed, "at least 0 and below 2**64")
     require(parsed.top_k >= 0, "--top-k", parsed.top_k, "at least 0")
     require(0 < parsed.top_p <= 1, "--top-p", parsed.top_p, "above 0 and at most 1")
-    require(parsed.num_samples >= 1, "--num-samples", parsed.num_samples, "at least 1")
-    require(parsed.batch_size >= 1, "--batch-size", parsed.batch_size, "at least 1")
     require(not parsed.chat or parsed.num_samples == 1, "--num-samples", parsed.num_samples, "1 with --chat")
     inputs = {"--prompt": bool(parsed.prompt), "--prompts": bool(parsed.prompts), "--message": bool(parsed.message), "--chat": parsed.chat}
     given = [name for name, is_given in inputs.items() if is_given]
@@ -127,20 +125,22 @@ class _Writer:
         self._sampling = Sampling(parsed.temperature, parsed.top_k, parsed.top_p)
         self._tokenizer: Tokenizer = trained.tokenizer()
         self._ends = trained.stop_tokens(self._tokenizer)
-        self._format: ConversationFormat | None = None
-        self._model: Decoder | None = None
         self._texts_made = 0
+
+    @functools.cached_property
+    def _format(self) -> ConversationFormat:
+        return ConversationFormat(self._tokenizer, self._trained.chat_template())
 
     def write_all(self, requests: list[Request]) -> None:
         """Write the texts of all requests, `num_samples` for each."""
         prompts = [self._encode(request) for request in requests]
-        self._load()
+        decoder = self._trained.decoder()
         live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
         for batch in self._batches(requests):
             if live:
                 self._show(self._shown_before(requests[0], prompts[0]))
             answers = requests[batch[0][0]].messages is not None
-            continued = self._continue([prompts[number] for number, _ in batch], answers=answers, live=live)
+            continued = self._continue(decoder, [prompts[number] for number, _ in batch], answers=answers, live=live)
             for (number, sample), one in zip(batch, continued, strict=True):
                 if self._parsed.json:
                     self._print_row(requests[number], sample, one)
@@ -160,30 +160,28 @@ class _Writer:
 
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its context."""
-        self._format = self._conversation_format()
-        self._load()
-        messages = _system(self._parsed)
+        encode, decoder, messages = self._format.prompt, self._trained.decoder(), _system(self._parsed)
         for line in lines:
             messages.append({"role": "user", "content": line})
-            prompt = self._encode(Request(messages=messages))
+            prompt = encode(messages)
             if len(prompt) > self._context:
                 print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
-            (answer,) = self._continue([prompt], answers=True, live=not self._parsed.json)
+            (answer,) = self._continue(decoder, [prompt], answers=True, live=not self._parsed.json)
             if self._parsed.json:
                 self._print_row(Request(messages=messages), 0, answer)
             else:
                 print(flush=True)
             messages.append({"role": "assistant", "content": answer.text})
 
-    def _continue(self, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
+    def _continue(self, decoder: Decoder, prompts: list[list[int]], *, answers: bool, live: bool) -> list[ContinuedText]:
         """Continue the prompts. If they are conversations (`answers`), the chat template's end of an answer ends them too."""
         ending = Ending(self._parsed.tokens, self._ends)
-        if answers and self._format is not None:
+        if answers:
             ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
         seeds = [(self._parsed.seed + self._texts_made + number) % LARGEST_SEED for number in range(len(prompts))]
         self._texts_made += len(prompts)
         return continue_texts(
-            self._load(),
+            decoder,
             self._tokenizer,
             prompts,
             ending,
@@ -196,15 +194,7 @@ class _Writer:
     def _encode(self, request: Request) -> list[int]:
         if request.messages is None:
             return encode_prompt(self._tokenizer, request.text)
-        self._format = self._format or self._conversation_format()
         return self._format.prompt(request.messages)
-
-    def _conversation_format(self) -> ConversationFormat:
-        return ConversationFormat(self._tokenizer, self._trained.chat_template())
-
-    def _load(self) -> Decoder:
-        self._model = self._model or self._trained.decoder()
-        return self._model
 
     def _shown_before(self, request: Request, prompt: list[int]) -> str:
         """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""

@@ -1,17 +1,22 @@
-"""Command-line parsing with tyro; its errors are reduced from a box to one line."""
+"""Command lines: the options of a command, found from the dataclass that they are parsed as, and parsing with tyro, whose errors are
+reduced from a box to one line."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
-from typing import TypeVar
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
 
 import tyro
 
-from lather.commands.options import options_of_command
 from lather.config.nearest import nearest_names
+from lather.config.rule_fields import metavar
 from lather.errors import UserError, require
+from lather.optim.options import documentation_of
 
 A = TypeVar("A")
 
@@ -20,6 +25,74 @@ MOST_BYTES = 10**18
 
 ONE_OF_SEVERAL = (tyro.conf.AvoidSubcommands,)
 """tyro settings: a field whose type is a union of dataclasses keeps the class of its default, and its fields become plain options."""
+
+SAID = ("name", "help", "help_behavior_hint")
+"""Properties of a field that `tyro.conf.arg` may give."""
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """An option of a command."""
+
+    name: str
+    """Dotted, as in TOML."""
+    hint: Any
+    """Type."""
+    default: str
+    """Where it is not given, in words; empty: nothing."""
+    text: str
+    """Description in `--help`."""
+
+    @property
+    def flags(self) -> list[str]:
+        """How it is written: --a.b-c, and --a.no-b-c of a switch."""
+        section, dot, last = self.name.replace("_", "-").rpartition(".")
+        return [f"--{section}{dot}{no}{last}" for no in (("", "no-") if self.hint is bool else ("",))]
+
+    @property
+    def metavar(self) -> str:
+        """The word that stands for its value; empty for a switch."""
+        return "" if self.hint is bool else metavar(self.hint)
+
+    @property
+    def choices(self) -> list[str]:
+        """The values that it can have; none: any of its type."""
+        return [str(value) for value in _literals(self.hint) if value is not None]
+
+
+def options_of_command(cls: type, default: object = None, prefix: str = "") -> Iterator[CommandOption]:
+    """The options of a dataclass of arguments, without positional ones; `default`: an instance, whose sections may be of classes of their
+    own."""
+    hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
+    for one in fields(cls):
+        hint, marks = _without_marks(hints[one.name])
+        value = getattr(default, one.name) if default is not None else None if one.default is MISSING else one.default
+        section = type(value) if is_dataclass(value) else hint
+        says = {key: said for key in SAID for mark in marks if (said := getattr(mark, key, None)) is not None}
+        if is_dataclass(section):
+            inner = prefix if says.get("name") == "" else f"{prefix}{one.name}."
+            yield from options_of_command(typing.cast(type, section), value, inner)
+        elif not {tyro.conf.Positional, tyro.conf.Suppress} & {*marks} and not any(map(is_dataclass, typing.get_args(hint))):
+            values = value if isinstance(value, tuple) else () if value is None or value is False else (value,)
+            shown = says.get("help_behavior_hint", "").removeprefix("(default: ").removesuffix(")") or " ".join(map(str, values))
+            yield CommandOption(prefix + one.name, hint, shown, says.get("help") or texts.get(one.name, ""))
+
+
+def _literals(hint: Any) -> Iterator[object]:
+    """The values of `Literal` in a type, also within a union or a tuple."""
+    for part in typing.get_args(hint):
+        if typing.get_origin(hint) is Literal:
+            yield part
+        else:
+            yield from _literals(part)
+
+
+def _without_marks(hint: Any) -> tuple[Any, list[Any]]:
+    """The type, and what `Annotated` and tyro say of it."""
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint, []
+    inner, marks = _without_marks(hint.__origin__)
+    return inner, [*hint.__metadata__, *marks]
 
 
 def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from lather.commands.overrides import parse_with_config
 from lather.commands.parsing import parse_size
+from lather.commands.with_config import parse_with_config
 from lather.config.config import Config
 from lather.config.toml_file import config_to_toml
 from lather.console import wide_console

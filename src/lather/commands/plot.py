@@ -68,15 +68,15 @@ def _draw_runs(parsed: PlotArguments) -> Path:
 
 def _draw_schedule(parsed: PlotArguments) -> Path:
     """Draw the timeline of a run if one is given, else the schedule."""
-    sizes = (parsed.pp, parsed.micro_batches)
-    if len(parsed.runs) == 1 and sizes == (None, None):
+    pp, micro_batches = parsed.pp, parsed.micro_batches
+    if len(parsed.runs) == 1 and pp is None and micro_batches is None:
         return _draw_run_timeline(parsed.runs[0], parsed.out)
-    if parsed.runs or None in sizes:
+    if parsed.runs or pp is None or micro_batches is None:
         raise UserError(
             "lather plot --schedule needs one run, or the size of a schedule: "
             "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 --micro-batches 16"
         )
-    return _draw_table(parsed)
+    return _draw_table(parsed, pp, micro_batches)
 
 
 def _draw_run_timeline(run: Path, out: Path | None) -> Path:
@@ -92,13 +92,11 @@ def _draw_run_timeline(run: Path, out: Path | None) -> Path:
     return out
 
 
-def _draw_table(parsed: PlotArguments) -> Path:
+def _draw_table(parsed: PlotArguments, pp: int, micro_batches: int) -> Path:
     from lather.pipeline.picture import draw_timeline
     from lather.pipeline.replay import Durations, replay
     from lather.pipeline.schedule import Kind, dualpipev
 
-    assert parsed.pp is not None
-    assert parsed.micro_batches is not None
     durations = {
         Kind.FORWARD: parsed.forward,
         Kind.BACKWARD_INPUT: parsed.backward_input,
@@ -106,7 +104,7 @@ def _draw_table(parsed: PlotArguments) -> Path:
     }
     if parsed.overlap is not None:
         durations[Kind.OVERLAP] = parsed.overlap
-    events = replay(dualpipev(parsed.pp, parsed.micro_batches), Durations(durations)).events
+    events = replay(dualpipev(pp, micro_batches), Durations(durations)).events
     out = parsed.out or Path("schedule.png")
-    draw_timeline(events, out, f"DualPipeV, {parsed.pp} ranks, {parsed.micro_batches} micro-batches", unit="durations as given")
+    draw_timeline(events, out, f"DualPipeV, {pp} ranks, {micro_batches} micro-batches", unit="durations as given")
     return out

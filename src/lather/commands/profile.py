@@ -8,7 +8,6 @@ documents of equal length.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 import lather
-from lather.commands.overrides import parse_with_config
+from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.console import wide_console
 from lather.engine.engine import build_model, document_boundaries, schedule_for
@@ -36,7 +35,7 @@ from lather.models.layers import MEMORY_MODES
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.segments import RECOMPUTABLE, MicroBatch
-from lather.planning.dry_run import DOCUMENTS
+from lather.planning.dry_run import DOCUMENTS, batch_of
 from lather.planning.stage_bytes import memory_partition
 from lather.planning.workers import Assumed
 
@@ -66,6 +65,19 @@ class ProfileArguments:
     """JSON file to write all numbers to."""
 
 
+@dataclass(frozen=True)
+class ProfileFound:
+    """The result of a command with these arguments."""
+
+    parsed: ProfileArguments
+    profiles: dict[str, SavedTensors]
+    """By memory mode."""
+    cut: SampledBlocks | None
+    """The blocks that were run, if not all were."""
+    by_rank: dict[str, list[RankBytes]]
+    """Bytes of each pipeline rank, by the name of the memory levers; none without a mesh."""
+
+
 def profile_command(arguments: list[str]) -> int:
     """Run the micro-batch, write the files that were asked for, and print the tables."""
     parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
@@ -76,16 +88,16 @@ def profile_command(arguments: list[str]) -> int:
             raise UserError(f"{path}: cannot be written (a folder): name a file, {path / 'profile'} for example")
 
     check_parallel(parsed.config, parsed.config.parallel.pp * data_ranks(parsed.config))
-    modes = MEMORY_MODES if parsed.compare else (parsed.config.moe.memory,)
     model, cut = build(parsed.config, parsed.layers)
-    profiles: dict[str, SavedTensors] = {}
-    for mode in modes:
+    found = ProfileFound(parsed, {}, cut, {})
+    for mode in MEMORY_MODES if parsed.compare else (parsed.config.moe.memory,):
         model.set_memory(mode)
         profile = profile_micro_batch(model, parsed.config)
-        profiles[mode] = cut.restore(profile) if cut else profile
-    by_rank = profile_ranks(model, cut, parsed.config, compare=parsed.compare) if is_mesh(parsed.config) else {}
-    write(parsed, name, profiles, cut, by_rank)
-    show(parsed, profiles, cut, by_rank, wide_console(150))
+        found.profiles[mode] = cut.restore(profile) if cut else profile
+    if parsed.config.parallel.pp * parsed.config.parallel.ep > 1:
+        found.by_rank.update(profile_ranks(model, cut, parsed.config, compare=parsed.compare))
+    write(found, name)
+    show(found, wide_console(150))
     return 0
 
 
@@ -123,8 +135,8 @@ def _random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor 
     size, length = micro_batch_size(config), config.train.sequence_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(config.model.vocab_size, (size, length + 1), generator=generator).to(device)
-    begins_BS = (torch.arange(length) % math.ceil(length / DOCUMENTS) == 0).expand(size, -1)
-    return tokens, document_boundaries(begins_BS) if config.data.apart else None
+    begins_BS = batch_of(config, size).begins_BS
+    return tokens, None if begins_BS is None else document_boundaries(begins_BS)
 
 
 def data_ranks(config: Config) -> int:
@@ -134,10 +146,6 @@ def data_ranks(config: Config) -> int:
 
 def micro_batch_size(config: Config) -> int:
     return config.train.batch_size // (data_ranks(config) * config.num_micro_batches(data_ranks(config)))
-
-
-def is_mesh(config: Config) -> bool:
-    return config.parallel.pp * config.parallel.ep > 1
 
 
 def profile_ranks(model: Decoder, cut: SampledBlocks | None, config: Config, *, compare: bool) -> dict[str, list[RankBytes]]:
@@ -165,19 +173,17 @@ def _levers(config: Config, *, compare: bool) -> dict[str, MemoryLevers]:
     }
 
 
-def write(
-    parsed: ProfileArguments, name: str, profiles: dict[str, SavedTensors], cut: SampledBlocks | None, by_rank: dict[str, list[RankBytes]]
-) -> None:
+def write(found: ProfileFound, name: str) -> None:
     """Write the JSON file and the picture; `name` is that of the configuration."""
+    parsed = found.parsed
     if parsed.json:
-        document = _document(parsed.config, profiles, cut)
-        report.write_json({**document, "ranks": ranks.to_json(by_rank)} if by_rank else document, parsed.json)
+        report.write_json(_document(found), parsed.json)
     if parsed.out:
         title, batch = f"{name}: kept for backward", _batch(parsed.config)
         if parsed.compare:
-            report.draw_comparison(profiles, BASELINE, f"{title}\n{batch}", parsed.out)
+            report.draw_comparison(found.profiles, BASELINE, f"{title}\n{batch}", parsed.out)
         else:
-            mode, profile = next(iter(profiles.items()))
+            ((mode, profile),) = found.profiles.items()
             report.draw(profile, f"{title}, memory {mode!r}\n{batch}", parsed.out)
 
 
@@ -187,27 +193,23 @@ def _batch(config: Config) -> str:
     return f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
 
 
-def show(
-    parsed: ProfileArguments,
-    profiles: dict[str, SavedTensors],
-    cut: SampledBlocks | None,
-    by_rank: dict[str, list[RankBytes]],
-    console: Console,
-) -> None:
+def show(found: ProfileFound, console: Console) -> None:
     """Print the tables, and the names of the written files."""
+    parsed, batch, cut = found.parsed, f"one micro-batch of {_batch(found.parsed.config)}", found.cut
     if parsed.compare:
-        report.print_comparison(profiles, BASELINE, console)
+        report.print_comparison(found.profiles, BASELINE, console)
+        console.print(batch)
     else:
-        (profile,) = profiles.values()
+        ((mode, profile),) = found.profiles.items()
         report.print_tensors(profile, console)
         report.print_totals(profile, console)
-    console.print(f"one micro-batch of {_batch(parsed.config)}" + ("" if parsed.compare else f", memory {next(iter(profiles))!r}"))
+        console.print(f"{batch}, memory {mode!r}")
     if cut:
         console.print(
             f"measured on {len(cut.kept)} of {cut.num_blocks} blocks, two of each kind; the others count like the second of their kind"
         )
-    if by_rank:
-        _show_ranks(parsed.config, by_rank, console)
+    if found.by_rank:
+        _show_ranks(parsed.config, found.by_rank, console)
     for path in filter(None, (parsed.json, parsed.out)):
         console.print(f"{path}", soft_wrap=True)
 
@@ -225,7 +227,8 @@ def _show_ranks(config: Config, by_rank: dict[str, list[RankBytes]], console: Co
     )
 
 
-def _document(config: Config, profiles: dict[str, SavedTensors], cut: SampledBlocks | None) -> dict[str, Any]:
+def _document(found: ProfileFound) -> dict[str, Any]:
+    config = found.parsed.config
     return {
         "lather": lather.__version__,
         "torch": torch.__version__,
@@ -234,6 +237,7 @@ def _document(config: Config, profiles: dict[str, SavedTensors], cut: SampledBlo
         "sequence_length": config.train.sequence_length,
         "precision": config.train.precision,
         "documents_per_sequence": DOCUMENTS if config.data.packed_attention else 1,
-        "measured_blocks": list(cut.kept) if cut else "all",
-        "profiles": {mode: report.to_json(profile) for mode, profile in profiles.items()},
+        "measured_blocks": list(found.cut.kept) if found.cut else "all",
+        "profiles": {mode: report.to_json(profile) for mode, profile in found.profiles.items()},
+        **({"ranks": ranks.to_json(found.by_rank)} if found.by_rank else {}),
     }

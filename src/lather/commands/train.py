@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
-from lather.commands.help import show_help, take_help
-from lather.commands.overrides import read_config
-from lather.commands.parsing import parse_arguments
+from lather.commands.with_config import parse_with_config
 from lather.config.config import Config, check_parallel
 from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
@@ -25,7 +24,6 @@ from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
 from lather.train.loop import DivergedError, RunOutcome, train
-from lather.train.metrics import StepRow
 
 ABOUT = """\
 Train, or resume, the run that a TOML file describes, for example
@@ -62,18 +60,14 @@ def train_command(arguments: list[str]) -> int:
 def _read(arguments: list[str]) -> tuple[Config, int | None]:
     """Return the configuration of the command line, and `--nproc`."""
     arguments, nproc = take_nproc(arguments)
-    arguments, topic = take_help(arguments)
-    file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    if file is None and topic is None and not any(one.startswith(("--init-from", "--init_from")) for one in arguments):
+    without_file = not arguments or arguments[0].startswith("-")
+    if without_file and not any(one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments):
         raise ConfigError(
             "lather train needs a configuration first, or weights to start from: lather train configs/quickstart.toml, "
             "lather train --init-from FOLDER_OR_RUN"
         )
-    default = read_config(Path(file) if file else None, arguments)
-    if topic is not None:
-        show_help("train", ABOUT, default, topic)
-        raise SystemExit(0)
-    return parse_arguments(Config, "lather train CONFIG", arguments, default=default), nproc
+    config, _ = parse_with_config(lambda config: config, "train", arguments, ABOUT, needs_file=False)
+    return config, nproc
 
 
 def run_worker(config: Config, world: World) -> int:
@@ -81,11 +75,9 @@ def run_worker(config: Config, world: World) -> int:
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
-    display = _display(config, world)
-    with _StopSignal() if world.stop is None else contextlib.nullcontext() as own:
-        stopped_by = world.stop or (lambda: own.received if own else None)
+    with contextlib.nullcontext(world.stop) if world.stop else _stop_signal() as stopped_by:
         try:
-            with display:
+            with _display(config, world) as display:
                 outcome = train(config, display, lambda: stopped_by() is not None, mesh)
         except DivergedError as error:
             if world.rank == 0:
@@ -96,46 +88,29 @@ def run_worker(config: Config, world: World) -> int:
         return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
 
 
-class _StopSignal:
-    """Inside the block, SIGTERM and SIGINT set `received` instead of ending the process; a second signal ends it as usual."""
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[], signal.Signals | None]]:
+    """Yield the question which of SIGTERM and SIGINT was received in the block, where they do not end the process; a second signal ends it
+    as usual."""
+    received: list[signal.Signals] = []
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        signal.signal(number, before[received[-1]])
 
-    def __enter__(self) -> _StopSignal:
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: received[-1] if received else None
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[signal.Signals(number)])
 
-
-class _NoDisplay:
-    """Display of the ranks that print nothing."""
-
-    def __enter__(self) -> _NoDisplay:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def step(self, row: StepRow, num_steps: int) -> None:
-        pass
-
-
-def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay | _NoDisplay:
-    if world.rank > 0:
-        return _NoDisplay()
-    console = Console()
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(config.log.every)
+def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:
+    """Make the display of a rank; that of all but the first prints nothing."""
+    console, plain = Console(), PlainDisplay(config.log.every)
+    plain.is_read = world.rank == 0
+    return LiveDisplay(console) if plain.is_read and console.is_terminal else plain
 
 
 def _report(config: Config, outcome: RunOutcome) -> None:

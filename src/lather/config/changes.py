@@ -190,15 +190,12 @@ class History:
 
     def phases(self, batch_size: int) -> list[MixturePhase]:
         """Return the data mixtures of the run, the current one included, each with the first sample to which it applies."""
-        keys = ("data.weights", "data.path")
-        start = self.values_at(0)
-        weights, paths = (start[key] for key in keys)
-        phases = [MixturePhase(0, tuple(weights), max(1, len(paths)))]
-        for row in self.rows:
-            if any(key in row.changes for key in keys):
-                weights, paths = (row.changes.get(key, (None, last))[1] for key, last in zip(keys, (weights, paths), strict=True))
-                phases.append(MixturePhase(row.step * batch_size, tuple(weights), max(1, len(paths))))
-        return phases
+        steps = [row.step for row in self.rows if {"data.weights", "data.path"} & row.changes.keys()]
+        values = [*(self.values_at(step) for step in steps), self.values]
+        return [
+            MixturePhase(step * batch_size, tuple(mixture["data.weights"]), max(1, len(mixture["data.path"])))
+            for step, mixture in zip([0, *steps], values, strict=True)
+        ]
 
 
 def _without_time(rows: tuple[Row, ...]) -> list[Row]:

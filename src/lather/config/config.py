@@ -252,24 +252,16 @@ class Config:
         require(bool(self.run_dir), "run_dir", self.run_dir, "a folder")
         require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for byte-level BPE")
         require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and below 2**64")
-        require(
-            self.train.sequence_length <= self.model.max_position_embeddings,
-            "train.sequence_length",
-            self.train.sequence_length,
-            f"at most model.max_position_embeddings ({self.model.max_position_embeddings})",
-        )
-        num_experts, layers = num_routed_experts(self.model), self.model.num_hidden_layers
-        divides = num_experts % self.parallel.ep == 0
-        require(divides, "parallel.ep", self.parallel.ep, f"a divisor of the {num_experts} routed experts")
+        length, longest = self.train.sequence_length, self.model.max_position_embeddings
+        require(length <= longest, "train.sequence_length", length, f"at most model.max_position_embeddings ({longest})")
+        pp, ep, num_experts, layers = self.parallel.pp, self.parallel.ep, num_routed_experts(self.model), self.model.num_hidden_layers
+        require(num_experts % ep == 0, "parallel.ep", ep, f"a divisor of the {num_experts} routed experts")
         if isinstance(self.optim, RuleOptimConfig) and self.optim.stacks_experts:
             rule = name_of(self.optim.rules["experts"])
             fits = f"1 with {rule!r}, which stacks all experts of a layer to one matrix; klsoap updates each expert by itself"
-            require(self.parallel.ep == 1, "parallel.ep", self.parallel.ep, fits)
+            require(ep == 1, "parallel.ep", ep, fits)
         if self.parallel.resolved_schedule == "dualpipev":
-            enough = 2 * self.parallel.pp <= layers
-            require(
-                enough, "parallel.pp", self.parallel.pp, f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers"
-            )
+            require(2 * pp <= layers, "parallel.pp", pp, f"at most {layers // 2}: each of 2 * pp stages needs one of the {layers} layers")
 
     def num_micro_batches(self, data_ranks: int) -> int:
         """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch cannot be divided in this way."""

@@ -28,11 +28,11 @@ from lather.config.rule_fields import (
     described,
     fields_of,
     inherited_by,
-    metavar,
     name_of,
     own_fields,
     rule_named,
     shown,
+    with_help,
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
@@ -127,10 +127,8 @@ class RuleOptimConfig(OptimConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = chosen_rules(asdict(self)) == self.given
-        require(
-            fits, "optim", dict(chosen_rules(asdict(self))), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others"
-        )
+        rules = chosen_rules(asdict(self))
+        require(rules == self.given, "optim", dict(rules), f"for the rules {dict(self.given)}: use optim_config(name, ...) for others")
         self.rule  # noqa: B018 - its construction checks its options
         for kind in KINDS:
             self.rule_of(kind)
@@ -211,13 +209,9 @@ class RuleOptimConfig(OptimConfig):
         lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
         return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
 
-    def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[..., OptimConfig], tuple[()]]:
         """Copy by value: pickle cannot find classes by name that are created at run time."""
-        return _restored, (asdict(self),)
-
-
-def _restored(values: dict[str, Any]) -> OptimConfig:
-    return optim_config(**values)
+        return functools.partial(optim_config, **asdict(self)), ()
 
 
 def _made(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
@@ -244,8 +238,12 @@ def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
     """Build `[optim]` in Python from options of the rule and mappings for sections. Raises ConfigError for a bad value, TypeError for an
     unknown option."""
     values = {"name": name, **values}
-    cls = optim_class(chosen_rules(values))
-    sections = {kind: section_class(cls, kind)(**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
+    return _with_sections(optim_class(chosen_rules(values)), values)
+
+
+def _with_sections(cls: type[OptimConfig], values: Mapping[str, Any]) -> OptimConfig:
+    """Build an `[optim]` whose sections may be given as mappings."""
+    sections = {kind: cls.__annotations__[kind](**values[kind]) for kind in KINDS if isinstance(values.get(kind), Mapping)}
     return cls(**{**values, **sections})
 
 
@@ -266,14 +264,7 @@ def chosen_rules(mapping: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 def as_help_shows_it(optim: OptimConfig) -> OptimConfig:
     """Return the same values in the class from which `--help` is generated."""
     assert isinstance(optim, RuleOptimConfig)
-    cls = optim_class(optim.given, brief=True)
-    sections = {kind: section_class(cls, kind)(**asdict(optim.section(kind))) for kind in KINDS}
-    return cls(**{**asdict(optim), **sections})
-
-
-def section_class(cls: type[OptimConfig], kind: str) -> type[KindConfig]:
-    """Return the class of one section of a class that `optim_class` created."""
-    return cast(type[KindConfig], cls.__annotations__[kind])
+    return _with_sections(optim_class(optim.given, brief=True), asdict(optim))
 
 
 @functools.cache
@@ -287,11 +278,12 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     for kind in ("experts", "matrices", "rest", "router"):
         name = names.get(kind) or _default_rules(names[""])[kind]
         rules[kind] = rules["rest"] if name is None else rule_named(name, f"optim.{kind}.rule")
-    own: list[Any] = [_name_field(rules[""]), _lr_field(rules[""])]
+    about = f"Rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. Its options follow."
+    own: list[Any] = [("name", with_help(str, about), name_of(rules[""])), _lr_field(rules[""])]
     for name, (hint, default) in fields_of(rules[""]).items():
         if name != "lr":
             _refuse_if_taken(rules[""], name, OptimConfig)
-            own.append((name, described(rules[""], name, hint if default is not None else hint | None), default))
+            own.append((name, with_help(hint if default is not None else hint | None, described(rules[""], name)), default))
     for kind in KINDS:
         section = _kind_class(kind, rules, brief)
         own.append((kind, section, field(default_factory=section)))
@@ -302,17 +294,12 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     return made
 
 
-def _name_field(rule: type[Rule]) -> Any:
-    text = f"Rule of matrices and experts: {', '.join(RULES)}, or module:Class of your own. Its options follow."
-    return ("name", Annotated[str, tyro.conf.arg(help=text)], name_of(rule))
-
-
 def _lr_field(rule: type[Rule]) -> Any:
     least, most = (default_lr(rule, tokens) for tokens in MEASURED_TOKENS)
     of_default = f"(default: {least:g})"
     if most != least:
         of_default = f"(default: {least:g} for steps of {MEASURED_TOKENS[0]:,} tokens or fewer, {most:g} from {MEASURED_TOKENS[1]:,} on)"
-    return ("lr", _quiet(float | None, "Peak learning rate of matrices and experts.", of_default), None)
+    return ("lr", with_help(float | None, "Peak learning rate of matrices and experts.", of_default), None)
 
 
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type[KindConfig]:
@@ -321,8 +308,8 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
     above = "--optim.rest" if is_rests else "--optim"
     factor = f"{default_factor(kind, rules):g}" if not is_rests else "that of the rest"
     own: list[Any] = [
-        ("lr", _quiet(float | None, "Peak learning rate, in place of lr_factor.", ""), None),
-        ("lr_factor", _quiet(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
+        ("lr", with_help(float | None, "Peak learning rate, in place of lr_factor.", ""), None),
+        ("lr_factor", with_help(float | None, "Peak learning rate as a factor of optim.lr.", f"(default: {factor})"), None),
     ]
     listed = []
     for name, (hint, default) in fields_of(rule).items():
@@ -330,7 +317,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
             continue
         _refuse_if_taken(rule, name, KindConfig)
         of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
-        annotation = described(rule, name, hint | None, f"(default: {of_default})")
+        annotation = with_help(hint | None, described(rule, name), f"(default: {of_default})")
         is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
         if brief and not (is_other and name in own_fields(rule)):
             annotation = Annotated[annotation, tyro.conf.Suppress]
@@ -340,10 +327,6 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
     more = f" Further options, with defaults from {above}: {', '.join(listed)}." if listed else ""
     made.__doc__ = f"{KINDS[kind]} Rule: {name_of(rule)}.{more}"
     return made
-
-
-def _quiet(hint: Any, text: str, of_default: str) -> Any:
-    return Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint=of_default, metavar=metavar(hint))]
 
 
 def _refuse_if_taken(rule: type[Rule], name: str, base: type) -> None:

@@ -48,6 +48,7 @@ LR_EXPONENT = 0.25
 
 PLAIN = (bool, int, float, str)
 """Types that a command line can parse, in the order in which they are tried."""
+UNIONS = (types.UnionType, typing.Union)
 
 
 def rule_named(name: str, field: str) -> type[Rule]:
@@ -103,8 +104,7 @@ def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
 
 def plain_type(hint: Any) -> Any:
     """Reduce a type to the part that a command line and TOML can express; None if nothing is left."""
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    parts = [part for part in (typing.get_args(hint) if union else (hint,)) if _is_plain(part)]
+    parts = [part for part in (typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)) if _is_plain(part)]
     parts.sort(key=lambda part: PLAIN.index(part) if part in PLAIN else 0)  # str last: it accepts every value
     if not set(parts) - {types.NoneType}:
         return None
@@ -139,35 +139,30 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def described(rule: type[Rule], name: str, hint: Any, hint_of_default: str | None = None) -> Any:
-    """Annotate the type of an option with its text for `--help`. `hint_of_default` replaces the text about its default."""
+def described(rule: type[Rule], name: str) -> str:
+    """Return the text of an option for `--help`: its documentation, with the range of its values if that says more than the type."""
     text, values = documentation_of(rule).get(name, ""), options_of(rule)[name].range
     words = "" if values is None else values.words.partition(" or a callable")[0]
     if words and "one of" not in words and "torch" not in words and not words.startswith("True"):
         text = f"{text} {words[0].upper()}{words[1:]}."
-    options: dict[str, Any] = {"help": text}
-    if hint_of_default is not None:
-        options |= {"help_behavior_hint": hint_of_default, "metavar": metavar(hint)}
-    return Annotated[hint, tyro.conf.arg(**options)]
+    return text
+
+
+def with_help(hint: Any, text: str, of_default: str | None = None) -> Any:
+    """Annotate a type with its text for `--help`. `of_default` replaces the text about the default."""
+    options: dict[str, Any] = {} if of_default is None else {"help_behavior_hint": of_default, "metavar": metavar(hint)}
+    return Annotated[hint, tyro.conf.arg(help=text, **options)]
 
 
 def metavar(hint: Any) -> str:
     """Return the placeholder of `--help` for a value of this type; None is not shown as a value."""
-    parts = [part for part in typing.get_args(hint) if part is not types.NoneType] if _is_union(hint) else [hint]
-    return "|".join(_metavar(part) for part in parts)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
-
-
-def _metavar(hint: Any) -> str:
+    origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part not in (types.NoneType, Ellipsis)]
     if hint is bool:
         return "{True,False}"
-    if typing.get_origin(hint) is Literal:
-        return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
-    if typing.get_origin(hint) is tuple:
-        return " ".join(_metavar(part) for part in typing.get_args(hint) if part is not Ellipsis)
+    if origin is Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin is tuple or origin in UNIONS:
+        return (" " if origin is tuple else "|").join(map(metavar, parts))
     return str(hint.__name__.upper())
 
 

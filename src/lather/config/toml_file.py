@@ -22,7 +22,7 @@ from lather.config.config import Config, LoopConfig
 from lather.config.nearest import nearest_names
 from lather.config.old_runs import OldOptimConfig, in_new_keys, is_old
 from lather.config.optim import DEFAULT_RULE, KindConfig, OptimConfig, RuleOptimConfig, chosen_rules, optim_class
-from lather.config.rule_fields import owners
+from lather.config.rule_fields import UNIONS, owners
 from lather.errors import ConfigError, require
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import CONFIG_FILE, read_config
@@ -30,15 +30,17 @@ from lather.models.hf.model_folder import CONFIG_FILE, read_config
 C = TypeVar("C")
 
 
-def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = "") -> Config:
-    """Read a configuration from a TOML file; every error names the file and the key.
+def load_config(
+    path: Path | None, rules: Mapping[str, str] | None = None, run_dir: str = "", init_from: str = "", fork_from: str = ""
+) -> Config:
+    """Read a configuration from a TOML file; every error names the file and the key. Without a file it is the default configuration.
 
     `rules` replaces names of rules in the file, by "name" or "<kind>.rule"; options that the new rules do not have are then dropped.
     `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
     """
-    mapping = _read(path)
-    try:
-        mapping = with_model(mapping, init_from, run_dir)
+    mapping = _read(path) if path else {}
+    with _naming(path):
+        mapping = _with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
             folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
@@ -46,8 +48,6 @@ def load_config(path: Path, rules: Mapping[str, str] | None = None, run_dir: str
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         return config_from_mapping(mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def load_run(run_dir: Path) -> Config:
@@ -56,10 +56,17 @@ def load_run(run_dir: Path) -> Config:
     mapping = _read(path)
     if not is_old(mapping):
         return load_config(path)
-    try:
+    with _naming(path):
         return config_of_run(mapping)
+
+
+@contextlib.contextmanager
+def _naming(path: Path | None) -> Iterator[None]:
+    """Begin a ConfigError of the block with the name of the file, if there is one."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
 
 
 def config_of_run(mapping: Mapping[str, Any]) -> Config:
@@ -71,7 +78,7 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
-def with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
+def _with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
     """Add `[model]` to a configuration without one: the model of the run that is already in `run_dir`, or else of `init_from`, if given.
     The default sequence length is then limited to the model's."""
     init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
@@ -182,13 +189,12 @@ def _chosen(sections: list[type], mapping: Mapping[str, Any], name: str) -> type
     """Return the class of a section: for `[optim]` by its rules, for `[model]` by its `model_type`."""
     if issubclass(sections[0], RuleOptimConfig):
         return optim_class(chosen_rules(mapping))
+    if len(sections) == 1:
+        return sections[0]
     by_type = {getattr(section, "model_type", ""): section for section in sections}
     model_type = mapping.get("model_type", next(iter(by_type)))
-    if len(sections) > 1:
-        known = ", ".join(map(repr, by_type))
-        require(model_type in list(by_type), f"{name}.model_type", model_type, f"one of {known}")
-        return by_type[model_type]
-    return sections[0]
+    require(model_type in list(by_type), f"{name}.model_type", model_type, f"one of {', '.join(map(repr, by_type))}")
+    return by_type[model_type]
 
 
 def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,17 +244,21 @@ def _nearest(name: str, cls: type) -> str:
 def _convert(value: Any, hint: Any, name: str) -> Any:
     """Convert a TOML value to the field's type; only an int to a float is converted, any other mismatch raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _convert_to_one_of([arg for arg in args if arg is not type(None)], value, name)
+    if origin in UNIONS:
+        *others, last = (arg for arg in args if arg is not types.NoneType)
+        for one in others:
+            with contextlib.suppress(ConfigError):
+                return _convert(value, one, name)
+        return _convert(value, last, name)
     if origin is Literal:
         require(value in args, name, value, "one of " + ", ".join(repr(arg) for arg in args))
         return value
-    if origin is tuple and args[-1] is Ellipsis:
-        require(isinstance(value, list), name, value, "a list")
-        return tuple(_convert(item, args[0], name) for item in value)
     if origin is tuple:
-        require(isinstance(value, list) and len(value) == len(args), name, value, f"a list of {len(args)} numbers")
-        return tuple(_convert(item, arg, name) for item, arg in zip(value, args, strict=True))
+        of_any_length = args[-1] is Ellipsis
+        fits = isinstance(value, list) and (of_any_length or len(value) == len(args))
+        require(fits, name, value, "a list" if of_any_length else f"a list of {len(args)} numbers")
+        hints = args[:1] * len(value) if of_any_length else args
+        return tuple(_convert(item, one, name) for item, one in zip(value, hints, strict=True))
     if origin is dict:
         require(isinstance(value, dict), name, value, f"a section, [{name}]")
         return {key: _convert(item, args[1], f"{name}.{key}") for key, item in value.items()}
@@ -258,10 +268,3 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     require(type(value) is hint, name, value, words[hint])
     return value
-
-
-def _convert_to_one_of(hints: list[Any], value: Any, name: str) -> Any:
-    for hint in hints[:-1]:
-        with contextlib.suppress(ConfigError):
-            return _convert(value, hint, name)
-    return _convert(value, hints[-1], name)

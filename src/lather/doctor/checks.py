@@ -93,7 +93,7 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         owner, least = min(same, key=lambda pair: pair[1].free)
         capability = ".".join(map(str, least.capability))
         found = f"{len(same)} x {gpu}, capability {capability}, {least.memory / GIB:.1f} GiB, at least {least.free / GIB:.1f} free"
-        verdict, remedy = _least_free(least.free / least.memory, MIN_GPU_FREE, f"end other programs on the GPU of rank {owner.rank}")
+        verdict, remedy = _warning_if(least.free / least.memory < MIN_GPU_FREE, f"end other programs on the GPU of rank {owner.rank}")
         if least.capability < MIN_CAPABILITY:
             verdict, remedy = "warning", 'it does not multiply bf16 quickly: train with train.precision = "fp32"'
         yield Finding("devices", "GPU", found, verdict, remedy)
@@ -112,9 +112,8 @@ def check_threads(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks of a machine have no more threads than it has cores."""
     one = max(facts, key=lambda one: one.threads * one.ranks_here / one.cores)
     found = f"{one.cores} cores; {_count(one.ranks_here, 'rank')}, each with {_count(one.threads, 'thread')}{_on(one, facts)}"
-    too_many = one.threads * one.ranks_here > one.cores
-    remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks" if too_many else ""
-    yield Finding("devices", "CPU", found, "warning" if too_many else "ok", remedy)
+    remedy = f"set OMP_NUM_THREADS={max(1, one.cores // one.ranks_here)}, or start fewer ranks"
+    yield Finding("devices", "CPU", found, *_warning_if(one.threads * one.ranks_here > one.cores, remedy))
 
 
 def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -122,9 +121,8 @@ def check_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     known = [one for one in facts if one.memory]
     if known:
         one = min(known, key=lambda one: one.memory_free)
-        verdict, remedy = _least_free(one.memory_free / one.memory, MIN_HOST_FREE, "end other programs")
         found = f"{one.memory_free / GIB:.1f} of {one.memory / GIB:.1f} GiB free{_on(one, facts)}"
-        yield Finding("memory", "host", found, verdict, remedy)
+        yield Finding("memory", "host", found, *_warning_if(one.memory_free / one.memory < MIN_HOST_FREE, "end other programs"))
 
 
 def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -140,9 +138,8 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     if measured := [(one, disk) for one, disk in disks if disk.write]:
         owner, slowest = min(measured, key=lambda pair: pair[1].write)
         found = f"write {slowest.write / 1e6:,.0f} MB/s with fsync, read {slowest.read / 1e6:,.0f} MB/s{_on(owner, facts)}"
-        slow = min(slowest.write, slowest.read) < MIN_DISK_SPEED
         remedy = "use a faster disk, or checkpoint.asynchronous = true: training stands still while checkpoints are written"
-        yield Finding("disk", "speed", found, "warning" if slow else "ok", remedy if slow else "")
+        yield Finding("disk", "speed", found, *_warning_if(min(slowest.write, slowest.read) < MIN_DISK_SPEED, remedy))
     if blind := [one for one in facts if not one.sees_run_dir]:
         remedy = "all ranks must see the run directory at one path: put it on a disk that the machines share"
         yield Finding("disk", "one for all ranks", f"rank {blind[0].rank} on {blind[0].host} does not see rank 0's", "wrong", remedy)
@@ -168,32 +165,27 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
     for backend, operation in dict.fromkeys((link.backend, link.operation) for link in links):
         same = sorted((one for one in links if (one.backend, one.operation) == (backend, operation)), key=lambda one: one.num_bytes)
         latency, *others = same
-        found = ", ".join(
-            [f"latency {_time(latency.seconds)}", *(f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others)]
-        )
-        verdict, remedy = "ok", ""
-        if latency.seconds > MAX_LATENCY:
-            verdict, remedy = "warning", "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
+        speeds = [f"{one.bandwidth / GB:.2f} GB/s with {_size(one.num_bytes)}" for one in others]
+        found = ", ".join([f"latency {_time(latency.seconds)}", *speeds])
+        wait = "ranks wait for cores: set OMP_NUM_THREADS, start fewer ranks, or end other programs"
+        verdict, remedy = _warning_if(latency.seconds > MAX_LATENCY, wait)
         if others and others[-1].bandwidth < MIN_BANDWIDTH[backend]:
-            variable = f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME"
-            verdict, remedy = (
-                "warning",
-                f"name the fast network in {variable}" + "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl"),
-            )
+            verdict, remedy = "warning", f"name the fast network in {backend.upper()}_SOCKET_IFNAME"
+            remedy += "; NCCL_DEBUG=INFO shows what it uses" * (backend == "nccl")
         if not all(one.is_right for one in same):
             found, verdict = f"wrong numbers arrived; {found}", "wrong"
             remedy = "a driver, a cable or a GPU is defective: try with NCCL_P2P_DISABLE=1, then run nccl-tests"
-        yield Finding(f"links, {backend}", operation, found, verdict, remedy)  # type: ignore[arg-type]
+        yield Finding(f"links, {backend}", operation, found, verdict, remedy)
 
 
 def _room(disk: DiskFacts) -> tuple[Verdict, str]:
     if disk.free < 2 * PROBE_BYTES:
         return "wrong", "the disk is full: make room, or give another --run-dir"
-    return ("warning", "checkpoints may fill it: make room, or lower checkpoint.keep_last") if disk.free < MIN_DISK_FREE else ("ok", "")
+    return _warning_if(disk.free < MIN_DISK_FREE, "checkpoints may fill it: make room, or lower checkpoint.keep_last")
 
 
-def _least_free(share: float, least: float, remedy: str) -> tuple[Verdict, str]:
-    return ("warning", remedy) if share < least else ("ok", "")
+def _warning_if(is_bad: bool, remedy: str) -> tuple[Verdict, str]:
+    return ("warning", remedy) if is_bad else ("ok", "")
 
 
 def _on(one: RankFacts, facts: Sequence[RankFacts]) -> str:

@@ -17,6 +17,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lather.device import is_gpu
+from lather.files import nearest_folder
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
 from lather.parallel.launch.world import World
@@ -183,11 +184,6 @@ def probe_disk(run_dir: Path, rank: int = 0, num_bytes: int = PROBE_BYTES) -> Di
         with contextlib.suppress(OSError):
             file.unlink()
     return DiskFacts(str(folder), free, num_bytes / (written - start), num_bytes / (read - opened))
-
-
-def nearest_folder(run_dir: Path) -> Path:
-    """Return the run directory, or what is there of its parents."""
-    return next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
 
 
 def probe_file(folder: Path, name: str) -> Path:

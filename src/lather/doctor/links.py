@@ -19,8 +19,6 @@ from lather.device import gpu_module, is_gpu
 
 SMALLEST = 8
 """Bytes of the message whose time is the latency; all-to-all has 8 for each rank."""
-SIZES = {"cpu": (SMALLEST, 2**20, 16 * 2**20), "gpu": (SMALLEST, 2**20, 256 * 2**20)}
-"""Bytes of messages, by kind of device."""
 REPEATS, ROUNDS = 5, 10
 """Measurements whose median counts, and questions to each clock, of which the one with the quickest answer counts."""
 
@@ -70,9 +68,9 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, in
 its own number."""
 
 
-def measure_links(device: torch.device, sizes: tuple[int, ...] = ()) -> list[LinkFacts]:
-    """Measure each operation with messages of each size, in bytes; every rank calls it and gets the same."""
-    sizes = sizes or SIZES["gpu" if is_gpu(device) else "cpu"]
+def measure_links(device: torch.device) -> list[LinkFacts]:
+    """Measure each operation with messages of several sizes; every rank calls it and gets the same."""
+    sizes = (SMALLEST, 2**20, (256 if is_gpu(device) else 16) * 2**20)
     return [_measure(name, num_bytes, device) for name in OPERATIONS for num_bytes in sizes]
 
 

@@ -1,23 +1,32 @@
-"""`--help` of commands that take a configuration: a short page, `--help all`, and `--help SECTION`."""
+"""Commands that take a configuration: the file, the options that override it, and `--help` as a short page, of everything or of a section.
+
+The rules are read from the options first: which options exist depends on the rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from lather.commands.options import CommandOption, options_of_command
-from lather.commands.parsing import ONE_OF_SEVERAL
+from lather.commands.parsing import ONE_OF_SEVERAL, CommandOption, options_of_command, parse_arguments
 from lather.config.config import Config
-from lather.config.optim import as_help_shows_it
-from lather.errors import UserError
+from lather.config.optim import KINDS, RuleOptimConfig, as_help_shows_it
+from lather.config.rule_fields import owners, rule_named
+from lather.config.toml_file import load_config
+from lather.errors import ConfigError, UserError
 
+A = TypeVar("A")
+
+RULE_OPTIONS = {"--optim.name": "name", **{f"--optim.{kind}.rule": f"{kind}.rule" for kind in KINDS}}
+"""Options that choose rules, and their names in `load_config`."""
 SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(getattr(Config(), one.name)))
 ALL = "all"
 INDENT = (0, 0, 0, 2)
@@ -44,6 +53,64 @@ OFTEN = (
     "checkpoint.every",
 )
 """The fields of a configuration that are changed most."""
+
+
+def read_config(file: Path | None, arguments: list[str]) -> Config:
+    """Read the file's configuration, or the default one, with the rules and the initial model that `arguments` choose.
+
+    Raises ConfigError for an unknown rule, and for an option of a rule that is not used.
+    """
+    given = dict(_options(arguments))
+    rules = {name: given[option] for option, name in RULE_OPTIONS.items() if given.get(option)}
+    for option, name in RULE_OPTIONS.items():
+        if name in rules:
+            rule_named(rules[name], option)
+    config = load_config(file, rules, given.get("--run-dir", ""), given.get("--init-from", ""), given.get("--fork-from", ""))
+    assert isinstance(config.optim, RuleOptimConfig)
+    for option in given:
+        _refuse_option_of_another_rule(option, config.optim)
+    return config
+
+
+def parse_with_config(
+    cls: Callable[[Config], A], command: str, arguments: list[str], about: str = "", needs_file: bool = True
+) -> tuple[A, str]:
+    """Parse the arguments of a command that takes a configuration file first. `cls` makes the arguments' defaults from the file's
+    configuration, such as a dataclass whose first field it is. The short page of help begins with `about`, or else with its docstring.
+
+    Returns the parsed arguments, and the file's name without its suffix. Raises UserError if the arguments are not valid, and SystemExit
+    after showing the help that they ask for.
+    """
+    arguments, topic = take_help(arguments)
+    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if file is None and topic is None and needs_file:
+        raise ConfigError(f"lather {command} needs a configuration first: lather {command} configs/quickstart.toml")
+    if file:
+        del arguments[0]
+    default = cls(read_config(Path(file) if file else None, arguments))
+    if topic is not None:
+        show_help(command, about or " ".join((cls.__doc__ or "").split()), default, topic)
+        raise SystemExit(0)
+    return parse_arguments(type(default), f"lather {command} CONFIG", arguments, default=default), Path(file or "").stem
+
+
+def _options(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield every option with its value."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name.replace("_", "-"), value if equals else following
+
+
+def _refuse_option_of_another_rule(option: str, optim: RuleOptimConfig) -> None:
+    parts = option.removeprefix("--").split(".")
+    if parts[0] != "optim" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[1] not in KINDS):
+        return
+    kind = parts[1] if len(parts) == 3 else ""
+    key = parts[-1].replace("-", "_")
+    known = {one.name for one in fields(optim.section(kind) if kind else optim)}
+    if not {key, key.removeprefix("no_")} & known and (whose := owners(key.removeprefix("no_"), optim.rules[kind])):
+        raise ConfigError(f"{option}: {whose}")
 
 
 def take_help(arguments: Sequence[str]) -> tuple[list[str], str | None]:
