@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "train: a fork without the row of its last step",
-        "train/fork.py",
+        "train/start.py",
         'row["step"] <= step]',
         'row["step"] < step]',
         "train/test_fork.py",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lather.checkpoint.folder import Progress
 from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.table import Progress
 from lather.cli import main
 from lather.commands.parsing import parse_size
 from lather.config.optim import optim_config

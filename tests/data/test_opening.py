@@ -18,7 +18,7 @@ from lather.data.making import list_sources, make_dataset
 from lather.data.opening import held_out_sets, open_datasets, open_source, training_batches
 from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import ConfigError, DataError
-from lather.train.sampling import first_words
+from lather.train.trained_model import first_words
 
 VOCABULARY = 300
 

@@ -76,7 +76,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
         for p, gradient in zip(pair.plain.parameters(), gradients, strict=True):
             p.grad = gradient
         found = pair.engine.gradients(pair.engine.share_of(tokens))
-        assert found.num_labels == tokens[:, 1:].numel()
+        assert found.tokens == tokens[:, 1:].numel()
         errors.append((abs(found.loss - loss) / abs(loss), pair.largest_error("grad")))
     return errors
 

@@ -23,11 +23,10 @@ from ranks import run_ranks
 from stored import bytes_by_file, same_bits, stored_tensors
 
 from lather.checkpoint import save as checkpoint_save
-from lather.checkpoint.folder import Retention
+from lather.checkpoint.folder import Progress, Retention
 from lather.checkpoint.load import load_checkpoint, load_parameters
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.table import Progress
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep
@@ -110,7 +109,7 @@ class Trainee:
         config = optim_config(name, lr=1e-2, rest={"lr_factor": 1.0}, **({"precondition_frequency": 2} if "soap" in name else {}))
         self.optimizer = build_optimizer(config, self.pair.engine.parameters)
         self.step = TrainStep(self.pair.engine, self.optimizer, max_grad_norm=0.5)
-        self.state = TrainingState.of_engine(self.pair.engine, self.optimizer)
+        self.state = TrainingState(self.pair.engine.parameters, self.pair.engine.part, self.optimizer, self.pair.engine.mesh)
 
     def train(self, *steps: int) -> list[StepResult]:
         return [self.step(self.pair.engine.share_of(self.pair.tokens(step)), 1e-2) for step in steps]

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lather.checkpoint.folder import Retention
+from lather.checkpoint.folder import Progress, Retention
 from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.table import Progress
 from lather.errors import ExchangeError
 from lather.models.adapted import MergedTensors, add_adapters, is_adapters
 from lather.models.decoder import Decoder

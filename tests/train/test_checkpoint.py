@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from lather.checkpoint import save as checkpoint_save
-from lather.checkpoint.folder import Retention, list_checkpoints, step_of
+from lather.checkpoint.folder import Progress, Retention, digest_of, list_checkpoints, sha256, step_of
 from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.table import Progress, digest_of, sha256
 from lather.config.config import LoopConfig, MoEConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch

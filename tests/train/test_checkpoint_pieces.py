@@ -13,10 +13,9 @@ import torch
 from stored import stored_tensors
 from torch import Tensor
 
-from lather.checkpoint.folder import Retention
+from lather.checkpoint.folder import Progress, Retention, Table, check_cover, digest_of, piece_name, read_table
 from lather.checkpoint.reader import CheckpointTensors, open_checkpoint
 from lather.checkpoint.save import CheckpointWriter, each_once, stored_entries
-from lather.checkpoint.table import Progress, Table, check_cover, digest_of, piece_name, read_table
 from lather.errors import CheckpointError
 from lather.optim.sharded.placement import Box, Piece
 

@@ -18,9 +18,9 @@ from lather.config.optim import optim_config
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import run_dir as run_dir_module
-from lather.train.fork import find_fork, is_of_fork
 from lather.train.loop import train
 from lather.train.run_dir import RunDirectory
+from lather.train.start import find_fork, is_of_fork
 from tiny_run import TIME_FIELDS
 
 STEPS = 8

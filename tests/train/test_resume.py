@@ -38,7 +38,7 @@ def kill_somewhere(process: subprocess.Popen[str], run_dir: Path, chance: random
     """Kill -9 the process, sometimes while it starts, mostly a little after a random number of further steps; returns whether it was still
     alive."""
     if chance.random() < 0.2:
-        time.sleep(chance.uniform(0.0, 2.0))
+        time.sleep(chance.uniform(0.0, 0.4))
     else:
         target = rows_written(run_dir) + chance.randint(1, 8)
         deadline = time.monotonic() + 60

@@ -19,9 +19,9 @@ from lather.config.toml_file import config_to_toml, load_config
 from lather.data.batches import Batches
 from lather.data.order import Order
 from lather.errors import ConfigError, RunError
-from lather.train.resume import start_of
 from lather.train.run_data import RunData
 from lather.train.run_dir import RunDirectory
+from lather.train.start import start_of
 
 MakeConfig = Callable[..., Config]
 
@@ -115,7 +115,7 @@ def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp
     optim = {key: value for key, value in asdict(first.optim).items() if key != "lr"}
     again = RunDirectory.open(replace(first, optim=optim_config(**optim)))
     again.close()
-    assert again.config.optim.lr == 0.123
+    assert again.start.config.optim.lr == 0.123
 
 
 def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -> None:

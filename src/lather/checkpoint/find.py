@@ -19,7 +19,7 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
     `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there is no such run or checkpoint, listing
     the existing ones, or if both name a step.
     """
-    run, wanted, place = _split(run_at_step)
+    (run, wanted), place = _split(run_at_step), run_at_step
     if step >= 0:
         if wanted is not None:
             raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
@@ -42,16 +42,16 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
     return run, checkpoints[int(wanted)]
 
 
-def _split(run_at_step: str) -> tuple[Path, str | None, str]:
-    """Return the run, the part after the @ if there is one, and the name as it was given."""
+def _split(run_at_step: str) -> tuple[Path, str | None]:
+    """Return the run, and the part after the @ if there is one."""
     whole = Path(run_at_step)
     if (whole / "config.toml").exists():
-        return whole, None, run_at_step
+        return whole, None
     name, at, step = run_at_step.rpartition("@")
     run = Path(name) if at and name else whole
     if not (run / "config.toml").exists():
         raise UserError(f"{run}: not a run (it has no config.toml): give the run_dir of a training run")
-    return run, step, run_at_step
+    return run, step
 
 
 def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:

@@ -1,10 +1,36 @@
-"""The folder of a run's checkpoints: their names (`step-00000100`), which are kept, and removal of incomplete ones."""
+"""The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are kept, and the table of each.
+
+The table, `state.json`, lists the contents of a checkpoint and their files:
+
+    progress, optimizer class
+    files      name -> bytes and sha256
+    tensors    name -> dtype, shape, and pieces that cover it without overlap: file, offsets, sizes
+    digest     of all of the above
+
+The tensors in a file are named by `piece_name`, so that each can be read on its own. Everything that is read is checked, since a table may
+come from anywhere.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from lather.errors import CheckpointError
+from lather.models.hf.safetensors_folder import DTYPES
+from lather.optim.sharded.placement import Box
+
+FORMAT = 2
+STATE_FILE = "state.json"
+RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -20,17 +46,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint, from its folder's name."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def aside_path(checkpoint: Path) -> Path:
-    """Return the folder in which a checkpoint is written before it is renamed."""
-    return checkpoint.with_name(f".tmp-{checkpoint.name}")
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Delete folders that killed processes have left partly written or partly deleted."""
-    for leftover in folder.glob(".tmp-*"):
-        shutil.rmtree(leftover)
 
 
 @dataclass(frozen=True)
@@ -51,3 +66,171 @@ class Retention:
             step = step_of(path)
             if step != self.best and (not self.every or step % self.every):
                 shutil.rmtree(path.rename(folder / f".tmp-old-{path.name}"))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, which is not part of weights and optimizer state."""
+
+    step: int
+    """Completed optimizer steps."""
+    seconds: float
+    """Seconds of training, in all processes that have worked on the run."""
+    skipped_in_a_row: int = 0
+    """Steps skipped directly before this one because their loss or gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file, as it was written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """A tensor of the whole model."""
+
+    dtype: str
+    """Named as in safetensors: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    file_of: Mapping[Box, str]
+    """File that contains each box; the boxes cover the tensor without overlap."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The contents of `state.json`."""
+
+    progress: Progress
+    optimizer: str | None
+    """Class of the optimizer; None if no optimizer state was saved."""
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredEntry]
+
+    def to_json(self) -> str:
+        """Write a line per file and tensor."""
+        state = {
+            "format": FORMAT,
+            **asdict(self.progress),
+            "optimizer": self.optimizer,
+            "files": {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()},
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [[file, box.offset, box.size] for box, file in entry.file_of.items()],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return _format({**state, "digest": digest_of(state)})
+
+
+def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
+    """Return the name of a piece in a rank's file: the tensor's own if the piece is the whole tensor, else with its indices: `w[4:8,
+    :]`."""
+    if box.size == tuple(shape):
+        return name
+    ranges = zip(box.offset, box.size, shape, strict=True)
+    parts = [":" if size == whole else f"{start}:{start + size}" for start, size, whole in ranges]
+    return f"{name}[{', '.join(parts)}]"
+
+
+def read_table(folder: Path) -> Table:
+    """Read the table of a checkpoint. Raises CheckpointError, naming the file, if it is missing, damaged or not a table of a checkpoint."""
+    file = folder / STATE_FILE
+    pickled = folder / ".metadata"
+    if pickled.exists():
+        raise CheckpointError(f"{pickled}: pickled metadata is refused, since loading it can run arbitrary code: {remedy(folder)}")
+    try:
+        state = json.loads(file.read_text("utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("not a table")
+        if state.pop("digest") != digest_of(state):
+            raise ValueError("its digest is not that of its contents")
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, expected {FORMAT}")
+        return _table(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: missing or damaged ({error}): {remedy(folder)}") from None
+
+
+def remedy(folder: Path) -> str:
+    return f"delete {folder} to resume from the checkpoint before it"
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise ValueError unless the boxes cover the tensor, each element once."""
+    for box in boxes:
+        inside = all(start >= 0 and start + size <= whole for start, size, whole in zip(box.offset, box.size, shape, strict=True))
+        if not inside:
+            raise ValueError(f"a piece of {name!r} at {box.offset} of {box.size} is not within {tuple(shape)}")
+    if sum(box.numel for box in boxes) != math.prod(shape):
+        raise ValueError(f"the pieces of {name!r} do not cover it")
+    filled = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
+    for number, one in enumerate(filled):
+        for other in filled[number + 1 :]:
+            if other.offset and other.offset[0] >= one.offset[0] + one.size[0]:
+                break  # later boxes do not overlap this one either
+            if one.overlap(other):
+                raise ValueError(f"pieces of {name!r} overlap")
+
+
+def _table(state: Mapping[str, Any]) -> Table:
+    files = {name: _file(name, raw) for name, raw in state["files"].items()}
+    tensors = {name: _entry(name, raw, files) for name, raw in state["tensors"].items()}
+    optimizer, seconds = state["optimizer"], state["seconds"]
+    if not (optimizer is None or isinstance(optimizer, str)):
+        raise ValueError("its optimizer is not the name of a class")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise ValueError("its seconds are not a number")
+    step, skipped = _sizes([state["step"], state["skipped_in_a_row"]])
+    return Table(Progress(step, float(seconds), skipped), optimizer, files, tensors)
+
+
+def _file(name: str, raw: Mapping[str, Any]) -> StoredFile:
+    if not RANK_FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
+    (num_bytes,) = _sizes([raw["bytes"]])
+    return StoredFile(name, num_bytes, str(raw["sha256"]))
+
+
+def _entry(name: str, raw: Mapping[str, Any], files: Mapping[str, StoredFile]) -> StoredEntry:
+    dtype, shape = raw["dtype"], _sizes(raw["shape"])
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} has an unknown dtype, {dtype!r}")
+    pieces = [(Box(_sizes(offsets), _sizes(sizes)), file) for file, offsets, sizes in raw["pieces"]]
+    for _, file in pieces:
+        if file not in files:
+            raise ValueError(f"{name!r} is in {file!r}, which is not listed")
+    check_cover(name, shape, [box for box, _ in pieces])
+    return StoredEntry(dtype, shape, dict(pieces))
+
+
+def _sizes(raw: Any) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(type(size) is int and 0 <= size < 2**63 for size in raw):
+        raise ValueError(f"{raw!r} is not a list of sizes")
+    return tuple(raw)
+
+
+def _format(values: Mapping[str, Any], indent: str = " ") -> str:
+    """Write an object with a line for each of its values and, one level down, for each value of an object."""
+
+    def text(value: Any) -> str:
+        return _format(value, "  ") if isinstance(value, dict) and indent == " " else json.dumps(value)
+
+    lines = ",\n".join(f"{indent}{json.dumps(name)}: {text(value)}" for name, value in values.items())
+    return f"{{\n{lines}\n{indent[1:]}}}"

@@ -32,35 +32,26 @@ def held_checkpoint(run: Path, choose: Callable[[], Path]) -> Iterator[Path]:
     Raises what `choose` raises. Errors of the block that name the temporary place name the checkpoint instead.
     """
     _clear_abandoned(run)
-    try:
-        holder, lock = _hold(run)
-    except OSError:
-        yield choose()
-        return
-    try:
-        chosen, held = _link(holder, choose)
+    with contextlib.ExitStack() as cleanup:
+        holder = _hold(run, cleanup)
+        chosen, held = (None, choose()) if holder is None else _link(holder, choose)
         try:
             yield held
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(held), str(chosen))) from None
-    finally:
-        shutil.rmtree(holder, ignore_errors=True)
-        os.close(lock)
+            raise CheckpointError(str(error).replace(str(held), str(chosen or held))) from None
 
 
-def _hold(run: Path) -> tuple[Path, int]:
-    """Create a folder in the run directory; return it and the descriptor that holds its lock."""
-    holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run))
-    lock = -1
+def _hold(run: Path, cleanup: contextlib.ExitStack) -> Path | None:
+    """Create a folder in the run directory and lock it until the stack is closed; None if that is not possible."""
     try:
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=run, ignore_cleanup_errors=True)
+        holder = Path(cleanup.enter_context(folder))
         lock = os.open(holder, os.O_RDONLY)
+        cleanup.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
-        if lock >= 0:
-            os.close(lock)
-        shutil.rmtree(holder, ignore_errors=True)
-        raise
-    return holder, lock
+        return None
+    return holder
 
 
 def _link(holder: Path, choose: Callable[[], Path]) -> tuple[Path, Path]:

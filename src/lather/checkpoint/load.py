@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from lather.checkpoint.folder import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
 from lather.checkpoint.reader import CheckpointTensors
-from lather.checkpoint.state import TrainingState, parameter_of, stored_shapes
-from lather.checkpoint.table import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, Table, read_table
+from lather.checkpoint.state import TrainingState, stored_shapes
 from lather.errors import CheckpointError
+from lather.models.entry_names import split_entry
 from lather.optim.sharded.placement import Piece
 from lather.parallel.agreement import errors_on_all_ranks
 
@@ -25,10 +26,10 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     Raises CheckpointError on all ranks, naming the file, if a file is missing or damaged, if names, shapes or dtypes of weights differ from
     the model's, or if the optimizer is of another class or its moments have other shapes.
     """
-    table = _open(path, state, state.names())
-    pieces = list(state.weights())
+    tensors = _open(path, state)
+    table, pieces = tensors.table, list(state.weights())
     if state.optimizer is not None and table.optimizer is not None:
-        with errors_on_all_ranks(state.group):
+        with errors_on_all_ranks(state.mesh.control_group):
             _check_optimizer(path, table, state.optimizer)
         try:
             state.create_optimizer_state(table.tensors)
@@ -36,7 +37,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
             raise CheckpointError(f"{path / STATE_FILE}: holds another optimizer's state ({error}): {ANOTHER}") from None
         pieces += [piece for piece in state.optimizer_state() if piece.name in table.tensors]
     random = [piece for piece in state.random_state() if _fits(piece, table.tensors.get(piece.name))]
-    _load(path, table, state, [*pieces, *random])
+    _load(tensors, [*pieces, *random], state)
     state.set_random_state(random)
     return table.progress
 
@@ -46,30 +47,28 @@ def load_parameters(path: Path, state: TrainingState) -> None:
 
     Raises CheckpointError as `load_checkpoint` does.
     """
-    names = {name for name in state.names() if not name.endswith(BIAS)}
-    table = _open(path, state, names, passed_over=BIAS)
-    _load(path, table, state, [piece for piece in state.weights() if piece.name in names])
+    _load(_open(path, state, without=(BIAS,)), [piece for piece in state.weights() if not piece.name.endswith(BIAS)], state)
 
 
-def _load(path: Path, table: Table, state: TrainingState, pieces: Iterable[Piece]) -> None:
+def _load(tensors: CheckpointTensors, pieces: Iterable[Piece], state: TrainingState) -> None:
     """Fill this rank's pieces, one stored piece at a time."""
-    tensors = CheckpointTensors(path, table)
-    with errors_on_all_ranks(state.group):
+    with errors_on_all_ranks(state.mesh.control_group):
         for piece in pieces:
             tensors.read_into(piece.value, piece.name, piece.offset)
 
 
-def _open(path: Path, state: TrainingState, names: set[str], passed_over: str | None = None) -> Table:
-    """Check all files, and that the weights are those of all ranks, `names`; return the table."""
-    with errors_on_all_ranks(state.group):
+def _open(path: Path, state: TrainingState, without: tuple[str, ...] = ()) -> CheckpointTensors:
+    """Check all files, and that the weights are those of all ranks, except names that end in one of `without`."""
+    names = {name for name in state.names() if not name.endswith(without)}
+    with errors_on_all_ranks(state.mesh.control_group):
         table = read_table(path)
-    with errors_on_all_ranks(state.group):
+    with errors_on_all_ranks(state.mesh.control_group):
         tensors = CheckpointTensors(path, table)
-        for file in list(table.files.values())[state.rank :: state.num_ranks]:
+        for file in list(table.files.values())[state.mesh.rank :: state.mesh.size]:
             tensors.check_file(file)
-    with errors_on_all_ranks(state.group):
+    with errors_on_all_ranks(state.mesh.control_group):
         place = path / STATE_FILE
-        found = {name for name in table.tensors if "/" not in name and not (passed_over and name.endswith(passed_over))}
+        found = {name for name in table.tensors if "/" not in name and not name.endswith(without)}
         for name in sorted(names - found):
             raise CheckpointError(f"{place}: lacks {name!r}: {ANOTHER}")
         for name in sorted(found - names):
@@ -79,7 +78,7 @@ def _open(path: Path, state: TrainingState, names: set[str], passed_over: str | 
                 stored = table.tensors[piece.name]
                 there, here = f"{stored.shape} {stored.dtype}", f"{piece.shape} {DTYPE_NAMES.get(piece.value.dtype, piece.value.dtype)}"
                 raise CheckpointError(f"{place}: {piece.name!r} is {there}, but the model's {here}: {ANOTHER}")
-    return table
+    return tensors
 
 
 def _fits(piece: Piece, stored: StoredEntry | None) -> bool:
@@ -91,12 +90,12 @@ def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
     file, given = path / STATE_FILE, type(optimizer).__name__
     if table.optimizer != given:
         raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
-    parameters = {parameter_of(name) for name in table.tensors if "/" not in name}
+    parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
     for entry, keys in stored_shapes(table.tensors).items():
-        if parameter_of(entry) not in parameters:
+        if split_entry(entry)[0] not in parameters:
             raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")
         for key, shape in keys.items():
-            if parameter_of(entry) == entry not in table.tensors and hasattr(optimizer, "init_state"):
+            if split_entry(entry)[0] == entry not in table.tensors and hasattr(optimizer, "init_state"):
                 continue  # its matrix may be a stack of all experts; shapes are compared when the state is created
             if key in ("exp_avg", "exp_avg_sq") and (entry not in table.tensors or table.tensors[entry].shape != shape):
                 raise CheckpointError(f"{file}: {entry}/{key} has shape {shape}, which is not the parameter's: {ANOTHER}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lather.checkpoint.table import STATE_FILE, StoredEntry, StoredFile, Table, piece_name, read_table, remedy, sha256
+from lather.checkpoint.folder import STATE_FILE, StoredEntry, StoredFile, Table, piece_name, read_table, remedy, sha256
 from lather.errors import CheckpointError, ExchangeError
 from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, open_safetensors
 from lather.optim.sharded.placement import Box
@@ -41,28 +41,26 @@ class CheckpointTensors:
         box = _box_of(entry.shape, index)
         found = torch.empty(box.size, dtype=DTYPES[entry.dtype])
         self.read_into(found, name, box.offset)
-        for dim in reversed([dim for dim, at in enumerate(index) if isinstance(at, int)]):
-            found = found.select(dim, 0)
-        return found
+        return found[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
 
     @torch.no_grad()
     def read_into(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
-        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored box at a time."""
-        entry, box = self.tensors[name], Box(tuple(offset), tuple(target.shape))
-        for stored_box in entry.file_of:
-            common = stored_box.overlap(box)
-            if common is not None:
-                target[common.within(box)].copy_(self._read_box(name, entry, stored_box, common))
+        """Copy the box of a tensor that starts at `offset` and has the shape of `target` into `target`, one stored box at a time.
 
-    def _read_box(self, name: str, entry: StoredEntry, stored_box: Box, box: Box) -> Tensor:
-        """Read a box of a tensor from a stored one. Only the requested rows of the stored box are read, and its other dims completely."""
-        index = box.within(stored_box)
-        try:
-            stored, key = self._find(name, entry, stored_box)
-            value = stored.read(key, index[:1])
-        except ExchangeError as error:
-            raise self._damaged(entry.file_of[stored_box], error) from None
-        return value[(slice(None), *index[1:])] if index else value
+        Only the requested rows of a stored box are read, and its other dims completely.
+        """
+        entry, box = self.tensors[name], Box(tuple(offset), tuple(target.shape))
+        for stored_box, file in entry.file_of.items():
+            common = stored_box.overlap(box)
+            if common is None:
+                continue
+            index = common.within(stored_box)
+            try:
+                stored, key = self._find(name, entry, stored_box)
+                rows = stored.read(key, index[:1])
+            except ExchangeError as error:
+                raise self._damaged(file, error) from None
+            target[common.within(box)].copy_(rows[(slice(None), *index[1:])] if index else rows)
 
     def check_file(self, file: StoredFile) -> None:
         """Raise CheckpointError unless the file is unchanged since it was written and holds its pieces."""

@@ -1,11 +1,16 @@
-"""Saves a checkpoint, which is complete or absent and does not depend on the mesh.
+"""Saves a checkpoint, which is complete or absent and does not depend on the mesh, at once or while training continues.
 
 Every rank has pieces of tensors of the whole model. Rank 0 assigns each piece to a rank that writes it; each rank writes one safetensors
-file; rank 0 writes the table `state.json` (`lather.checkpoint.table`). Everything is written into a folder with a temporary name, synced,
+file; rank 0 writes the table `state.json` (`lather.checkpoint.folder`). Everything is written into a folder with a temporary name, synced,
 and renamed by rank 0 when the files of all ranks are complete, so a process killed at any time leaves the earlier checkpoints intact.
 
 A piece that several ranks have (replicas, step counters) is written by the one with the fewest bytes to write so far, so that the work is
 spread evenly. The assignment is always the same for the same mesh.
+
+While training continues, a thread runs all of `save_checkpoint`, including its planning. Training waits only until this rank's pieces have
+been copied to CPU memory. One checkpoint is written at a time, and the next one waits for it. This takes as much CPU memory as the rank
+writes, from the first checkpoint to the end of the run; for CUDA it is pinned, so that copies run at the speed of the bus. Of equal pieces
+on several ranks only one is copied. The thread has its own process group, the mesh's `saving_group`.
 """
 
 from __future__ import annotations
@@ -14,53 +19,123 @@ import hashlib
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.checkpoint.folder import Retention, aside_path, checkpoint_path, clear_leftovers
-from lather.checkpoint.state import CopyTensors, TrainingState
-from lather.checkpoint.table import (
+from lather.checkpoint.folder import (
     DTYPE_NAMES,
     STATE_FILE,
     Progress,
+    Retention,
     StoredEntry,
     StoredFile,
     Table,
     check_cover,
+    checkpoint_path,
     piece_name,
     sha256,
 )
+from lather.checkpoint.state import TrainingState
+from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
-FIRST_FILE = "rank-00000.safetensors"
+Values = Mapping[PieceKey, Tensor]
+"""The tensors that a rank writes."""
+
+
+class Saver:
+    """Writes a run's checkpoints, immediately or in a thread. All ranks call the same methods in the same order."""
+
+    def __init__(self, folder: Path, state: TrainingState, *, retention: Retention, asynchronous: bool) -> None:
+        self.folder, self.state, self.retention = folder, state, retention
+        self.staging = Staging(state.mesh.device)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._writing: Future[None] | None = None
+
+    def save(self, progress: Progress) -> Path:
+        """Save a checkpoint and return its path, where a thread may still be writing it. Raises the error of the previous save if that
+        failed."""
+        self.wait()
+        if self._thread is None:
+            return save_checkpoint(self.folder, progress, self.state, retention=self.retention)
+        device, copied = self.state.mesh.device, Event()
+        if is_gpu(device):
+            gpu_module(device).current_stream(device).synchronize()  # the thread uses another stream
+        self._writing = self._thread.submit(self._write, progress, self.retention, copied)
+        copied.wait()
+        return checkpoint_path(self.folder, progress.step)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; raises its error on all ranks."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, progress: Progress, retention: Retention, copied: Event) -> None:
+        def stage(own: Values) -> Values:
+            staged = self.staging.copy(own)
+            copied.set()
+            return staged
+
+        try:
+            if is_gpu(self.state.mesh.device):
+                gpu_module(self.state.mesh.device).set_device(self.state.mesh.device)
+            save_checkpoint(self.folder, progress, self.state, retention=retention, stage=stage)
+        finally:
+            copied.set()  # also if the save failed, or the checkpoint exists already
+
+
+class Staging:
+    """CPU memory for copies of the tensors that a rank writes; it is reused for the next checkpoint."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: device of the tensors."""
+        self.device = device
+        self._kept: dict[PieceKey, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, own: Values) -> Values:
+        """Copy the tensors; the copies are complete on return."""
+        self._kept = {key: self._room(key, value) for key, value in own.items()}
+        for key, value in own.items():
+            self._kept[key].copy_(value, non_blocking=True)
+        if is_gpu(self.device):
+            gpu_module(self.device).current_stream(self.device).synchronize()
+        return self._kept
+
+    def _room(self, key: PieceKey, value: Tensor) -> Tensor:
+        kept = self._kept.get(key)
+        if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
+            return kept
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=is_gpu(self.device))
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: CopyTensors | None = None
+    folder: Path, progress: Progress, state: TrainingState, *, retention: Retention, stage: Callable[[Values], Values] | None = None
 ) -> Path:
     """Write `folder/step-<step>`, then delete older checkpoints that are not kept. Returns the path of the checkpoint.
 
     Every rank calls this and writes its own pieces, or the tensors by which `stage` replaces them. On return the checkpoint is complete on
     all ranks. If one rank raises, all ranks raise.
     """
-    target = checkpoint_path(folder, progress.step)
-    group = state.saving_group
-    exists = target.exists()  # then it is complete, and its contents are the same
-    if broadcast(exists, group):
+    target, group = checkpoint_path(folder, progress.step), state.mesh.saving_group
+    if broadcast(target.exists(), group):  # then it is complete, and its contents are the same
         return target
-    optimizer = None if state.optimizer is None else type(state.optimizer).__name__
-    writer = CheckpointWriter(target, group)
-    pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
+    writer, pieces = CheckpointWriter(target, group), state.pieces()
     try:
         files, tensors = writer.write(pieces, stage)
         with errors_on_all_ranks(group):
             if writer.rank == 0:
+                optimizer = None if state.optimizer is None else type(state.optimizer).__name__
                 writer.publish(Table(progress, optimizer, files, tensors), retention)
     except Exception:  # raised on all ranks, so none is still writing
         with errors_on_all_ranks(group):
@@ -75,32 +150,34 @@ class CheckpointWriter:
 
     def __init__(self, target: Path, group: dist.ProcessGroup | None) -> None:
         self.target, self.group = target, group
-        self.aside = aside_path(target)
+        self.aside = target.with_name(f".tmp-{target.name}")
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def write(self, pieces: Iterable[Piece], stage: CopyTensors | None = None) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
+    def write(
+        self, pieces: Iterable[Piece], stage: Callable[[Values], Values] | None = None
+    ) -> tuple[dict[str, StoredFile], dict[str, StoredEntry]]:
         """Write the files of all ranks; return on rank 0 the files, and the tensors in them."""
         mine = {piece.key: piece for piece in pieces if piece.counts}
         by_rank = gather([piece.described() for piece in mine.values()], self.group)
         plan: list[list[Piece]] = []
+        tensors: dict[str, StoredEntry] = {}
         with errors_on_all_ranks(self.group):
             if self.rank == 0:
-                plan = self._prepare(by_rank)
+                plan = each_once(by_rank)
+                tensors = stored_entries(plan)
+                self._make_folder()
         chosen = scatter(plan, self.group)
         with errors_on_all_ranks(self.group):
-            values: Mapping[PieceKey, Tensor] = {one.key: mine[one.key].value for one in chosen}
+            values: Values = {one.key: mine[one.key].value for one in chosen}
             stored = self.write_file(chosen, values if stage is None else stage(values))
-        files = {file.name: file for file in gather(stored, self.group) if file is not None}
-        return files, stored_entries(plan)
+        return {file.name: file for file in gather(stored, self.group) if file is not None}, tensors
 
-    def _prepare(self, by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-        """Create the folder and assign the pieces to ranks; on rank 0."""
-        plan = each_once(by_rank)
-        stored_entries(plan)  # raises ValueError if a tensor is incomplete
-        clear_leftovers(self.target.parent)
+    def _make_folder(self) -> None:
+        """Create the folder to write into, and delete what killed processes have left partly written or partly deleted."""
+        for leftover in self.target.parent.glob(".tmp-*"):
+            shutil.rmtree(leftover)
         self.aside.mkdir(parents=True)
         sync(self.target.parent.parent)
-        return plan
 
     def write_file(self, chosen: Sequence[Piece], values: Mapping[PieceKey, Tensor]) -> StoredFile | None:
         """Write this rank's file and sync it to disk; return None if the rank has nothing to write."""
@@ -149,17 +226,16 @@ def each_once(by_rank: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 
 def stored_entries(plan: Sequence[Sequence[Piece]]) -> dict[str, StoredEntry]:
     """Return the table's entries for this assignment. Raises ValueError if the pieces do not cover a tensor."""
-    found: defaultdict[str, list[tuple[Piece, int]]] = defaultdict(list)
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    file_of: defaultdict[str, dict[Box, str]] = defaultdict(dict)
     for rank, own in enumerate(plan):
         for piece in own:
-            found[piece.name].append((piece, rank))
-    entries = {}
-    for name, pieces in found.items():
-        (first, _), *_ = pieces
-        assert all((one.shape, one.value.dtype) == (first.shape, first.value.dtype) for one, _ in pieces), name
-        check_cover(name, first.shape, [one.box for one, _ in pieces])
-        entries[name] = StoredEntry(DTYPE_NAMES[first.value.dtype], first.shape, {one.box: rank_file(rank) for one, rank in pieces})
-    return entries
+            kind = DTYPE_NAMES[piece.value.dtype], piece.shape
+            assert kinds.setdefault(piece.name, kind) == kind, piece.name
+            file_of[piece.name][piece.box] = rank_file(rank)
+    for name, (_, shape) in kinds.items():
+        check_cover(name, shape, list(file_of[name]))
+    return {name: StoredEntry(*kind, file_of[name]) for name, kind in kinds.items()}
 
 
 def rank_file(rank: int) -> str:
@@ -175,7 +251,7 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
     """
     target = checkpoint_path(folder, 0)
     target.mkdir(parents=True)
-    file = target / FIRST_FILE
+    file = target / rank_file(0)
     write_weights(file)
     tensors = {
         name: StoredEntry(stored.dtype, stored.shape, {Box.whole(stored.shape): file.name})

@@ -17,7 +17,7 @@ from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
-from lather.engine.trained_parameters import train_only, trained_names, with_adapters
+from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.compiled import compile_parts
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
@@ -48,7 +48,8 @@ class BatchResult:
     """Average over MoE blocks and, weighted by labels, over micro-batches; without its coefficient."""
     counts_LE: Int[Tensor, "l e"]
     """Rows per MoE block and expert, on the CPU."""
-    num_labels: int
+    tokens: int
+    """Number of labels."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Engine:
         prepare_experts(part, moe, mesh.data_group)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
-        rounded = RoundedWeights()
-        keep_rounded(part, rounded if loop.rounded_weights == "step" else None)
+        self.rounded_weights = RoundedWeights()
+        keep_rounded(part, self.rounded_weights if loop.rounded_weights == "step" else None)
         self.units = shard(part, mesh)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
@@ -94,15 +95,11 @@ class Engine:
             frees=frees,
             recompute=loop.recompute,
             autocast=narrow,
-            rounded_weights=rounded,
+            rounded_weights=self.rounded_weights,
         )
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
-
-    @property
-    def rounded_weights(self) -> RoundedWeights:
-        return self._segments.rounded_weights
 
     def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
         """Return this rank's share of a global batch that every rank has; sequences have one token more than is trained on.
@@ -149,7 +146,7 @@ class Engine:
         num_labels = self._labels_of_all(batch)
         batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
         schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
-        output = self._executor.run(self._micro_batches(batch, 1.0, None), schedule)
+        output = self._executor.run(self._micro_batches(batch, 1.0, [0.0] * schedule.num_micro_batches), schedule)
         total = torch.stack([torch.zeros((), device=self.mesh.device), *output.losses]).double().sum()
         if self.mesh.size > 1:
             dist.all_reduce(total)
@@ -179,22 +176,18 @@ class Engine:
         dist.all_reduce(total, group=self.mesh.data_group)
         return int(total)
 
-    def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float] | None) -> list[MicroBatch]:
-        device, size, micro_batches = self.mesh.device, self.micro_batch_size, []
-        begins = batch.begins_BS
-        layouts = [self._layout] * (len(batch.inputs_BS) // size) if begins is None else [self._packed(x_BS) for x_BS in begins.split(size)]
+    def _micro_batches(self, batch: Batch, normalizer: float, shares: Sequence[float]) -> list[MicroBatch]:
+        """Divide a batch; `shares`: the weights of its micro-batches in the auxiliary losses."""
+        size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self.mesh.device
+        layouts = [self._layout] * len(shares)  # without documents masks and rotary tables are the same for all
+        if batch.begins_BS is not None:
+            layouts = [SequenceLayout(size, length, device, document_boundaries(begins)) for begins in batch.begins_BS.split(size)]
         on_device = (to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS))
-        for number, (x_BS, y_BS, layout) in enumerate(zip(*on_device, layouts, strict=True)):
-            share = 0.0 if shares is None else shares[number]
-            weights = ((self.moe.balance_coefficient or 0.0) * share, self.moe.z_loss_coefficient * share)
-            micro_batches.append(MicroBatch(x_BS, y_BS, layout, normalizer, *weights))
-        return micro_batches
-
-    def _packed(self, begins_BS: Bool[Tensor, "b s"]) -> SequenceLayout:
-        """Return a layout with the masks and rotary tables of these documents; the layout without documents is the same for all
-        micro-batches."""
-        batch, length = begins_BS.shape
-        return SequenceLayout(batch, length, self.mesh.device, document_boundaries(begins_BS))
+        balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
+        return [
+            MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
+            for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
+        ]
 
     def _summary(self, output: StepOutput, shares: Sequence[float]) -> Tensor:
         """Return `UnreadResult.found`."""
@@ -203,7 +196,9 @@ class Engine:
         counts_LE = found[2:].view(len(layers), experts)
         if output.losses:
             found[0] = torch.stack(output.losses).double().sum()
-        own = [(stage, number, layer) for stage in self.part.share.own_stages for number, layer in enumerate(self._moe_layers_of(stage))]
+        share = self.part.share
+        moe_layers = {stage: [layer for layer in share.layers_of_stage[stage] if layer in layers] for stage in share.own_stages}
+        own = [(stage, number, layer) for stage, in_stage in moe_layers.items() for number, layer in enumerate(in_stage)]
         if own:
             summaries_LM = [[output.routings[stage, micro_batch][number] for micro_batch in range(len(shares))] for stage, number, _ in own]
             balance_LM = torch.stack([summary.balance_loss for row in summaries_LM for summary in row]).double().view(len(own), -1)
@@ -232,9 +227,6 @@ class Engine:
             for layer, router in zip(self.part.own_moe_layers(), self.part.routers(), strict=True):
                 router.update_correction_bias(counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate)
 
-    def _moe_layers_of(self, stage: int) -> list[int]:
-        return [layer for layer in self.part.share.layers_of_stage[stage] if layer in self.part.moe_layers]
-
 
 def build_model(config: Config, device: torch.device) -> Decoder:
     """Build the whole model with random weights from the seed, and prepare its experts as `[moe]` says."""
@@ -253,7 +245,7 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, 
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
     generator = torch.Generator().manual_seed(config.seed)
     part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
-    train_only(part, trained_names(config))
+    train_only(part, trained_parameters(config).names)
     if config.train.compile:
         compile_parts(part)
     frees = Frees(poison=config.parallel.poison)

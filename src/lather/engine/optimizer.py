@@ -1,8 +1,9 @@
-"""The optimizer of a run, with one group for each kind of parameters and its rule."""
+"""The optimizer of a run, with one group for each kind of parameters and its rule, and that of old runs, reproduced to the bit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import nn
 from lather import optim
 from lather.config.old_runs import OldOptimConfig
 from lather.config.optim import OptimConfig, RuleOptimConfig
-from lather.engine.old_optimizer import build_old_optimizer
-from lather.optim import MatrixOptimizer, Rule, parameters_by_kind
+from lather.optim import SOAP, MatrixOptimizer, Rule, parameter_groups, parameters_by_kind
 from lather.optim.options import options_of
 from lather.parallel.local_parameters import LocalParameters
 
@@ -28,13 +28,15 @@ def build_optimizer(config: OptimConfig, parameters: LocalParameters | Iterable[
     `parameters`: those of a rank, or all of a model in one process with their names; frozen ones are skipped. For fp64 parameters the state
     of elementwise rules is fp64.
     """
-    parameters = parameters.trained() if isinstance(parameters, LocalParameters) else [(n, p) for n, p in parameters if p.requires_grad]
+    if isinstance(parameters, LocalParameters):
+        rows, wholes = parameters.trained().named(), parameters.trained().spread()
+    else:
+        rows = wholes = [(name, p) for name, p in parameters if p.requires_grad]
     if isinstance(config, OldOptimConfig):
-        return build_old_optimizer(config, parameters)
+        return _old_optimizer(config, rows, wholes)
     assert isinstance(config, RuleOptimConfig)
     groups = []
-    named_ones = parameters.spread() if isinstance(parameters, LocalParameters) else parameters
-    for kind, named in parameters_by_kind(named_ones, router_names=ROUTERS).items():
+    for kind, named in parameters_by_kind(wholes, router_names=ROUTERS).items():
         if not named:
             continue
         rule = config.rule_of(kind)
@@ -52,3 +54,17 @@ def _optimizer(rule: Rule, groups: list[dict[str, Any]]) -> MatrixOptimizer:
         if isinstance(cls, type) and issubclass(cls, MatrixOptimizer) and getattr(cls, "rule", None) is type(rule):
             return cls(groups, **{name: getattr(rule, name) for name in options_of(type(rule))})
     return MatrixOptimizer(groups, rule)
+
+
+def _old_optimizer(
+    config: OldOptimConfig, rows: list[tuple[str, nn.Parameter]], wholes: list[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Build SOAP for matrices and experts with AdamW for the rest, or torch's AdamW for everything, as before `OptimConfig`."""
+    if config.name == "adamw":
+        own: dict[str, Any] = {"betas": config.adam_betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        return torch.optim.AdamW(rows, lr=config.peak_lr, **own, fused=True)
+    groups = parameter_groups(wholes)
+    for group in groups:
+        group.update({"betas": config.adam_betas} if group.get("rule") == "adamw" else {"sides": "both"})
+    others = {one.name for one in fields(OptimConfig)} - {"lr"} | {"adam_betas"}
+    return SOAP(groups, **{name: value for name, value in asdict(config).items() if name not in others}, nonfinite="ignore")

@@ -44,15 +44,10 @@ def pick_device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(BatchResult):
     """The result of one step."""
 
-    loss: float
-    balance_loss: float
     grad_norm: float
-    tokens: int
-    counts_LE: Tensor
-    """Rows per MoE block and expert, on the CPU."""
     optimizer_seconds: float
     refreshes_done: int
     """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
@@ -68,7 +63,7 @@ class TrainStep:
         self.engine, self.optimizer, self.max_grad_norm = engine, optimizer, max_grad_norm
         if isinstance(optimizer, MatrixOptimizer) and engine.mesh.pp > 1:
             engine.fill_waits(optimizer.defer_refreshes())
-        self._refreshes_before = self._refreshes()
+        self._counters = optimizer.counters if isinstance(optimizer, MatrixOptimizer) else {}
 
     def __call__(self, batch: Batch, lr: float) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which groups multiply by their factors.
@@ -90,14 +85,10 @@ class TrainStep:
             self.engine.balance(result.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
-        before, self._refreshes_before = self._refreshes_before, self._refreshes()
-        done, skipped = self._on_all_ranks([after - earlier for after, earlier in zip(self._refreshes_before, before, strict=True)])
+        done, skipped = self._new_refreshes()
         return StepResult(
-            loss=result.loss,
-            balance_loss=result.balance_loss,
+            **vars(result),
             grad_norm=norm.item(),
-            tokens=result.num_labels,
-            counts_LE=result.counts_LE,
             optimizer_seconds=seconds,
             refreshes_done=done,
             refreshes_skipped=skipped,
@@ -115,17 +106,15 @@ class TrainStep:
             norms.values = own
         return result, square.sqrt().to(norm_dtype(engine.parameters)), norms
 
-    def _refreshes(self) -> tuple[int, int]:
+    def _new_refreshes(self) -> list[int]:
+        """Return how many refreshes all ranks have done and skipped since the last call."""
         if not isinstance(self.optimizer, MatrixOptimizer):
-            return 0, 0
-        counters = self.optimizer.counters
-        return counters["refreshes_done"], counters["refreshes_skipped"]
-
-    def _on_all_ranks(self, counts: list[int]) -> list[int]:
-        """Return the sums over all ranks."""
-        if self.engine.mesh.size == 1 or not isinstance(self.optimizer, MatrixOptimizer):
-            return counts
-        total = torch.tensor(counts, device=self.engine.mesh.device)
+            return [0, 0]
+        before, self._counters = self._counters, self.optimizer.counters
+        new = [self._counters[name] - before[name] for name in ("refreshes_done", "refreshes_skipped")]
+        if self.engine.mesh.size == 1:
+            return new
+        total = torch.tensor(new, device=self.engine.mesh.device)
         dist.all_reduce(total)
         return [int(count) for count in total.tolist()]
 

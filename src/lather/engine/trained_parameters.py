@@ -72,10 +72,6 @@ def check_adapters_are_all(config: Config) -> None:
         )
 
 
-def trained_names(config: Config) -> frozenset[str]:
-    return trained_parameters(config).names
-
-
 def outline(config: Config) -> Decoder:
     """Return the whole model with its adapters on the meta device."""
     model = build_model(config.model, None, torch.device("meta"))

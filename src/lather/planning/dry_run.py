@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.checkpoint.saver import Staging
+from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, num_routed_experts
 from lather.data.batches import Batch
@@ -328,8 +328,8 @@ class Checkpoints:
 
     def save(self) -> Iterable[Tensor]:
         """Collect the tensors that the rank would write; return their copies."""
-        state = TrainingState.of_engine(self.engine, self.optimizer)
-        pieces = (*state.weights(), *state.optimizer_state(), *state.random_state())
+        state = TrainingState(self.engine.parameters, self.engine.part, self.optimizer, self.engine.mesh)
+        pieces = state.pieces()
         written = {piece.key: piece.value for piece in pieces if piece.counts}
         self.num_bytes = sum(x.nbytes for x in written.values())
         if not self.copied:

@@ -16,9 +16,9 @@ from lather.config.toml_file import folder_of
 from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
-from lather.files import names_full_disk
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
+from lather.models.hf.safetensors_folder import complete_folder
 
 COMPANION_FOLDER = "huggingface"
 """Folder in the run directory that holds the copies."""
@@ -53,18 +53,10 @@ def keep_companions(run: Path, config: Config) -> None:
     for folder in companion_folders(run, config):
         is_described = any((folder / name).is_file() for name in (TEMPLATE_FILE, SETTINGS_FILE))
         if folder != run and is_described and same_tokenizer(folder / TOKENIZER_FILE, own):
-            aside = run / f".tmp-{COMPANION_FOLDER}"
-            shutil.rmtree(aside, ignore_errors=True)
-            try:
-                with names_full_disk(target):
-                    aside.mkdir()
-                    copy_companions(folder, aside)
-                    if (folder / CONFIG_FILE).is_file():
-                        shutil.copyfile(folder / CONFIG_FILE, aside / CONFIG_FILE)
-                    aside.rename(target)
-            except OSError:
-                shutil.rmtree(aside, ignore_errors=True)
-                raise
+            with complete_folder(target) as aside:
+                copy_companions(folder, aside)
+                if (folder / CONFIG_FILE).is_file():
+                    shutil.copyfile(folder / CONFIG_FILE, aside / CONFIG_FILE)
             return
 
 

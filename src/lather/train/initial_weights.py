@@ -76,14 +76,14 @@ def load_start(path: Path, state: TrainingState) -> None:
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
     if (path / CONFIG_FILE).is_file():
-        with errors_on_all_ranks(state.group):
+        with errors_on_all_ranks(state.mesh.control_group):
             load_source(open_hugging_face(path)[0], state)
         return
     run = path.parent.parent
     lora = load_run(run).lora if (run / "config.toml").is_file() else None
     has_adapters = any(is_adapters(name) for name in state.names())
     if lora is not None and (lora.rank or has_adapters):
-        with errors_on_all_ranks(state.group):
+        with errors_on_all_ranks(state.mesh.control_group):
             load_source(MergedTensors(open_checkpoint(path).weights(), lora.scale), state)
     else:
         load_parameters(path, state)

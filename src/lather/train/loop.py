@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 
 from lather.checkpoint.find import best_checkpoint
-from lather.checkpoint.folder import Retention, list_checkpoints, step_of
+from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
 from lather.checkpoint.load import load_checkpoint
-from lather.checkpoint.saver import Saver
+from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
-from lather.checkpoint.table import Progress
 from lather.config.config import Config
 from lather.config.toml_file import folder_of
 from lather.device import deterministic
-from lather.engine.engine import build_engine, build_model
+from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import StepResult, TrainStep, learning_rate, pick_device
 from lather.engine.trained_parameters import trained_parameters
@@ -50,10 +49,10 @@ from lather.train.metrics import (
     take_peak_memory_bytes,
     training_rows,
 )
-from lather.train.resume import Start
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
-from lather.train.sampling import SAMPLE, sample_text
+from lather.train.start import Start
+from lather.train.trained_model import SAMPLE, TrainedModel
 
 
 class DivergedError(RuntimeError):
@@ -95,7 +94,11 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
         DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
-    with _run_directory(config, mesh) as run_dir:
+    run_dir: RunDirectory | None = None
+    with contextlib.ExitStack() as cleanup:
+        with errors_on_all_ranks(mesh.control_group):
+            if mesh.rank == 0:
+                run_dir = cleanup.enter_context(contextlib.closing(RunDirectory.open(config)))
         try:
             run = _prepared_run(config, mesh, display, run_dir)
         except UserError:
@@ -106,20 +109,6 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
             return run.train(stop)
 
 
-@contextlib.contextmanager
-def _run_directory(config: Config, mesh: Mesh) -> Iterator[RunDirectory | None]:
-    """Open the run directory on rank 0, and close it after the block; None on the other ranks."""
-    run_dir: RunDirectory | None = None
-    try:
-        with errors_on_all_ranks(mesh.control_group):
-            if mesh.rank == 0:
-                run_dir = RunDirectory.open(config)
-        yield run_dir
-    finally:
-        if run_dir is not None:
-            run_dir.close()
-
-
 def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None) -> _TrainingRun:
     """Find initial weights or checkpoint, open the data, build model and optimizer, and record what the run is made from. Only rank 0 has
     `run_dir`; all ranks use what it finds there."""
@@ -128,7 +117,8 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     assert begin is not None
     config = begin.config
     with errors_on_all_ranks(group):  # each rank reads its part, and so needs the folder
-        source = _initial_weights(config)
+        is_begun = bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
+        source = find_start(config) if config.init_from and not is_begun else None
     source = broadcast(source, group)
     begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), group)
     data = _open_data(begin, begun_with, mesh, display, source)
@@ -136,7 +126,11 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
         if run_dir is not None:
             run_dir.check_data(data)
     run = _TrainingRun(config, data, mesh, display, source)
-    _note_rates(display, begin, starts_from_weights=source is not None and not rate_is_given)
+    if source is not None and not rate_is_given and not config.lora.rank:
+        display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
+    if begin.changes:
+        rate = learning_rate(begin.step + 1, config.optim, config.train.steps)
+        display.note(f"{begin.changes}; the learning rate of step {begin.step + 1} is {rate:.3g}")
     with errors_on_all_ranks(group):
         if run_dir is not None:
             run_dir.record(data)
@@ -159,86 +153,71 @@ def _open_data(begin: Start, begun_with: str | None, mesh: Mesh, display: Displa
     return data
 
 
-def _note_rates(display: Display, begin: Start, *, starts_from_weights: bool) -> None:
-    """Report the changes and the new learning rate; warn if trained weights are to be trained with the default rate."""
-    if starts_from_weights and not begin.config.lora.rank:
-        display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
-    if begin.changes:
-        number = begin.step + 1
-        rate = learning_rate(number, begin.config.optim, begin.config.train.steps)
-        display.note(f"{begin.changes}; the learning rate of step {number} is {rate:.3g}")
-
-
-def _initial_weights(config: Config) -> Path | None:
-    """Return the checkpoint of another run, or the Hugging Face folder, from which a new run starts; None if it does not."""
-    if not config.init_from or list_checkpoints(Path(config.run_dir) / "checkpoints"):
-        return None
-    return find_start(config)
-
-
 class _TrainingRun:
     """One rank of a run."""
 
     def __init__(self, config: Config, data: RunData, mesh: Mesh, display: Display, start: Path | None) -> None:
+        """`start`: a checkpoint or folder with initial weights."""
         self.config, self.path, self.mesh, self.display = config, Path(config.run_dir), mesh, display
-        train = config.train
         self.batches, self.held_out = data.batches, data.held_out
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
         partition = agreed_partition(config, mesh)
         self.engine = build_engine(config, mesh, record=self.timeline, layers=None if partition is None else partition.stages)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
-        self.step = TrainStep(self.engine, self.optimizer, train.max_grad_norm)
-        self.state = TrainingState.of_engine(self.engine, self.optimizer)
-        checkpoint = config.checkpoint
-        retention = Retention(checkpoint.keep_last, checkpoint.keep_every)
-        self.saver = Saver(self.path / "checkpoints", self.state, retention=retention, asynchronous=checkpoint.asynchronous)
-        existing = broadcast(list_checkpoints(self.path / "checkpoints"), mesh.control_group)
-        self.progress = load_checkpoint(existing[-1], self.state) if existing else Progress(0, 0.0)
+        self.step = TrainStep(self.engine, self.optimizer, config.train.max_grad_norm)
+        state = TrainingState(self.engine.parameters, self.engine.part, self.optimizer, mesh)
+        saving, folder = config.checkpoint, self.path / "checkpoints"
+        retention = Retention(saving.keep_last, saving.keep_every)
+        self.saver = Saver(folder, state, retention=retention, asynchronous=saving.asynchronous)
+        existing = broadcast(list_checkpoints(folder), mesh.control_group)
+        self.progress = load_checkpoint(existing[-1], state) if existing else Progress(0, 0.0)
         if start is not None:
-            load_start(start, self.state)
+            load_start(start, state)
         if existing:
             display.note(f"resuming {existing[-1]}")
         elif start is not None:
             display.note(f"starting from the weights of {start}")
+        self._describe()
+        self.metrics: MetricsWriter | None = None
+        if mesh.rank == 0:
+            resumed_step = self.progress.step if existing else None
+            if (self.path / TIMELINE).exists():
+                cut_rows(self.path / TIMELINE, resumed_step)
+            log = config.log
+            self.metrics = MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+        self.memory = MemoryCheck(config, mesh, display.note, partition)
+        self.lowest_loss = math.inf
+        if saving.keep_best:
+            steps, file = {step_of(path) for path in existing}, self.path / "metrics.jsonl"
+            self._keep_best(on_rank_0(lambda: best_checkpoint(steps, read_rows(file)), mesh.control_group))
+
+    def _describe(self) -> None:
+        """Report the sizes of the model, the mesh, the data and the steps."""
+        config, mesh, note = self.config, self.mesh, self.display.note
         ranks = "" if mesh.size == 1 else f", {mesh.describe()}"
         trained = trained_parameters(config)
-        display.note(
+        note(
             f"{trained.num_parameters / 1e6:.2f} M parameters, {config.optim.name}, {mesh.device.type}{ranks}, "
             f"{sum(self.batches.order.sizes):,} training sequences"
         )
         if trained.num_trained < trained.num_parameters:
-            display.note(trained.describe())
-        tokens = train.batch_size * train.sequence_length
-        display.note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
+            note(trained.describe())
+        tokens = config.train.batch_size * config.train.sequence_length
+        note(f"peak learning rates for steps of {tokens:,} tokens: {config.optim.describe_rates()}")
         if mesh.pp > 1:
-            display.note(f"layers by stage: {' '.join(str(len(layers)) for layers in self.engine.part.share.layers_of_stage)}")
-        self.resumed_step = self.progress.step if existing else None
-        self.metrics: MetricsWriter | None = None
-        if mesh.rank == 0:
-            log = config.log
-            if (self.path / TIMELINE).exists():
-                cut_rows(self.path / TIMELINE, self.resumed_step)
-            self.metrics = MetricsWriter(self.path, self.resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
-        self.memory = MemoryCheck(config, mesh, display.note, partition)
-        self.lowest_loss = math.inf
-        if checkpoint.keep_best:
-            with errors_on_all_ranks(mesh.control_group):
-                best = None if self.metrics is None else best_checkpoint({step_of(path) for path in existing}, read_rows(self.metrics.path))
-            self._keep_best(broadcast(best, mesh.control_group))
+            note(f"layers by stage: {' '.join(str(len(layers)) for layers in self.engine.part.share.layers_of_stage)}")
 
     def train(self, stop: Callable[[], bool]) -> RunOutcome:
         steps = self.config.train.steps
         try:
-            if not self._has_rows():
+            if not self._any(self.metrics is not None and bool(read_rows(self.metrics.path))):
                 self._validate()
             self.memory.before_first_step()
             while self.progress.step < steps and not self._any(stop()):
                 self._one_step()
                 step = self.progress.step
-                every, is_best = self.config.train.validation_every, False
-                if step == steps or (every and step % every == 0):
-                    is_best = self._validate()
-                if (step % self.config.checkpoint.every == 0 or is_best) and step < steps:
+                is_best = (step == steps or _is_due(step, self.config.train.validation_every)) and self._validate()
+                if (is_best or _is_due(step, self.config.checkpoint.every)) and step < steps:
                     self._save()
             checkpoint = self._save()
             self.saver.wait()
@@ -256,7 +235,7 @@ class _TrainingRun:
         finished = self.progress.step == self.config.train.steps
         rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-        sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 and self._can_sample() else ""
+        sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 else ""
         if sample:
             write_aside(self.path / SAMPLE, sample)
         if finished and self.config.log.picture and any(training_rows(rows)):
@@ -275,9 +254,6 @@ class _TrainingRun:
             checkpoint=checkpoint,
         )
 
-    def _has_rows(self) -> bool:
-        return self._any(self.metrics is not None and bool(read_rows(self.metrics.path)))
-
     def _any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; all ranks get the same answer."""
         return self._most(float(flag)) > 0
@@ -294,8 +270,12 @@ class _TrainingRun:
         start = time.perf_counter()
         number = self.progress.step + 1
         lr = learning_rate(number, self.config.optim, self.config.train.steps)
-        with self._recorded(number):
-            result = self.step(self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size), lr)
+        is_recorded = _is_due(number, self.config.log.timeline_every)
+        if is_recorded:
+            self.timeline.begin()
+        result = self.step(self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size), lr)
+        if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
+            append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
@@ -303,8 +283,7 @@ class _TrainingRun:
         self.memory.saw(peak)
         row = self._row(result, lr, step_seconds, peak)
         self._write(row)
-        every = self.config.log.expert_load_every
-        if every and number % every == 0 and result.counts_LE.numel():
+        if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.numel():
             self._write({"step": number, "seconds": self.progress.seconds, "expert_load": load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
         if in_a_row >= self.config.train.max_skipped_steps:
@@ -314,38 +293,20 @@ class _TrainingRun:
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
 
-    @contextlib.contextmanager
-    def _recorded(self, step: int) -> Iterator[None]:
-        """Write the timeline of the step inside the block if it is due."""
-        every = self.config.log.timeline_every
-        if not every or step % every:
-            yield
-            return
-        self.timeline.begin()
-        yield
-        if of_ranks := gather(self.timeline.end(), self.mesh.control_group):
-            append_timeline(self.path / TIMELINE, step, chain.from_iterable(of_ranks))
-
     def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> StepRow:
+        measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
         least, most, entropy = expert_load(result.counts_LE)
         return StepRow(
+            **measured,
             step=self.progress.step,
-            loss=result.loss,
-            balance_loss=result.balance_loss,
             lr=lr,
-            grad_norm=result.grad_norm,
-            tokens=result.tokens,
             tokens_per_second=result.tokens / step_seconds,
             seconds=self.progress.seconds,
             step_seconds=step_seconds,
-            optimizer_seconds=result.optimizer_seconds,
             peak_memory_bytes=int(self._most(peak)),
             expert_load_min=least,
             expert_load_max=most,
             expert_load_entropy=entropy,
-            refreshes_done=result.refreshes_done,
-            refreshes_skipped=result.refreshes_skipped,
-            skipped=result.skipped,
         )
 
     def _keep_best(self, best: tuple[float, int] | None) -> None:
@@ -361,16 +322,16 @@ class _TrainingRun:
         losses = {name: self.engine.validation_loss(held_out.batch(*ranks)) for name, held_out in self.held_out.items()}
         if not losses:
             return False
-        first = next(iter(losses.values()))
-        row: ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": first}
+        loss = next(iter(losses.values()))
+        row: ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss}
         if len(losses) > 1:
             row["validation_losses"] = losses
         self._write(row)
-        each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())})"
-        self.display.note(f"step {self.progress.step}: validation loss {row['validation_loss']:.4f}{each}")
-        is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and row["validation_loss"] < self.lowest_loss
+        each = "" if len(losses) == 1 else f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
+        self.display.note(f"step {self.progress.step}: validation loss {loss:.4f}{each}")
+        is_best = self.config.checkpoint.keep_best and self.progress.step > 0 and loss < self.lowest_loss
         if is_best:
-            self._keep_best((row["validation_loss"], self.progress.step))
+            self._keep_best((loss, self.progress.step))
         return is_best
 
     def _write(self, row: Row) -> None:
@@ -382,12 +343,16 @@ class _TrainingRun:
             self.metrics.sync()
         return self.saver.save(self.progress)
 
-    def _can_sample(self) -> bool:
-        """Return whether a sample is wanted and the run has a tokenizer; data sets of token files may have none."""
-        return bool(self.config.log.sample_tokens) and (self.path / "tokenizer.json").exists()
-
     def _sample(self, checkpoint: Path) -> str:
-        """Generate the sample. On a mesh no rank has the whole model, so rank 0 loads it from the checkpoint."""
-        model = build_model(self.config, self.mesh.device)
-        load_checkpoint(checkpoint, TrainingState.of_model(model))
-        return sample_text(model, self.config, self.path, next(iter(self.held_out.values()), None), seed=self.config.seed)
+        """Generate the sample if it is wanted and the run has a tokenizer; data sets of token files may have none.
+
+        On a mesh no rank has the whole model, so rank 0 loads it from the checkpoint.
+        """
+        if not self.config.log.sample_tokens or not (self.path / "tokenizer.json").exists():
+            return ""
+        return TrainedModel(self.path, checkpoint, self.config).sample(next(iter(self.held_out.values()), None))
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Return whether something that is done every so many steps (0: never) is done at this one."""
+    return every > 0 and step % every == 0

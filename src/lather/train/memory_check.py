@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lather.config.config import Config
 from lather.device import gpu_module, is_gpu
 from lather.engine.engine import Engine
 from lather.files import write_aside
 from lather.optim.sharded.placement import local
-from lather.parallel.agreement import on_rank_0
+from lather.parallel.agreement import gather, on_rank_0
 from lather.parallel.mesh import Mesh
 from lather.pipeline.partition import Partition
 from lather.planning.dry_run import RankRun, kind_of_state
@@ -61,15 +60,14 @@ class MemoryCheck:
         if (found := self._planned(min(PATIENCE, self.timeout / 2))) is None:
             return
         rank, needed = found.largest.rank, found.needed / GIB
-        if self._memory is None:
-            self.note(f"memory plan: rank {rank} needs most, {needed:.2f} GiB")
-        elif found.needed <= self._memory:
-            self.note(f"memory plan: rank {rank} needs most, {needed:.2f} of {self._memory / GIB:.2f} GiB")
-        else:
+        if self._memory is not None and found.needed > self._memory:
             self.note(
                 f"memory plan: this run will not fit: rank {rank} needs {needed:.2f} GiB, and its device has {self._memory / GIB:.2f}; "
                 "lather plan --memory finds settings that do"
             )
+        else:
+            of_all = "" if self._memory is None else f" of {self._memory / GIB:.2f}"
+            self.note(f"memory plan: rank {rank} needs most, {needed:.2f}{of_all} GiB")
 
     def saw(self, peak: int) -> None:
         """Record the peak of a step, in bytes, from `take_peak_memory_bytes`; on a CPU that is the peak of the whole process and is
@@ -82,10 +80,7 @@ class MemoryCheck:
         if not self.is_on:
             return
         own = (self.mesh.rank, dict(seen_bytes(engine, optimizer)), self.peak)
-        everybody: list[Any] = [own]
-        if self.mesh.size > 1:
-            everybody = [None] * self.mesh.size
-            dist.all_gather_object(everybody, own, group=self.mesh.control_group)
+        everybody = gather(own, self.mesh.control_group)
         if (found := self._planned(self.timeout / 2)) is None:
             return
         seen = {rank: (kinds, peak) for rank, kinds, peak in everybody}
@@ -132,30 +127,24 @@ def device_memory(device: torch.device) -> int | None:
 
 def seen_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
     """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each storage counts once."""
+    labeled = [("parameters", x) for x in (*engine.part.parameters(), *engine.part.buffers())]
+    states = (item for state in optimizer.state.values() for item in state.items())
+    labeled += [(kind_of_state(name), x) for name, x in states if isinstance(x, torch.Tensor)]
     found: Counter[str] = Counter()
     known: set[int] = set()
-
-    def add(kind: str, x: torch.Tensor) -> None:
+    for kind, x in labeled:
         storage = local(x).untyped_storage()
         if storage.data_ptr() not in known and x.device.type == engine.mesh.device.type:
             known.add(storage.data_ptr())
             found[kind] += storage.nbytes()
-
-    for x in (*engine.part.parameters(), *engine.part.buffers()):
-        add("parameters", x)
-    for state in optimizer.state.values():
-        for name, x in state.items():
-            if isinstance(x, torch.Tensor):
-                add(kind_of_state(name), x)
     return found
 
 
 def _compared(run: RankRun, kinds: dict[str, int], peak: int) -> dict[str, Any]:
     """Return a row of memory.json: planned and measured bytes of persistent kinds, and of the peak if it was measured."""
     last = list(run.steps.values())[-1].at(-1)
-    row: dict[str, Any] = {"rank": run.rank, "kinds": {name: {"planned": last.get(name, 0), "seen": size} for name, size in kinds.items()}}
-    row["peak"] = {"planned": run.peak, "seen": peak or None}
-    return row
+    sizes = {name: {"planned": last.get(name, 0), "seen": size} for name, size in kinds.items()}
+    return {"rank": run.rank, "kinds": sizes, "peak": {"planned": run.peak, "seen": peak or None}}
 
 
 def sizes_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -41,31 +41,26 @@ class Curves:
 
 def read_curves(run_dir: Path) -> Curves:
     """Read a run's metrics. Raises RunError if the run has no training steps."""
-    try:
-        return _curves(run_dir)
-    except RunError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{run_dir / 'metrics.jsonl'}: not the metrics of a run ({error!r}): restore the file") from None
-
-
-def _curves(run_dir: Path) -> Curves:
-    rows = read_rows(run_dir / "metrics.jsonl")
+    file = run_dir / "metrics.jsonl"
+    rows, history = read_rows(file), History.read(run_dir, {})
     steps = list(training_rows(rows))
     if not steps:
-        raise RunError(f"{run_dir / 'metrics.jsonl'}: no training steps to draw: give the folder of a run that has trained")
-    validation = [(row["step"], row["seconds"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
-    step_seconds = np.array([row["step_seconds"] for row in steps])
-    return Curves(
-        name=(run_dir.name or str(run_dir.resolve())).replace("$", r"\$"),
-        steps=np.array([row["step"] for row in steps], dtype=np.float64),
-        seconds=np.array([row["seconds"] for row in steps], dtype=np.float64),
-        loss=np.array([row["loss"] for row in steps], dtype=np.float64),
-        validation=np.array(validation, dtype=np.float64).reshape(-1, 3),
-        changes=tuple((row.step, row.brief()) for row in History.read(run_dir, {}).rows),
-        optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / step_seconds.sum()),
-        median_step_seconds=float(np.median(step_seconds)),
-    )
+        raise RunError(f"{file}: no training steps to draw: give the folder of a run that has trained")
+    try:
+        validation = [(row["step"], row["seconds"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
+        column = {name: np.array([row[name] for row in steps], np.float64) for name in ("step", "seconds", "loss", "step_seconds")}
+        return Curves(
+            name=(run_dir.name or str(run_dir.resolve())).replace("$", r"\$"),
+            steps=column["step"],
+            seconds=column["seconds"],
+            loss=column["loss"],
+            validation=np.array(validation, np.float64).reshape(-1, 3),
+            changes=tuple((row.step, row.brief()) for row in history.rows),
+            optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / column["step_seconds"].sum()),
+            median_step_seconds=float(np.median(column["step_seconds"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,7 @@ from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
 from lather.train.plot import smoothed
 from lather.train.run_dir import data_sets_of
-from lather.train.sampling import SAMPLE
+from lather.train.trained_model import SAMPLE
 
 REPORT = "report.html"
 CURVES = (
@@ -87,7 +88,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         ],
         "machine": _part(notes, run_dir / "provenance.json", machine, []),
     }
-    finite: dict[str, Any] = _finite(data)
+    finite: dict[str, Any] = json.loads(json.dumps(data), parse_constant=lambda _: None)
     return finite
 
 
@@ -119,9 +120,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     steps = [row for row in rows if "loss" in row]
     good = list(training_rows(list(rows)))
     smooth = dict(zip((row["step"] for row in good), smoothed(np.array([row["loss"] for row in good], np.float64)).tolist(), strict=True))
-    tokens, seen = [], 0
-    for row in steps:
-        tokens.append(seen := seen + row["tokens"])
+    tokens = list(accumulate(row["tokens"] for row in steps))
     kept = kept_rows(steps)
     columns = {name: [steps[index].get(name) for index in kept] for name in ("step", "seconds", *CURVES)}
     return {**columns, "tokens": [tokens[index] for index in kept], "smoothed": [smooth.get(steps[index]["step"]) for index in kept]}
@@ -202,12 +201,3 @@ def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: 
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         notes.append(f"{path}: cannot be read ({error!r})")
     return otherwise
-
-
-def _finite(value: Any) -> Any:
-    """Return the same values, with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

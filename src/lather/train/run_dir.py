@@ -26,9 +26,8 @@ from lather.config.toml_file import config_to_toml
 from lather.errors import RunError, UserError
 from lather.files import reason, write_aside
 from lather.train.companions import keep_companions
-from lather.train.fork import copy_run, fork_source, remove_copy
-from lather.train.resume import Start, start_of
 from lather.train.run_data import RunData
+from lather.train.start import Start, copy_run, fork_source, remove_copy, start_of
 from lather.version import find_commit
 
 
@@ -67,11 +66,6 @@ class RunDirectory:
             raise
         return opened
 
-    @property
-    def config(self) -> Config:
-        """The run's configuration from this start on."""
-        return self.start.config
-
     def begun_with(self) -> str | None:
         """The data set of a run that started when data sets had format 1 (`lather.data.format1`); None for other runs."""
         record = self._record()
@@ -97,14 +91,13 @@ class RunDirectory:
         reads. Raises RunError, before anything is written, as `check_data` does.
         """
         self.check_data(data)
-        mine, theirs = self.path / "tokenizer.json", data.tokenizer
-        if theirs is not None and not (mine.exists() and mine.read_bytes() == theirs.read_bytes()):
-            write_aside(mine, theirs.read_bytes())
+        if data.tokenizer is not None:
+            _replace(self.path / "tokenizer.json", data.tokenizer.read_bytes())
         if self.start.is_finished:
             return
         if self.start.history.rows or (self.path / CHANGES).exists():
-            _replace(self.path / CHANGES, self.start.history.to_jsonl())
-        _replace(self.path / "config.toml", config_to_toml(self.start.config))
+            _replace(self.path / CHANGES, self.start.history.to_jsonl().encode())
+        _replace(self.path / "config.toml", config_to_toml(self.start.config).encode())
         record, data_sets = self._record(), [list(pair) for pair in data.identities.items()]
         if record is None:
             keep_companions(self.path, self.start.config)
@@ -164,10 +157,10 @@ def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     return [(str(folder), str(identity)) for folder, identity in (data.items() if isinstance(data, dict) else data)]
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace the file atomically, unless it has this text already."""
-    if not path.exists() or path.read_text("utf-8") != text:
-        write_aside(path, text)
+def _replace(path: Path, content: bytes) -> None:
+    """Replace the file atomically, unless it has this content already."""
+    if not path.exists() or path.read_bytes() != content:
+        write_aside(path, content)
 
 
 def provenance() -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""A trained model, for evaluation and generation: a checkpoint's weights, the tokenizer, the chat template and the stop tokens."""
+"""A trained model, for evaluation and generation: a checkpoint's weights, the tokenizer, the chat template and the stop tokens.
+
+It also generates the sample text at the end of a run.
+"""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +21,21 @@ from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import load_config
+from lather.data.batches import HeldOut
 from lather.data.chat import ChatTemplate
 from lather.data.documents import load_tokenizer
 from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
+from lather.generation.text import encode_prompt
 from lather.models.decoder import Decoder
+from lather.models.generate import generate
 from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
+
+SAMPLE = "sample.txt"
+"""Name of the file with the sample in the run directory."""
+PROMPT_TOKENS = 24
+"""Tokens of a prompt that is taken from held-out text."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +97,32 @@ class TrainedModel:
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return an autocast block for bfloat16 if the run was trained with it."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+
+    def sample(self, held_out: HeldOut | None) -> str:
+        """Return `log.sample_prompt`, or else the first words of the held-out text, and the model's continuation, which reads the last
+        `train.sequence_length` tokens. Empty if there is no prompt.
+
+        Raises DataError if the prompt has no tokens.
+        """
+        config, tokenizer = self.config, self.tokenizer()
+        prompt = config.log.sample_prompt or ("" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text))
+        if not prompt:
+            return ""
+        tokens = encode_prompt(tokenizer, prompt)
+        more = generate(
+            self.decoder(config.train.device),
+            tokens,
+            config.log.sample_tokens,
+            context=config.train.sequence_length,
+            generator=torch.Generator().manual_seed(config.seed),
+            stop_token=tokenizer.token_to_id(config.data.end_of_text),
+        )
+        return str(tokenizer.decode([*tokens, *more]))
+
+
+def first_words(held_out: HeldOut, tokenizer: Tokenizer, end_of_text: str) -> str:
+    """The beginning of the first document that is not empty."""
+    tokens, end = held_out.first_tokens(), tokenizer.token_to_id(end_of_text)
+    document = itertools.takewhile(lambda token: token != end, itertools.dropwhile(lambda token: token == end, tokens))
+    words = tokenizer.decode(list(itertools.islice(document, PROMPT_TOKENS)))
+    return str(words).rstrip("\N{REPLACEMENT CHARACTER}")  # half a letter

@@ -1,0 +1,261 @@
+"""The start of a run, new, resumed or forked, and the check of which configuration fields may have changed.
+
+A fork is a new run directory in which a run continues from a checkpoint of another run. It copies the checkpoint (its files are linked
+where the file system allows it), the rows of the metrics up to its step, the record of the data sets, and the history and configuration as
+they were at that step. After that the fork is a run like any other: it is resumed, and where its configuration differs, that is a change
+(`lather.config.changes`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.folder import checkpoint_path, list_checkpoints, step_of
+from lather.config.changes import CHANGES, Change, History, Row, class_of, differences, values_of
+from lather.config.config import Config
+from lather.config.old_runs import OldOptimConfig, going_on
+from lather.config.toml_file import config_of_run, config_to_toml, load_run
+from lather.errors import ConfigError, RunError, UserError
+from lather.files import read_rows, reason
+from lather.train.companions import COMPANION_FOLDER
+
+ASIDE = ".fork"
+"""Folder in which the copy is built; it exists only while the copy is incomplete."""
+COPIED = ("checkpoints", "metrics.jsonl", CHANGES, "provenance.json", "tokenizer.json", COMPANION_FOLDER, "config.toml")
+"""Copied files, in the order in which they are moved into place: config.toml is last, because a folder with a config.toml is a run."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The step after which a run starts or resumes, and its configuration from then on."""
+
+    config: Config
+    """Resolved configuration; an old run's is in its old form."""
+    step: int = 0
+    """Number of completed steps."""
+    history: History = field(default_factory=History)
+    """History of changes, including those of this start."""
+    num_data_sets: int = 0
+    """Number of data sets, the first ones, on which the run has trained already."""
+    is_new: bool = True
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to train; changes are then ignored."""
+        return 0 < self.step == self.config.train.steps
+
+    @property
+    def changes(self) -> str:
+        """The changes of this start in one line; empty if there are none."""
+        row = self.history.rows[-1] if self.history.rows else None
+        return row.describe() if row is not None and row.changes and row.step == self.step and not self.is_finished else ""
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The beginning and the remedy of an error message."""
+
+    subject: str
+    remedy: str
+
+
+def start_of(path: Path, config: Config) -> Start:
+    """Return the start of a run of `config` in this directory.
+
+    Raises RunError if the directory holds something else, or a run that cannot continue with `config`.
+    """
+    if not (path / "config.toml").exists():
+        if path.is_dir() and any(not child.name.startswith(".") for child in path.iterdir()):
+            raise RunError(f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give another --run-dir")
+        config = config.resolved()
+        return Start(config, history=History((), values_of(config)))
+    words = _Words(f"run_dir = {str(path)!r}", "give another --run-dir, or delete it")
+    steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
+    start = _going_on(path, config, max(steps, default=0), words)
+    if start.history.forked_from and not steps:
+        raise RunError(
+            f"{words.subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: restore them, or delete it"
+        )
+    return start
+
+
+def config_at(path: Path, step: int) -> tuple[Config, History]:
+    """Return the configuration of a run after `step` completed steps, and its history. Raises ConfigError if it cannot be read."""
+    history = History.read(path, values_of(load_run(path).resolved()))
+    return config_of_run(_nested(history.values_at(step))).resolved(), history
+
+
+def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
+    try:
+        before, history = config_at(path, step)
+    except ConfigError as error:
+        raise RunError(f"{words.subject}: {error}; {words.remedy}") from None
+    if config.optim.lr is None:
+        config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
+    if not config.data.pattern:  # which was *.py once
+        config = replace(config, data=replace(config.data, pattern=before.data.pattern))
+    if isinstance(before.optim, OldOptimConfig):
+        config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
+    config = config.resolved()
+    changes = differences(values_of(before), values_of(config))
+    _refuse_fixed(changes, words)
+    if config.train.steps < step:
+        raise RunError(
+            f"train.steps = {config.train.steps} is not valid: {words.subject} has done {step} steps: give as many or "
+            "more, or continue from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
+        )
+    if step and "data.path" in changes:
+        _check_added(*changes["data.path"], config, words)
+    start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
+    if start.is_finished:
+        return start
+    return replace(start, history=history.going_on(step, changes if step else {}, values_of(config)))
+
+
+def _refuse_fixed(changes: dict[str, Change], words: _Words) -> None:
+    different = [key for key in changes if class_of(key) == "fixed"]
+    in_both = [key for key in different if None not in changes[key]]
+    different = in_both or different  # name a key of both sides first: another family or rule has other keys
+    if different:
+        key = different[0]
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        raise RunError(
+            f"{words.subject} belongs to another configuration: {key} is {changes[key][0]!r} there and {changes[key][1]!r} here"
+            f"{more}, which cannot change during a run; {words.remedy}"
+        )
+
+
+def _check_added(before: Sequence[str], now: Sequence[str], config: Config, words: _Words) -> None:
+    """Raise RunError if data sets were removed, or if some were added without `data.weights`."""
+    counts = max(1, len(before)), max(1, len(now))
+    if counts[1] < counts[0]:
+        raise RunError(
+            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: name the earlier ones "
+            "first, in their order; a weight of 0 in data.weights leaves one out"
+        )
+    if not config.data.weights:
+        raise RunError(
+            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: give data.weights, a number for each"
+        )
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn values by dotted key into nested sections."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return nested
+
+
+def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
+    """Return the run and the checkpoint to copy to `path`; None if there is nothing to copy, or it was copied before; RUN and RUN@best of
+    `fork_from` match any step of that run.
+
+    Raises RunError if `path` holds something else or another fork, or if `config` cannot continue from that checkpoint.
+    """
+    if not config.fork_from:
+        return None
+    if (path / "config.toml").exists():
+        forked_from = History.read(path, {}).forked_from
+        if not is_of_fork(forked_from, config.fork_from):
+            was = f"was forked from {forked_from}" if forked_from else "is not a fork"
+            raise RunError(f"run_dir = {str(path)!r} holds a run that {was}: give another --run-dir, or leave out --fork-from")
+        return None
+    if path.is_dir() and not (path / ASIDE).exists() and any(not child.name.startswith(".") for child in path.iterdir()):
+        raise RunError(f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does not exist")
+    source, checkpoint = find_fork(config.fork_from)
+    _going_on(source, config, step_of(checkpoint), _Words(f"fork_from = {config.fork_from!r}", "give the fork the same value"))
+    return source, checkpoint
+
+
+def find_fork(name: str) -> tuple[Path, Path]:
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names.
+
+    Raises RunError if there is none, or if RUN and a folder named RUN@STEP both are runs.
+    """
+    run, at, step = name.rpartition("@")
+    if at and all((Path(folder) / "config.toml").exists() for folder in (name, run)):
+        raise RunError(
+            f"fork_from = {name!r} may mean checkpoint {step} of {run}, or the run {name}: "
+            f"rename that folder, or give {name}@STEP for one of its checkpoints"
+        )
+    try:
+        return find_checkpoint(name)
+    except UserError as error:
+        raise RunError(f"fork_from = {name!r}: {error}") from None
+
+
+def is_of_fork(forked_from: str, name: str) -> bool:
+    """Return whether `forked_from`, "RUN@STEP", is a checkpoint that `name` may mean, whichever way the folder and the step are spelled."""
+    run, _, step = forked_from.rpartition("@")
+    asked, at, asked_step = name.rpartition("@")
+    readings = [(name, "")] + ([(asked, asked_step)] if at else [])
+    return bool(run) and any(
+        Path(folder).resolve() == Path(run).resolve() and (not number.isdigit() or int(number) == int(step)) for folder, number in readings
+    )
+
+
+def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
+    """Copy a run as it was at a checkpoint to `target`, a folder without files, which becomes a run only when the copy is complete.
+
+    Raises RunError if a file cannot be read or written; everything copied is then removed.
+    """
+    step, aside = step_of(checkpoint), target / ASIDE
+    try:
+        remove_copy(target)
+        aside.mkdir()
+        shutil.copytree(checkpoint, checkpoint_path(aside / "checkpoints", step), copy_function=_link)
+        for name in ("provenance.json", "tokenizer.json"):
+            if (source / name).exists():
+                shutil.copyfile(source / name, aside / name)
+        if (source / COMPANION_FOLDER).is_dir():
+            shutil.copytree(source / COMPANION_FOLDER, aside / COMPANION_FOLDER)
+        rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
+        (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config, history = config_at(source, step)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        kept = [row for row in history.rows if row.step < step]
+        forked = History((*kept, Row(step, {}, now, f"{source}@{step}")), values_of(config))
+        (aside / CHANGES).write_text(forked.to_jsonl(), "utf-8")
+        (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
+        for name in COPIED:
+            if (aside / name).exists():
+                (aside / name).rename(target / name)
+        aside.rmdir()
+    except OSError as error:
+        why = f"{error.filename or target}: {reason(error, target)}"
+        remove_copy(target)
+        raise RunError(f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some space there") from None
+
+
+def remove_copy(target: Path) -> None:
+    """Remove all that `copy_run` has copied, complete or not; config.toml first."""
+    for name in reversed(COPIED):
+        path = target / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(target / ASIDE, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, since checkpoint files never change; copy it if it cannot be linked."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
