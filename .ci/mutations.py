@@ -137,8 +137,8 @@ MUTATIONS = (
     Mutation(
         "launch: a signal is told as an exit status",
         "parallel/launch/start.py",
-        "else -end.si_status",
-        "else end.si_status",
+        "if status > 0:",
+        "if status < 0:",
         "distributed/test_faults.py",
     ),
     Mutation(

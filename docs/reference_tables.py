@@ -186,8 +186,8 @@ def _argument_classes(module: types.ModuleType) -> Iterator[type]:
 
 def benchmarks() -> Iterator[str]:
     """Make a section for each benchmark, from its dataclass in the checkout."""
-    for name, (module_name, class_name) in bench.BENCHMARKS.items():
-        cls = getattr(importlib.import_module(module_name), class_name)
+    for name in bench.BENCHMARKS:
+        cls, _ = bench.find_benchmark(name)
         yield f"### lather bench {name}\n"
         yield " ".join((cls.__doc__ or "").split()) + "\n"
         yield arguments_table(cls)

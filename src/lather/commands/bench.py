@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import lather
 from lather.commands.parsing import parse_arguments
@@ -45,9 +47,14 @@ def bench_command(arguments: list[str]) -> int:
         *names, last = BENCHMARKS
         raise UserError(f"{given}: use lather bench {', '.join(names)} or {last}")
     name, *rest = arguments
+    options, run = find_benchmark(name)
+    return run(parse_arguments(options, f"lather bench {name}", rest))
+
+
+def find_benchmark(name: str) -> tuple[type, Callable[[Any], int]]:
+    """Return the class of a benchmark's options, and the function that runs it. Raises UserError without a checkout."""
     module = _from_checkout(f"benchmarks.{name}" + ".command" * (name in FOLDERS))
-    status: int = module.run(parse_arguments(getattr(module, f"{name.capitalize()}Benchmark"), f"lather bench {name}", rest))
-    return status
+    return getattr(module, f"{name.capitalize()}Benchmark"), module.run
 
 
 def _from_checkout(module_name: str) -> ModuleType:

@@ -15,11 +15,14 @@ import itertools
 import math
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
+
+MAX_BF16_BETA = 1 - 2**-8
+"""Largest decay rate that has an effect on a bf16 moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +147,17 @@ def check(rule: Any) -> None:
         value = getattr(rule, name)
         if option.range is not None and not option.range.holds(value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
+
+
+def check_decay_rates(rule: Any, names: Sequence[str]) -> None:
+    """Raise ValueError for options that are decay rates without effect on bf16 moments, which have 8 significant bits."""
+    for name in names:
+        value = getattr(rule, name, 0.0)
+        if max(value if isinstance(value, tuple | list) else (value,)) > MAX_BF16_BETA:
+            raise ValueError(
+                f"{name}={value!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
+                f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
+            )
 
 
 def documentation_of(rule: type) -> dict[str, str]:

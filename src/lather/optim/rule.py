@@ -21,14 +21,23 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
+from lather.optim.options import (
+    Bytes,
+    Count,
+    Interval,
+    Precision,
+    Rate,
+    StateDtype,
+    Steps,
+    check,
+    check_decay_rates,
+    dtype_option,
+    is_count,
+)
 
 R = TypeVar("R", bound="Rule")
 
 Tensors = Sequence[Tensor]
-
-MAX_BF16_BETA = 1 - 2**-8
-"""Largest decay rate that has an effect on a bf16 moment."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,7 @@ class Rule:
     name: ClassVar[str] = ""
     """Name under which the rule is registered; empty for a rule outside of the package, whose name is `module:Class`."""
     moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
-    """Names of the options that are decay rates of moments; bf16 moments limit them to `MAX_BF16_BETA`."""
+    """Names of the options that are decay rates of moments; bf16 moments limit them (`lather.optim.options.MAX_BF16_BETA`)."""
     elementwise: ClassVar[bool] = False
     """Whether each element of an update depends on that element alone; parameters of all shapes then share batches."""
     refreshes_first: ClassVar[bool] = False
@@ -144,18 +153,8 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_dtype", dtype_option(self.state_dtype))
         check(self)
-        self._check_decay_rates()
-
-    def _check_decay_rates(self) -> None:
-        """Raise ValueError for decay rates that have no effect on bf16 moments, which have 8 significant bits."""
-        for name in self.moment_decays if self.dtypes["moment"] is torch.bfloat16 else ():
-            value = getattr(self, name, 0.0)
-            value = tuple(value) if isinstance(value, tuple | list) else value
-            if max(value if isinstance(value, tuple) else (value,)) > MAX_BF16_BETA:
-                raise ValueError(
-                    f"{name}={value!r} with bf16 moments: a moment that decays by less than 1 part in 256 per step is rounded back to "
-                    f"what it was. Give {name} up to {MAX_BF16_BETA}, or keep the moments in fp32: state_dtype={{'bases': torch.bfloat16}}"
-                )
+        if self.dtypes["moment"] is torch.bfloat16:
+            check_decay_rates(self, self.moment_decays)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -128,9 +128,10 @@ def inspect_gradients(params: Sequence[ParamInfo], group_of: GroupOf, known: Gra
     for some in _by_mesh(params):
         found, elsewhere = _measure(some, group_of, raises=offender is not None).read()
         norms |= found
-        more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
-        bad |= set(map(id, more))
-        offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
+        if not all(map(math.isfinite, chain.from_iterable(found.values()))):
+            more = [one for one in some if one.settings.rule.nonfinite != "ignore" and not all(map(math.isfinite, found.get(id(one), ())))]
+            bad |= set(map(id, more))
+            offender = offender or next((one.name for one in more if one.settings.rule.nonfinite == "raise"), None)
         offender = offender or ("a parameter of other ranks" if elsewhere else None)
     if offender is not None:
         raise ValueError(

@@ -120,12 +120,12 @@ class Layout:
             return p.view(-1)[start:stop]
         return p
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         """Whether the tensors are experts with bases of their own; experts without gradient keep their statistics."""
         return self.kind == "per_expert" and bool(self.dims)
 
-    @property
+    @cached_property
     def keeps_norm(self) -> bool:
         """Whether the update is the new weights, scaled to the norm that they had at the first step (`keep_norm`)."""
         return self.rule.keep_norm and len(self.inner) > 1

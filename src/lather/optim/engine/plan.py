@@ -15,6 +15,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +132,11 @@ class Chunk:
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of computation; a view if possible."""
-        if self._params is None or len(tensors) == 1:
+        if self._params is None:
             tensors = [member.layout.as_batch(x, low, high) for x, (member, low, high) in zip(tensors, self._pieces, strict=True)]
         if len(tensors) == 1:
-            return tensors[0].to(self.dtype).contiguous()
+            is_matrix = self._params is not None and self.run.bucket.kind == "tensor"
+            return (tensors[0].unsqueeze(0) if is_matrix else tensors[0]).to(self.dtype).contiguous()
         out = tensors[0].new_empty((self.stop - self.start, *self.run.bucket.inner), dtype=self.dtype)
         foreach_copy_(list(out.split(self._lengths)) if self._params is None else self._as_parameters(out), tensors)
         return out
@@ -224,6 +226,26 @@ def apply_(weights: list[Tensor], updates: list[Tensor], lr: float, decay: float
     foreach_add_(wide, updates, alpha=-lr)
     if wide is not weights:
         foreach_copy_(weights, wide)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
+
+    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
+    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
+    to fp32, no word contradicts them.
+    """
+    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = gpu.fp32_precision, cpu.fp32_precision
+    gpu.fp32_precision = cpu.fp32_precision = "ieee"
+    word = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(word)
+        gpu.fp32_precision, cpu.fp32_precision = before
 
 
 def norms(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ users may change them between steps; a roster is valid for as long as nothing bu
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,7 +19,7 @@ from torch import Tensor
 from lather.optim.engine.matrix_layout import Layout
 from lather.optim.options import options_of
 from lather.optim.rule import RefreshingRule, Rule
-from lather.optim.sharded.placement import Spread, local
+from lather.optim.sharded.placement import Spread
 
 KNOWN_KEYS = {"params", "param_names", "name", "rule", "partition_dim"}
 KNOWN_KEYS |= {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
@@ -65,11 +64,6 @@ class GroupSettings:
         self.number = 0
         """Number of the settings; groups whose parameters may form one run in this step have the same number."""
 
-    def is_current(self) -> bool:
-        """Whether nothing but the learning rate has changed since."""
-        is_same = list(map(id, self.group["params"])) == self.ids
-        return is_same and list(map(self.group.get, self.names)) == self.values
-
     def key(self) -> tuple[Any, ...]:
         """Return everything in these settings on which a step depends."""
         return (type(self.rule), self.lr, *(comparable(value) for value in self.values))
@@ -88,31 +82,31 @@ class ParamInfo:
     spread: Spread | None
     """Parts of the parameter on the ranks of its mesh; None: the parameter is not spread over ranks."""
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
         return self.layout.rule
 
-    @property
+    @cached_property
     def num_norms(self) -> int:
         """Number of norms of the gradient that are measured: one for each expert, one, or none."""
         return self.layout.batch if self.layout.has_experts else int(self.settings.rule.nonfinite != "ignore")
 
-    @property
+    @cached_property
     def wide(self) -> torch.dtype:
         """dtype in which the norms are computed."""
         return torch.promote_types(self.param.dtype, torch.float32)
 
-    @property
+    @cached_property
     def is_gathered(self) -> bool:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
         return self.spread is not None and self.layout.kind != "elements" and self.rule.ownership == "replicated"
 
-    @property
+    @cached_property
     def needs_weights(self) -> bool:
         """Whether the update depends on the weights."""
         return self.rule.couples_decay or self.layout.keeps_norm
 
-    @property
+    @cached_property
     def has_statistics(self) -> bool:
         """Whether the rule defines `statistics` for this parameter."""
         return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
@@ -127,25 +121,10 @@ class Roster:
 
     def __init__(self, groups: list[GroupSettings], params: list[ParamInfo], frozen: list[Tensor]) -> None:
         """`frozen`: parameters that require no gradient and have no state; `params` does not contain them."""
-        self.groups, self.params, self._frozen = groups, params, frozen
-        self._found = self._places()
-
-    def _places(self) -> list[Any]:
-        """Return the memory addresses and the strides of the parameters."""
-        places: list[Any] = [one.param.data_ptr() if one.spread is None else local(one.param).data_ptr() for one in self.params]
-        return places + [one.param.stride() for one in self.params]
-
-    def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameter groups have not changed since the roster was made, except for learning rates, which are read again."""
-        if list(map(id, param_groups)) != [id(known.group) for known in self.groups]:
-            return False
-        if not all(known.is_current() for known in self.groups) or self._places() != self._found:
-            return False
-        if any(p.requires_grad or p.grad is not None for p in self._frozen):
-            return False
-        for known in self.groups:
-            known.lr = float(known.group["lr"])
-        return all(0 <= known.lr < math.inf for known in self.groups)  # otherwise a new roster will raise
+        self.groups, self.params, self.frozen = groups, params, frozen
+        self.group_ids = [id(known.group) for known in groups]
+        self.places: list[Any] = []
+        """Memory addresses and strides of the parameters, set by the optimizer."""
 
     @cached_property
     def _line(self) -> dict[int, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Settings in which a phase runs: without autocast, in a matmul precision, and on side streams. The caller's are restored after it."""
+"""Settings in which a phase runs: without autocast, and on side streams. The caller's are restored after it."""
 
 from __future__ import annotations
 
@@ -26,26 +26,6 @@ def no_autocast() -> Iterator[None]:
     """Compute in the dtypes of the operands, even inside a caller's autocast block."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block, and restore the caller's after it.
-
-    torch stores it twice for the process: as one word (`torch.set_float32_matmul_precision`), which compiled code reads, and per backend
-    (`fp32_precision`), which matrix products obey. torch raises when the word is read and contradicts the backends; if the backends are set
-    to fp32, no word contradicts them.
-    """
-    gpu, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = gpu.fp32_precision, cpu.fp32_precision
-    gpu.fp32_precision = cpu.fp32_precision = "ieee"
-    word = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(word)
-        gpu.fp32_precision, cpu.fp32_precision = before
 
 
 @contextmanager
