@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
 from typing import Any
 
 IMPORTED_BEFORE = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "lather.commands.train",
@@ -109,9 +109,10 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], streams
 
 def _fork_instead_of_starting() -> None:
     import torch
-    from torch.distributed.launcher import api
+
+    from lather.parallel.launch import start
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    api.LaunchConfig = functools.partial(api.LaunchConfig, start_method="fork")  # type: ignore[misc, assignment]
+    start.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))  # type: ignore[assignment]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # the server is that of this process
     ForkServerContext.set_forkserver_preload = lambda self, names: None  # type: ignore[method-assign, assignment, misc]
