@@ -23,6 +23,7 @@ jaxtyping.install_import_hook("lather", "typechecker.checked")
 import torch  # noqa: E402
 
 forked.without_fsync()
+forked.start_ranks_in(forked.server())
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # runs Triton's kernels on CPU tensors; Triton reads it when it is first imported

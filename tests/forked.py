@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,8 +49,16 @@ def without_fsync() -> None:
     os.fsync = lambda file: os.fstat(file) and None  # a file that is not open is still an error
 
 
+def start_ranks_in(context: BaseContext) -> None:
+    """Start the ranks of this process's launches in a context of multiprocessing, in place of new interpreters."""
+    from lather.parallel.launch import start
+
+    start.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment]
+
+
 class ForkedPython(subprocess.Popen[str]):
-    """Runs `python ARGUMENTS`, which begin with a script or with `-m MODULE`. Options are those of Popen, without a standard input."""
+    """Runs `python ARGUMENTS`, which begin with a script, `-m MODULE` or `-c CODE`; other options are those of Popen, without a standard
+    input."""
 
     def __init__(self, arguments: Sequence[object], *, start_new_session: bool = False, **options: Any) -> None:
         self._in_new_session = start_new_session
@@ -102,6 +110,9 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], streams
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = list(arguments)
         runpy.run_path(arguments[0], run_name="__main__")
@@ -110,9 +121,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], streams
 def _fork_instead_of_starting() -> None:
     import torch
 
-    from lather.parallel.launch import start
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    start.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))  # type: ignore[assignment]
+    start_ranks_in(multiprocessing.get_context("fork"))
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # the server is that of this process
     ForkServerContext.set_forkserver_preload = lambda self, names: None  # type: ignore[method-assign, assignment, misc]

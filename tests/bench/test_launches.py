@@ -46,7 +46,7 @@ def test_the_model_makes_the_host_wait_once_in_a_step() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True, timeout=300, env=environment)
     steps = json.loads(done.stdout.splitlines()[-1])
     assert len(steps) == 6
-    outside = ("engine/step.py", "optim/", "parallel/gradients.py")
+    outside = ("engine/step.py", "optim/")
     for waits in steps:
         of_model = [(wait["what"], wait["times"]) for wait in waits if not wait["where"].startswith(outside)]
         assert of_model == [("copy to the host", 1)]

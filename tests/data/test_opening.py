@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from making_helpers import Notes, documents_of
 
+from forked import ForkedPython
 from lather.data.batches import HeldOut
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
@@ -100,8 +100,8 @@ def test_two_processes_that_prepare_one_corpus_wait_for_each_other(data: DataCon
         "import sys; from lather.data.config import DataConfig; from lather.data.opening import open_datasets\n"
         "print(open_datasets(DataConfig(source=sys.argv[1], pattern='*.txt', cache_dir=sys.argv[2]), 300, lambda text: None)[0].folder)"
     )
-    command = [sys.executable, "-c", program, data.source, data.cache_dir]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    command = ["-c", program, data.source, data.cache_dir]
+    processes = [ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
     outputs = [process.communicate(timeout=100) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
     assert len({out for out, _ in outputs}) == 1

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import ForkedPython
+
 
 def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lather", "doctor", "--nproc", "2", "--device", "cpu", "--run-dir", "runs/new", "--json", "found.json"]
+    command = ["-m", "lather", "doctor", "--nproc", "2", "--device", "cpu", "--run-dir", "runs/new", "--json", "found.json"]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+    process = ForkedPython(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
     found = json.loads((tmp_path / "found.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     links = {(link["operation"], link["num_bytes"]): link for link in found["links"]}
@@ -29,7 +32,7 @@ def test_two_ranks_measure_their_links_clocks_and_disk(tmp_path: Path) -> None:
     assert second["disk"] is None
     assert first["sees_run_dir"]
     assert second["sees_run_dir"]
-    assert "nothing is wrong" in done.stdout
-    assert done.stdout.count("\n     links, gloo") == 1  # only one rank prints
+    assert "nothing is wrong" in out
+    assert out.count("\n     links, gloo") == 1  # only one rank prints
     for name in ("python", "torch", "CPU", "one for all ranks", "all-to-all"):
-        assert f"  {name} " in done.stdout
+        assert f"  {name} " in out
