@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from benchmarks import plans
 from lather.cli import main
-from lather.commands.parsing import parse_size
 from lather.config.config import CheckpointConfig
 from lather.models.families import FAMILIES, build_model
 from lather.planning.dry_run import BUILDING, FIRST, Load, RankRun, shortened
@@ -284,17 +283,21 @@ def test_the_command_wants_a_configuration(capsys: pytest.CaptureFixture[str]) -
 # --- docs -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_qwen3_30b_is_that_of_its_plans() -> None:
-    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 x", "| 8 x"))]
-    assert len(lines) == 5
+def test_the_table_of_qwen3_30b_has_every_plan_and_what_fits() -> None:
+    lines = [line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith(("| 16 | ", "| 8 | "))]
+    names = []
     for line in lines:
-        gpus, mesh, rule, needs, fits = (cell.strip() for cell in line.strip("|").split("|"))
-        number, size, unit = gpus.replace("x ", "").split()[:3]
-        name = f"qwen3-30b-a3b-{number}-{mesh.replace(', ', '-').replace(' ', '')}-{rule.split('`')[1]}"
-        document = stored_plan(name)
-        assert f"{document['needed'] / 2**30:.2f}" == needs
-        assert (document["needed"] <= parse_size(size + unit, "memory")) == (fits == "yes")
-        assert document["world_size"] == int(number)
+        gpus, mesh, options, needs, *fits = (cell.strip() for cell in line.strip("|").split("|"))
+        quoted = re.fullmatch(r'\[([\d.]+)\]\(\.\./benchmarks/results/plans/([\w-]+)\.json "GiB that a rank needs"\)', needs)
+        assert quoted
+        document = stored_plan(quoted[2])
+        axes = " ".join(f"--parallel.{axis}" for axis in mesh.split(", "))
+        given = " ".join(re.findall(r"--\S+ \w+", options))
+        assert " ".join(document["arguments"]) == f"configs/qwen3-30b-a3b.toml --world {gpus} {axes} {given}".strip()
+        assert f"{document['needed'] / 2**30:.2f}" == quoted[1]
+        assert fits == ["yes" if document["needed"] <= size * 2**30 else "no" for size in (64, 79, 139)]
+        names.append(quoted[2])
+    assert sorted(names) == sorted(name for name in plans.PLANS if name.startswith("qwen3-30b-a3b-"))
 
 
 def test_the_table_of_layers_partitioned_by_memory_is_that_of_its_plans() -> None:

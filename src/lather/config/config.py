@@ -117,9 +117,11 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline ranks; each holds two of the 2 * pp stages."""
     ep: int = 1
-    """Expert ranks, among which the experts of every layer are divided; all ranks / (pp * ep) is the number of data parallel ranks."""
+    """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * ep) is dp; the batch is divided among dp * ep
+    data ranks."""
     replicas: int = 1
-    """Complete copies of the sharded parameters among the data parallel ranks (HSDP); more copies: less communication, more memory."""
+    """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * ep); more copies: less communication, more
+    memory."""
     partition: Literal["uniform", "memory"] = "uniform"
     """How layers are assigned to stages. uniform: equally many to each stage. memory: so that the largest rank needs as few bytes as
     possible, or at most 1 % more for a more even assignment; dry runs at the start find it, which takes a minute or more."""

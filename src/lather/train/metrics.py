@@ -52,15 +52,17 @@ class StepRow:
     """Memory of the rank with most. On a GPU the most that was allocated at a time since the previous row; on a CPU the most that the
     process has had in memory at a time (resident) since it began."""
     expert_load_min: float
-    """Rows of the least loaded expert of any block, relative to an even load."""
+    """Tokens sent to the least loaded expert of any block, relative to an even load: 1 for an even load, 0 if it got none."""
     expert_load_max: float
-    """Rows of the most loaded expert of any block, relative to an even load."""
+    """Tokens sent to the most loaded expert of any block, relative to an even load: 1 for an even load, the number of experts divided by
+    those that a token chooses if it got all."""
     expert_load_entropy: float
-    """Entropy of the load, averaged over blocks, relative to that of an even load."""
+    """Entropy of the load divided by that of an even load, averaged over blocks. 1: every expert gets equally many tokens. The smaller, the
+    fewer experts do the work: ln k / ln E if k of E experts share it evenly and the others get nothing (4 of 8 experts: 0.67)."""
     refreshes_done: int
     """Eigenbases refreshed in this step, on all ranks."""
     refreshes_skipped: int
-    """Eigenbases not refreshed because of the adaptive criterion or because there were no tokens."""
+    """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because there were no tokens."""
     skipped: bool
     """Whether the step changed nothing because its loss or gradient was not finite."""
 
@@ -86,7 +88,7 @@ class ExpertLoadRow(TypedDict):
     seconds: float
     """Seconds since the start of training, added up over all launches of the run."""
     expert_load: list[list[float]]
-    """A list for each MoE block: each expert's rows as a share of the even load."""
+    """A list for each MoE block: the tokens sent to each expert, relative to an even load (1)."""
 
 
 Row = StepRow | ValidationRow | ExpertLoadRow
