@@ -15,14 +15,14 @@ import itertools
 import math
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 MAX_BF16_BETA = 1 - 2**-8
-"""Largest decay rate that has an effect on a bf16 moment."""
+"""Largest decay rate that has an effect on a bf16 moment, which has 8 significant bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +142,12 @@ def _hint_and_range(annotation: Any) -> tuple[Any, Range | None]:
 
 
 def check(rule: Any) -> None:
-    """Raise ValueError if an option of the rule is out of range."""
+    """Raise ValueError if an option of the rule is out of range, or is a decay rate without effect on bf16 moments."""
     for name, option in options_of(type(rule)).items():
         value = getattr(rule, name)
         if option.range is not None and not option.range.holds(value):
             raise ValueError(f"{name}={value!r} is not valid: give {option.range.words}")
-
-
-def check_decay_rates(rule: Any, names: Sequence[str]) -> None:
-    """Raise ValueError for options that are decay rates without effect on bf16 moments, which have 8 significant bits."""
-    for name in names:
+    for name in rule.moment_decays if rule.dtypes["moment"] is torch.bfloat16 else ():
         value = getattr(rule, name, 0.0)
         if max(value if isinstance(value, tuple | list) else (value,)) > MAX_BF16_BETA:
             raise ValueError(

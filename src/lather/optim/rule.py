@@ -21,19 +21,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lather.optim.options import (
-    Bytes,
-    Count,
-    Interval,
-    Precision,
-    Rate,
-    StateDtype,
-    Steps,
-    check,
-    check_decay_rates,
-    dtype_option,
-    is_count,
-)
+from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check, dtype_option, is_count
 
 R = TypeVar("R", bound="Rule")
 
@@ -153,8 +141,6 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_dtype", dtype_option(self.state_dtype))
         check(self)
-        if self.dtypes["moment"] is torch.bfloat16:
-            check_decay_rates(self, self.moment_decays)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
