@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lather.checkpoint import save as checkpoint_save
-from lather.checkpoint.folder import Progress, Retention, digest_of, list_checkpoints, sha256, step_of
+from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
 from lather.checkpoint.load import load_checkpoint
 from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import save_checkpoint
@@ -27,6 +27,7 @@ from lather.engine.engine import Engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.errors import CheckpointError
+from lather.files import digest_of, sha256
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer

@@ -13,7 +13,6 @@ come from anywhere.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lather.errors import CheckpointError
+from lather.files import digest_of
 from lather.models.hf.safetensors_folder import DTYPES
 from lather.optim.sharded.placement import Box
 
@@ -160,16 +160,6 @@ def read_table(folder: Path) -> Table:
 
 def remedy(folder: Path) -> str:
     return f"delete {folder} to resume from the checkpoint before it"
-
-
-def sha256(path: Path) -> str:
-    """Return the checksum of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_of(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

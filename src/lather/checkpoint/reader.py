@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lather.checkpoint.folder import STATE_FILE, StoredEntry, StoredFile, Table, piece_name, read_table, remedy, sha256
+from lather.checkpoint.folder import STATE_FILE, StoredEntry, StoredFile, Table, piece_name, read_table, remedy
 from lather.errors import CheckpointError, ExchangeError
+from lather.files import sha256
 from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, open_safetensors
 from lather.optim.sharded.placement import Box
 

@@ -38,12 +38,11 @@ from lather.checkpoint.folder import (
     check_cover,
     checkpoint_path,
     piece_name,
-    sha256,
 )
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
-from lather.files import names_full_disk, sync
+from lather.files import names_full_disk, sha256, sync
 from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter

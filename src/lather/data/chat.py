@@ -97,9 +97,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime(2025, 1, 1).strftime(
-            form
-        )  # data sets must not depend on the date
+        # data sets must not depend on the date
+        environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:

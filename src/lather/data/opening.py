@@ -16,16 +16,6 @@ from lather.errors import DataError
 Report = Callable[[str], None]
 
 
-class _Notes:
-    """A display that shows notes but no progress."""
-
-    def __init__(self, report: Report) -> None:
-        self.note = report
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        pass
-
-
 def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[DataSet]:
     """Open the data sets to train on. `report` is called with a line before each operation that takes long.
 
@@ -47,7 +37,7 @@ def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
         raise DataError(f"data.source = {config.source!r}: {error}") from None
     name = Path(config.source).resolve().name
     folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
-    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, _Notes(report))
+    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, report)
     if "validation" not in dataset.manifest.splits:
         raise DataError(
             f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "

@@ -182,14 +182,15 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
     """Return the pieces of a shard's documents; tokens after the end of the last document form one more document."""
-    ends = np.append(reader.ends(shard), reader.entries[shard].tokens)
-    firsts = np.concatenate([[0], ends[:-1]])
+    start, stop = reader.starts[shard : shard + 2].tolist()
+    ends = np.append(reader.ends_between(start, stop), stop)
+    firsts = np.concatenate([[start], ends[:-1]])
     labels = ends - firsts - 1  # the first token of a document is not a label
     firsts, labels = firsts[labels > 0], labels[labels > 0]
     counts = -(-labels // length)
     number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     chunks = np.empty(len(number), CHUNK)
-    chunks["start"] = int(reader.starts[shard]) + np.repeat(firsts, counts) + number * length
+    chunks["start"] = np.repeat(firsts, counts) + number * length
     chunks["length"] = np.minimum(np.repeat(labels, counts) - number * length, length)
     return chunks
 

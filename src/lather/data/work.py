@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +42,8 @@ MOST_DETAIL = 200
 """Maximal length of a skip's detail, in characters."""
 Count = Callable[[int, int], None]
 """Called with the numbers of documents and tokens made since the last call."""
+Progress = Callable[[int, int, int, int], None]
+"""Called with the numbers of finished units and of all units, and of the documents and tokens made since the command was started."""
 
 
 @dataclass(frozen=True)
@@ -201,20 +203,10 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
 # --- processes ----------------------------------------------------------------------------------------------------------------------
 
 
-class MakingDisplay(Protocol):
-    """Shows the progress of making a data set."""
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        """Show the number of finished units, and the documents and tokens made since the command was started."""
-
-
-def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
+def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress) -> None:
     """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
     if workers == 1 or len(units) < 2:
-        _do_here(units, num_units, making, display)
+        _do_here(units, num_units, making, progress)
         return
     done, context = num_units - len(units), multiprocessing.get_context("spawn")
     counts = context.Array("q", 2)
@@ -239,7 +231,7 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
                 if error is not None:
                     raise error
                 done += 1
-            display.progress(done, num_units, *counts[:])
+            progress(done, num_units, *counts[:])
     finally:
         for connection, process in processes.items():
             connection.close()  # an idle process ends when its connection closes
@@ -248,17 +240,17 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
             process.join()
 
 
-def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display: MakingDisplay) -> None:
+def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress: Progress) -> None:
     done, made = num_units - len(units), [0, 0]
 
     def count(documents: int, tokens: int) -> None:
         made[0], made[1] = made[0] + documents, made[1] + tokens
-        display.progress(done, num_units, *made)
+        progress(done, num_units, *made)
 
     for unit in units:
         do_unit(unit, making, count)
         done += 1
-        display.progress(done, num_units, *made)
+        progress(done, num_units, *made)
 
 
 @contextlib.contextmanager
