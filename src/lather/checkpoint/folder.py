@@ -99,6 +99,10 @@ class StoredEntry:
     file_of: Mapping[Box, str]
     """File that contains each box; the boxes cover the tensor without overlap."""
 
+    def to_json(self) -> dict[str, Any]:
+        pieces = [[file, box.offset, box.size] for box, file in self.file_of.items()]
+        return {"dtype": self.dtype, "shape": self.shape, "pieces": pieces}
+
 
 @dataclass(frozen=True)
 class Table:
@@ -112,20 +116,9 @@ class Table:
 
     def to_json(self) -> str:
         """Write a line per file and tensor."""
-        state = {
-            "format": FORMAT,
-            **asdict(self.progress),
-            "optimizer": self.optimizer,
-            "files": {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()},
-            "tensors": {
-                name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "pieces": [[file, box.offset, box.size] for box, file in entry.file_of.items()],
-                }
-                for name, entry in self.tensors.items()
-            },
-        }
+        files = {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()}
+        tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
+        state = {"format": FORMAT, **asdict(self.progress), "optimizer": self.optimizer, "files": files, "tensors": tensors}
         return _format({**state, "digest": digest_of(state)})
 
 

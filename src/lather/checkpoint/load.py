@@ -91,11 +91,6 @@ def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
     if table.optimizer != given:
         raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
     parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
-    for entry, keys in stored_shapes(table.tensors).items():
+    for entry in stored_shapes(table.tensors):
         if split_entry(entry)[0] not in parameters:
             raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")
-        for key, shape in keys.items():
-            if split_entry(entry)[0] == entry not in table.tensors and hasattr(optimizer, "init_state"):
-                continue  # its matrix may be a stack of all experts; shapes are compared when the state is created
-            if key in ("exp_avg", "exp_avg_sq") and (entry not in table.tensors or table.tensors[entry].shape != shape):
-                raise CheckpointError(f"{file}: {entry}/{key} has shape {shape}, which is not the parameter's: {ANOTHER}")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.data.order import Samples
+from lather.data.order import Order
 from lather.data.sequences import IGNORE_INDEX, SequenceRows, Sequences
 from lather.errors import DataError
 from lather.shapes import Bool, Int
@@ -86,7 +86,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
 class Batches:
     """The training batches of a run."""
 
-    def __init__(self, sources: Sequence[Source], order: Samples, batch_size: int, *, apart: bool = False) -> None:
+    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int, *, apart: bool = False) -> None:
         """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within documents."""
         self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
 

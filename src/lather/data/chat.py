@@ -121,8 +121,9 @@ class ChatTemplate:
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise DataError(f"{config}: not readable ({error}): restore it") from None
-        tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token") and value}
-        return cls(source, {name: token for name, token in tokens.items() if token})
+        named = {name: value for name, value in settings.items() if name.endswith("_token")}
+        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+        return cls(source, {name: token for name, token in tokens.items() if token and isinstance(token, str)})
 
     def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
         """Return the text of the messages. `asking` adds the beginning of an answer, as `add_generation_prompt` does; `tools`: definitions
@@ -202,10 +203,6 @@ def _marked(messages: Messages) -> Messages:
 def _agreement(one: str, two: str) -> int:
     """Return the length of the common prefix."""
     return next((number for number, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two)))
-
-
-def _token(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
 
 
 def _raise(message: str) -> None:
