@@ -16,8 +16,7 @@ import torch
 
 from lather.checkpoint import save as checkpoint_save
 from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
-from lather.checkpoint.load import load_checkpoint
-from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import LoopConfig, MoEConfig

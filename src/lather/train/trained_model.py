@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from lather.checkpoint.find import find_checkpoint
-from lather.checkpoint.folder import step_of
+from lather.checkpoint.folder import find_checkpoint, step_of
 from lather.checkpoint.held import held_checkpoint
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import load_config
