@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.checkpoint.folder import StoredEntry
@@ -21,7 +20,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim.sharded.placement import Piece
-from lather.parallel.agreement import errors_on_all_ranks
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh
 
@@ -56,12 +55,8 @@ class TrainingState:
 
     def names(self) -> set[str]:
         """Return the names of the parameters, one per expert, and of the buffers of all ranks; every rank calls this."""
-        own = {piece.name for piece in self.weights()}
-        everybody = [own]
-        if self.mesh.size > 1:
-            everybody = [set() for _ in range(self.mesh.size)]
-            dist.all_gather_object(everybody, own, group=self.mesh.control_group)
-        return set().union(*everybody)
+        own, group = {piece.name for piece in self.weights()}, self.mesh.control_group
+        return broadcast(set().union(*gather(own, group)), group)
 
     def pieces(self) -> list[Piece]:
         """Return everything that a checkpoint holds."""

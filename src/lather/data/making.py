@@ -157,17 +157,16 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
 def _tokenizer(plan: MakingPlan, folder: Path, note: Note) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one. Raises DataError if it is not usable."""
     recipe, kept, given = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
-    if kept.exists():
-        return load_tokenizer(kept, f"delete {folder.parent} to start again")
-    if given is not None:
-        tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
-        note(f"tokenizer: {given}")
-    elif plan.files[0].kind == "tokens":
-        return None
-    else:
-        note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-        tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
-    write_aside(kept, tokenizer.to_str(pretty=True))
+    if not kept.exists():
+        if given is not None:
+            tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
+            note(f"tokenizer: {given}")
+        elif plan.files[0].kind == "tokens":
+            return None
+        else:
+            note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
+            tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
+        write_aside(kept, tokenizer.to_str(pretty=True))
     return load_tokenizer(kept, f"delete {folder.parent} to start again")
 
 

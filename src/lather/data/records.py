@@ -90,18 +90,13 @@ class RecordReader:
     # --- text and JSONL
 
     def _texts(self) -> Iterator[Record | Skip]:
-        if self.part.stop < 0 and not self._is_plain():
+        if self.part.stop < 0 and not has_plain_line_ends(first_bytes(self.part.path), self.part.encoding):
             return self._whole()
         if self.part.separator:
             return self._separated()
         if self.part.path.endswith((".gz", ".zst")) or self.part.stop >= 0:
             return self._pieces()
         return self._whole()
-
-    def _is_plain(self) -> bool:
-        """Tell whether line ends and separators can be found without decoding."""
-        with _open(self.part.path) as file:
-            return has_plain_line_ends(file.read(4), self.part.encoding)
 
     def _whole(self) -> Iterator[Record | Skip]:
         with _open(self.part.path) as file:
@@ -228,6 +223,15 @@ def _open(path: str) -> io.BufferedReader:
     else:
         raw = gzip.GzipFile(path) if path.endswith(".gz") else io.FileIO(path)
     return io.BufferedReader(raw, BLOCK_BYTES)
+
+
+def first_bytes(path: str) -> bytes:
+    """Return the first bytes of a file's content; empty if it cannot be read."""
+    try:
+        with _open(path) as file:
+            return file.read(4)
+    except OSError:
+        return b""
 
 
 def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> Iterator[tuple[int, bytes]]:

@@ -14,12 +14,12 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from lather.data.recipe import DataRecipe
-from lather.data.records import PIECE_BYTES, FilePart, Kind, open_huggingface, open_parquet, overlaps_itself
+from lather.data.records import PIECE_BYTES, FilePart, Kind, first_bytes, open_huggingface, open_parquet, overlaps_itself
 from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.errors import DataError
 
@@ -182,29 +182,20 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
         each = -(-each // RANGE_BYTES) * RANGE_BYTES
     for start in range(0, length, each):
         stop = min(start + each, length)
-        yield FilePart(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
+        yield replace(whole, start=start, stop=stop), (stop - start) * size // length
 
 
 def _is_cuttable(file: SourceFile, recipe: DataRecipe) -> bool:
     """Tell whether reading may start in the middle of the file and find the next line or separator."""
     is_ambiguous = bool(recipe.separator) and overlaps_itself(recipe.separator)
-    return not is_ambiguous and has_plain_line_ends(start_of(file.path), recipe.encoding)
-
-
-def start_of(path: str) -> bytes:
-    """Return the first bytes of a file; empty if it cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(4)
-    except OSError:
-        return b""
+    return not is_ambiguous and has_plain_line_ends(first_bytes(file.path), recipe.encoding)
 
 
 def kind_instead(file: SourceFile) -> str | None:
     """Return the actual kind of a file that would be read as text or JSON, but whose first bytes are of another kind."""
     if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
-    return kind_of_bytes(start_of(file.path))
+    return kind_of_bytes(first_bytes(file.path))
 
 
 def _num_row_groups(path: str) -> int:

@@ -11,6 +11,7 @@ Documents end where the index says; without an index, after each end-of-text tok
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +119,10 @@ def _megatron(path: Path, size: int) -> TokenFile:
     index = path.with_suffix(".idx").read_bytes()
     if not index.startswith(MEGATRON_MAGIC) or len(index) < 34:
         raise TokenFileError(f"{path.with_suffix('.idx').name} is not a Megatron index")
-    version, code = int.from_bytes(index[9:17], "little"), index[17]
+    _, version, code, sequences, documents = struct.unpack_from("<9sQBQQ", index)
     dtype = MEGATRON_DTYPES.get(code, "")
     if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
         raise TokenFileError(f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 of integers")
-    sequences, documents = (int.from_bytes(index[start : start + 8], "little") for start in (18, 26))
     expected = 34 + sequences * 12 + documents * 8
     if len(index) < expected:
         raise TokenFileError(f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences")

@@ -221,13 +221,19 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
         idle = list(processes)
         while waiting or at_work:
             for connection in idle[: len(waiting)]:
-                unit = at_work[connection] = waiting.pop()
-                with _named_if_killed(unit):
-                    connection.send(unit)
+                at_work[connection] = waiting.pop()
+                with contextlib.suppress(ConnectionError):  # the process has ended, which is noticed below
+                    connection.send(at_work[connection])
             idle = [connection for connection in wait(list(at_work), POLL_SECONDS) if isinstance(connection, Connection)]
             for connection in idle:
-                with _named_if_killed(at_work.pop(connection)):
+                unit = at_work.pop(connection)
+                try:
                     error = connection.recv()
+                except (EOFError, ConnectionError):
+                    raise DataError(
+                        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+                        "the same command continues: give it fewer --workers"
+                    ) from None
                 if error is not None:
                     raise error
                 done += 1
@@ -251,18 +257,6 @@ def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress
         do_unit(unit, making, count)
         done += 1
         progress(done, num_units, *made)
-
-
-@contextlib.contextmanager
-def _named_if_killed(unit: ReadUnit) -> Iterator[None]:
-    """Raise DataError if the process that is at work on a unit has ended."""
-    try:
-        yield
-    except (EOFError, ConnectionError):
-        raise DataError(
-            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
-            "the same command continues: give it fewer --workers"
-        ) from None
 
 
 def _work(connection: Connection, making: Making, counts: Any) -> None:
