@@ -29,7 +29,7 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.errors import UserError
 from lather.evaluation.scoring import score_labels
-from lather.generation.conversation import ConversationFormat
+from lather.generation.prompts import ConversationFormat
 from lather.generation.text import Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling

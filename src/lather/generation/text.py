@@ -1,4 +1,4 @@
-"""Continues texts: encodes prompts, generates tokens for all of them side by side, and decodes these as they are generated.
+"""Continues texts: generates tokens for several prompts side by side, and decodes these as they are generated.
 
 A character may consist of several tokens, and tokenizers like SentencePiece's write a space before a word only if another token precedes
 it. So a token is decoded together with a few tokens before it; its piece is the text that it adds. Text that later tokens may still change
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from lather.errors import DataError
 from lather.models.decoder import Decoder
 from lather.models.generate import Continuations, Sampling
 
@@ -43,17 +42,6 @@ class ContinuedText:
     """Number of generated tokens, including those of a stop text."""
     stopped: bool
     """True if a stop token or stop text ended the text; False if it reached the maximal number of tokens."""
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encode a text. Raises DataError if it is not valid Unicode, or has no token."""
-    try:
-        tokens: list[int] = tokenizer.encode(prompt).ids
-    except TypeError:
-        raise DataError(f"prompt {prompt!r} is not valid Unicode: give text in UTF-8") from None
-    if not tokens:
-        raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
-    return tokens
 
 
 def continue_texts(

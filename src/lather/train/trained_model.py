@@ -26,7 +26,7 @@ from lather.data.documents import load_tokenizer
 from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
-from lather.generation.text import encode_prompt
+from lather.generation.prompts import encode_text
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
 from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
@@ -107,7 +107,7 @@ class TrainedModel:
         prompt = config.log.sample_prompt or ("" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text))
         if not prompt:
             return ""
-        tokens = encode_prompt(tokenizer, prompt)
+        tokens = encode_text(tokenizer, prompt)
         more = generate(
             self.decoder(config.train.device),
             tokens,
