@@ -138,7 +138,7 @@ def save_checkpoint(
                 writer.publish(Table(progress, optimizer, files, tensors), retention)
     except Exception:  # raised on all ranks, so none is still writing
         with errors_on_all_ranks(group):
-            if writer.rank == 0 and writer.aside.exists():
+            if writer.rank == 0:
                 shutil.rmtree(writer.aside, ignore_errors=True)  # the disk may be full
         raise
     return target
@@ -242,9 +242,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
+def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> None:
     """Create `folder/step-00000000` from weights that `write_weights` writes into the safetensors file that it is given, one entry per
-    expert; return its path.
+    expert.
 
     Any optimizer can start from it with new state. It is not written atomically: the caller renames the folder that contains it.
     """
@@ -258,4 +258,3 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
     }
     files = {file.name: StoredFile(file.name, file.stat().st_size, sha256(file))}
     (target / STATE_FILE).write_text(Table(Progress(0, 0.0), None, files, tensors).to_json(), "utf-8")
-    return target

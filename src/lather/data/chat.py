@@ -146,8 +146,8 @@ class ChatTemplate:
         message before it and after the template's beginning of an answer, as far as the text contains that. Raises ChatError if there is no
         answer, or if the template leaves out messages.
         """
-        text, ends = self.render(messages, tools=tools), self._content_ends(messages, tools)
-        spans = []
+        text = self.render(messages, tools=tools)
+        ends, spans = self._content_ends(text, messages, tools), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not isinstance(message["content"], str):
                 continue
@@ -160,7 +160,7 @@ class ChatTemplate:
             raise ChatError("no message is the assistant's")
         return text, spans
 
-    def _content_ends(self, messages: Messages, tools: Tools) -> dict[int, int]:
+    def _content_ends(self, text: str, messages: Messages, tools: Tools) -> dict[int, int]:
         """Return the end of each message's content in the text, without messages that the template leaves out. Raises ChatError if marks
         change the text."""
         marked, ends = self.render(_marked(messages), tools=tools), {}
@@ -169,7 +169,7 @@ class ChatTemplate:
             if place >= 0:
                 ends[number] = place
                 marked = marked[:place] + marked[place + 1 :]
-        if marked != self.render(messages, tools=tools):
+        if marked != text:
             raise ChatError("the chat template changes the contents of messages")
         return ends
 

@@ -176,7 +176,7 @@ def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
         characters = 0
-        for document in documents_of(unit, recipe, template, UnitReport(unit.number)):
+        for document in documents_of(unit, recipe, template, UnitReport()):
             if document.split == "train":
                 yield document.text
                 characters += len(document.text)

@@ -68,8 +68,10 @@ class ReadUnit:
 
 def list_files(source: str, recipe: DataRecipe) -> list[SourceFile]:
     """List the files of a source, sorted by name. Raises DataError if the source does not exist, or has no file."""
-    if source.startswith("hf:") or recipe.format == "huggingface" or _is_saved_by_datasets(source):
-        found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none for a data set of the hub
+    folder = Path(source.partition("#")[0])
+    is_saved_by_datasets = any((folder / name).is_file() for name in SAVED_BY_DATASETS)
+    if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
+        found = [path.stat() for path in folder.rglob("*") if path.is_file()]  # none for a data set of the hub
         size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
         return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
@@ -113,11 +115,6 @@ def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False)
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()
     return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix())
-
-
-def _is_saved_by_datasets(source: str) -> bool:
-    folder = Path(source.partition("#")[0])
-    return any((folder / name).is_file() for name in SAVED_BY_DATASETS)
 
 
 def root_of(source: str) -> tuple[Path, set[str]]:

@@ -66,7 +66,6 @@ class Making:
 class UnitReport:
     """The result of a unit of work."""
 
-    number: int
     splits: dict[str, Split] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     """Number of lines or rows of each part."""
@@ -94,9 +93,9 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     return all((folder / f"{shard.name}.{suffix}").exists() for shard in shards for suffix in shard.checksums)
 
 
-def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
+def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
-    report = UnitReport(unit.number)
+    report = UnitReport()
     options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
     writers = {split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options) for split in SPLITS}
     try:
@@ -118,7 +117,6 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
             writer.abandon()
         raise
     write_aside(report_path(making.units, unit.number), json.dumps(asdict(report)))
-    return report
 
 
 def _place_of_held_out(unit: int, every: int) -> int:

@@ -151,13 +151,9 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
             table[token] = 0 if added[token].special else len(written.encode())
         elif "ByteLevel" in kinds:
             table[token] = len(written)  # a character for each byte
+        elif BYTE.fullmatch(written):
+            table[token] = 1
         else:
-            table[token] = _written_bytes(written, "WordPiece" in kinds)
+            text = written.replace(SPACE, " ")
+            table[token] = len((text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode())
     return table
-
-
-def _written_bytes(written: str, is_word_piece: bool) -> int:
-    if BYTE.fullmatch(written):
-        return 1
-    text = written.replace(SPACE, " ")
-    return len((text.removeprefix(CONTINUED) if is_word_piece else text).encode())
