@@ -138,7 +138,7 @@ def save_checkpoint(
                 writer.publish(Table(progress, optimizer, files, tensors), retention)
     except Exception:  # raised on all ranks, so none is still writing
         with errors_on_all_ranks(group):
-            if writer.rank == 0:
+            if writer.rank == 0 and writer.aside.exists():
                 shutil.rmtree(writer.aside, ignore_errors=True)  # the disk may be full
         raise
     return target

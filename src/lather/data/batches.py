@@ -43,12 +43,8 @@ class Batch:
         """Append this number of sequences without labels."""
         padding = (0, 0, 0, rows)
         begins_BS = None if self.begins_BS is None else F.pad(self.begins_BS, padding)
-        return replace(
-            self,
-            inputs_BS=F.pad(self.inputs_BS, padding),
-            labels_BS=F.pad(self.labels_BS, padding, value=IGNORE_INDEX),
-            begins_BS=begins_BS,
-        )
+        labels_BS = F.pad(self.labels_BS, padding, value=IGNORE_INDEX)
+        return replace(self, inputs_BS=F.pad(self.inputs_BS, padding), labels_BS=labels_BS, begins_BS=begins_BS)
 
 
 class Source:

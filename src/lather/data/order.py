@@ -127,7 +127,7 @@ class Mixture:
         used, found = self.counts(start), []
         for sample in range(start, stop):
             point = (STEP * sample + self._offset) % MODULUS
-            source = next(number for number, edge in enumerate(self._edges[1:]) if point < edge)
+            source = bisect_right(self._edges, point) - 1
             found.append((source, used[source]))
             used[source] += 1
         return found

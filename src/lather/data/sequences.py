@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,32 +143,30 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
     by_length = np.argsort(-lengths.astype(np.int32), kind="stable").astype(np.int64)
     starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
     open_bins: dict[int, list[npt.NDArray[np.int32]]] = {}  # by the room left in them
-    rooms, num_bins = 0, 0  # `rooms` is a bit mask: bit r is set if an open bin has room r
-    for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True):
+    rooms: list[int] = []  # the keys of `open_bins`, sorted
+    num_bins = 0
+    for start, stop in pairwise([*starts, len(lengths)]):
         length, items = int(lengths[by_length[start]]), by_length[start:stop]
         while len(items):
-            fitting = rooms >> length
-            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            fullest = bisect_left(rooms, length)
+            room = rooms.pop(fullest) if fullest < len(rooms) else capacity
             each = room // length
             needed = -(-len(items) // each)
-            if fitting:
+            if room in open_bins:
                 ids = np.concatenate(open_bins.pop(room))
-                rooms ^= 1 << room
-                ids, rest = ids[:needed], ids[needed:]
-                if len(rest):
-                    open_bins[room] = [rest]
-                    rooms |= 1 << room
             else:
                 ids = np.arange(num_bins, num_bins + needed, dtype=np.int32)
                 num_bins += needed
+            ids, rest = ids[:needed], ids[needed:]
             placed = min(len(items), len(ids) * each)
             bins[items[:placed]] = np.repeat(ids, each)[:placed]
             items = items[placed:]
             partly = placed - (len(ids) - 1) * each  # items in the last bin
-            for some, left in ((ids[:-1], room - each * length), (ids[-1:], room - partly * length)):
+            for some, left in ((rest, room), (ids[:-1], room - each * length), (ids[-1:], room - partly * length)):
                 if len(some) and left:
+                    if left not in open_bins:
+                        insort(rooms, left)
                     open_bins.setdefault(left, []).append(some)
-                    rooms |= 1 << left
     return bins
 
 

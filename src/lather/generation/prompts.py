@@ -76,7 +76,11 @@ class ConversationFormat:
         self.template = template
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False  # templates write special tokens by name
-        closing = self._closing()
+        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], asking=False)
+        _, found, closing = text.rpartition(PLACE)
+        if not found:
+            raise DataError("the chat template does not show the assistant's messages: give a tokenizer with another template")
+        closing = closing.strip()
         tokens = _encode(self._tokenizer, closing, "message", add_special_tokens=False)
         special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self.stop_tokens = frozenset(tokens[:1]) & special
@@ -94,11 +98,3 @@ class ConversationFormat:
             return self.template.render(messages, asking=asking)
         except ChatError as error:
             raise DataError(f"the conversation cannot be written: {error}") from None
-
-    def _closing(self) -> str:
-        """Find the text that the template writes after an answer, stripped of white space."""
-        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], asking=False)
-        _, found, closing = text.rpartition(PLACE)
-        if not found:
-            raise DataError("the chat template does not show the assistant's messages: give a tokenizer with another template")
-        return closing.strip()
