@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lather.checkpoint.folder import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, StoredFile, Table, piece_name, read_table, remedy
-from lather.checkpoint.state import TrainingState, stored_shapes
+from lather.checkpoint.state import TrainingState, state_shapes
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.entry_names import split_entry
@@ -185,6 +185,6 @@ def _check_optimizer(path: Path, table: Table, optimizer: object) -> None:
     if table.optimizer != given:
         raise CheckpointError(f"{file}: holds state of {table.optimizer}, not of {given}: {ANOTHER}")
     parameters = {split_entry(name)[0] for name in table.tensors if "/" not in name}
-    for entry in stored_shapes(table.tensors):
+    for entry in state_shapes(table.tensors):
         if split_entry(entry)[0] not in parameters:
             raise CheckpointError(f"{file}: holds state of {entry!r}, which the model does not have: {ANOTHER}")

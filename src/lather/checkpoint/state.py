@@ -104,7 +104,7 @@ class TrainingState:
         Raises CheckpointError, on all ranks, if the optimizer has another state than the stored one; the earlier state is then restored.
         """
         assert self.optimizer is not None
-        before, shapes = dict(self.optimizer.state), stored_shapes(stored)
+        before, shapes = dict(self.optimizer.state), state_shapes(stored)
         self.optimizer.state.clear()
         if hasattr(self.optimizer, "init_state"):
             self.optimizer.init_state()
@@ -119,10 +119,7 @@ class TrainingState:
             raise
 
     def _check_optimizer_state(self, shapes: Shapes) -> None:
-        found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        for piece in self.optimizer_state():
-            entry, _, key = piece.name.rpartition("/")
-            found[entry][key] = piece.shape
+        found = state_shapes({piece.name: piece for piece in self.optimizer_state()})
         for entry in sorted(found.keys() & shapes.keys()):
             owns = found[entry].keys() != {"step"}  # ranks that do not own the matrix have its step only
             for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
@@ -147,13 +144,13 @@ class TrainingState:
         self.optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def stored_shapes(stored: Mapping[str, StoredEntry]) -> Shapes:
-    """Return the shapes of the optimizer state among the stored entries."""
+def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
+    """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces of a state."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, stored_entry in stored.items():
+    for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
         if slash and not name.startswith(RANDOM):
-            shapes[entry][key] = stored_entry.shape
+            shapes[entry][key] = tensor.shape
     return shapes
 
 

@@ -95,14 +95,13 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         if least.capability < MIN_CAPABILITY:
             verdict, remedy = "warning", 'it does not multiply bf16 quickly: train with train.precision = "fp32"'
         yield Finding("devices", "GPU", found, verdict, remedy)
-    for one in facts:
-        if one.kernel_error:
-            absent = one.kernel_error == "absent"
-            found = "Triton is not installed: slower operations of torch are used" if absent else f"rank {one.rank}: {one.kernel_error}"
-            remedy = "pip install triton, as torch's CUDA builds for Linux do" if absent else "Triton needs a C compiler (gcc) and a driver"
-            yield Finding("devices", "Triton kernel", found, "wrong", remedy)
-            return
-    if gpus:
+    if failed := [one for one in facts if one.kernel_error]:
+        found, remedy = f"rank {failed[0].rank}: {failed[0].kernel_error}", "Triton needs a C compiler (gcc) and a driver"
+        if failed[0].kernel_error == "absent":
+            found = "Triton is not installed: slower operations of torch are used"
+            remedy = "pip install triton, as torch's CUDA builds for Linux do"
+        yield Finding("devices", "Triton kernel", found, "wrong", remedy)
+    elif gpus:
         yield Finding("devices", "Triton kernel", "runs, and has the numbers of torch's operations")
 
 
