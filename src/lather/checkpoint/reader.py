@@ -27,9 +27,8 @@ BIAS = ".e_score_correction_bias"
 
 def open_checkpoint(path: Path) -> CheckpointTensors:
     """Open all tensors of a checkpoint, in one process. Raises CheckpointError if a file is missing or damaged."""
-    table = read_table(path)
-    tensors = CheckpointTensors(path, table)
-    for file in table.files.values():
+    tensors = CheckpointTensors(path, read_table(path))
+    for file in tensors.table.files.values():
         tensors.check_file(file)
     return tensors
 

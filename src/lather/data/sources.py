@@ -26,15 +26,8 @@ from lather.errors import DataError
 SplitName = Literal["train", "validation"]
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 """Folders of the standard library that are left out: tests, installed packages, and generated tables."""
-SUFFIXES: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".npy": "tokens",
-    ".bin": "tokens",
-    ".idx": "tokens",
-    ".ds": "tokens",
-}
+ENDINGS: dict[Kind, tuple[str, ...]] = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "tokens": (".npy", ".bin", ".idx", ".ds")}
+"""Endings of the names of files that are not text."""
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
 """Minimal and maximal bytes of a unit of work, and the number of units to aim for within these limits."""
 RANGE_BYTES = PIECE_BYTES
@@ -108,9 +101,10 @@ def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False)
     """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file read as records, because a .json file in
     a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    kind = recipe.format if recipe.format != "auto" else SUFFIXES.get(suffix, "text")
-    if recipe.format == "auto" and is_named and suffix == ".json":
-        kind = "json"
+    by_name: Kind = next((kind for kind, endings in ENDINGS.items() if suffix in endings), "text")
+    if is_named and suffix == ".json":
+        by_name = "json"
+    kind = by_name if recipe.format == "auto" else recipe.format
     if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()

@@ -58,8 +58,7 @@ def continue_texts(
     """Continue all prompts side by side, with one of `seeds` for each. `show` is called with a row's number and the next piece of its text
     as soon as that piece is final."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    stop_tokens = ending.stop_tokens
-    rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=stop_tokens)
+    rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=ending.stop_tokens)
     streams = [TextStream(tokenizer, prompt, ending.stop_texts) for prompt in prompts]
     texts = [""] * len(prompts)
 
