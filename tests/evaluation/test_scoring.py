@@ -76,11 +76,11 @@ def test_a_set_is_the_sum_of_its_sequences_whatever_the_batches(batch_size: int)
 
 
 def test_what_the_numbers_mean() -> None:
-    score = Score(sequences=2, tokens=8, nats=8 * math.log(4), hits=2, num_bytes=32)
-    assert score.loss == pytest.approx(math.log(4))
-    assert score.perplexity == pytest.approx(4)
-    assert score.bits_per_byte == pytest.approx(0.5), "two bits per token of four bytes"
-    assert score.accuracy == 0.25
+    row = Score(sequences=2, tokens=8, nats=8 * math.log(4), hits=2, num_bytes=32).as_row()
+    assert row["loss"] == pytest.approx(math.log(4))
+    assert row["perplexity"] == pytest.approx(4)
+    assert row["bits_per_byte"] == pytest.approx(0.5), "two bits per token of four bytes"
+    assert row["accuracy"] == 0.25
     assert Score(1, 1, 1e4, 0, 0).as_row() | {"loss": 1} == {
         "sequences": 1, "tokens": 1, "bytes": 0, "loss": 1, "perplexity": None, "bits_per_byte": None, "accuracy": 0.0
     }  # fmt: skip

@@ -158,7 +158,8 @@ def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tu
         rows = open_huggingface(file.path)
         return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
     is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
-    if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, recipe):
+    is_whole = file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or overlaps_itself(recipe.separator)
+    if is_whole or not is_cut or not has_plain_line_ends(first_bytes(file.path), recipe.encoding):
         return iter([(whole, file.size)])
     return _ranges(whole, file.size, file.size, unit_bytes)
 
@@ -174,12 +175,6 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
     for start in range(0, length, each):
         stop = min(start + each, length)
         yield replace(whole, start=start, stop=stop), (stop - start) * size // length
-
-
-def _is_cuttable(file: SourceFile, recipe: DataRecipe) -> bool:
-    """Tell whether reading may start in the middle of the file and find the next line or separator."""
-    is_ambiguous = bool(recipe.separator) and overlaps_itself(recipe.separator)
-    return not is_ambiguous and has_plain_line_ends(first_bytes(file.path), recipe.encoding)
 
 
 def kind_instead(file: SourceFile) -> str | None:

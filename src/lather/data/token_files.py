@@ -70,10 +70,9 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
         raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
     if path.with_suffix(".idx").exists():
         return _megatron(path, size)
-    with path.open("rb") as file:
-        header = np.frombuffer(file.read(LLM_C_HEADER), dtype="<i4") if size >= LLM_C_HEADER else np.zeros(3, "<i4")
-    if dtype := LLM_C.get((int(header[0]), int(header[1]))):
-        return _of_length(path, dtype, LLM_C_HEADER, int(header[2]), size)
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if size >= LLM_C_HEADER and (dtype := LLM_C.get((header[0], header[1]))):
+        return _of_length(path, dtype, LLM_C_HEADER, header[2], size)
     if not bare_dtype:
         raise TokenFileError("no header says how its tokens are stored: give --token-dtype uint16 or uint32")
     return _of_length(path, {"uint16": "<u2", "uint32": "<u4"}[bare_dtype], 0, size // int(np.dtype(bare_dtype).itemsize), size)

@@ -77,36 +77,21 @@ class Score:
     num_bytes: int | None
     """UTF-8 bytes of the labels' text; None: the set has no tokenizer."""
 
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which compares models with different tokenizers. None if there are no bytes."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the labels that were the most likely token."""
-        return self.hits / self.tokens
-
     def as_row(self) -> dict[str, Any]:
-        """Return the fields of a row of results; values that are not finite become null."""
+        """Return the fields of a row of results; values that are not finite become null.
+
+        `loss`: nats per token; `perplexity`: exp(loss); `bits_per_byte`: bits per byte of text, which compares models with different
+        tokenizers, null if there are no bytes; `accuracy`: fraction of the labels that were the most likely token.
+        """
+        loss = self.nats / self.tokens
         row = {
             "sequences": self.sequences,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "accuracy": self.accuracy,
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": self.nats / math.log(2) / self.num_bytes if self.num_bytes else None,
+            "accuracy": self.hits / self.tokens,
         }
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
