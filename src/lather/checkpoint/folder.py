@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lather.errors import CheckpointError, UserError
-from lather.files import digest_of, read_rows
+from lather.files import digest_of, read_rows, sync
 from lather.models.hf.safetensors_folder import DTYPES
 from lather.optim.sharded.placement import Box
 
@@ -33,7 +33,6 @@ FORMAT = 2
 STATE_FILE = "state.json"
 BEST = "best"
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -167,12 +166,13 @@ class Table:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
 
-    def to_json(self) -> str:
-        """Write a line per file and tensor."""
+    def write(self, folder: Path) -> None:
+        """Write the table into the folder of the checkpoint, a line per file and tensor, and sync it."""
         files = {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()}
         tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
         state = {"format": FORMAT, **asdict(self.progress), "optimizer": self.optimizer, "files": files, "tensors": tensors}
-        return _format({**state, "digest": digest_of(state)})
+        (folder / STATE_FILE).write_text(_format({**state, "digest": digest_of(state)}), "utf-8")
+        sync(folder / STATE_FILE)
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lather.checkpoint.folder import DTYPE_NAMES, STATE_FILE, Progress, StoredEntry, StoredFile, Table, piece_name, read_table, remedy
+from lather.checkpoint.folder import STATE_FILE, Progress, StoredEntry, StoredFile, Table, piece_name, read_table, remedy
 from lather.checkpoint.state import TrainingState, state_shapes
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.entry_names import split_entry
-from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, open_safetensors
+from lather.models.hf.safetensors_folder import DTYPE_NAMES, DTYPES, Index, SafetensorsFolder, open_safetensors
 from lather.optim.sharded.placement import Box, Piece
 from lather.parallel.agreement import errors_on_all_ranks
 

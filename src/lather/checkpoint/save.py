@@ -27,23 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.checkpoint.folder import (
-    DTYPE_NAMES,
-    STATE_FILE,
-    Progress,
-    Retention,
-    StoredEntry,
-    StoredFile,
-    Table,
-    check_cover,
-    checkpoint_path,
-    piece_name,
-)
+from lather.checkpoint.folder import Progress, Retention, StoredEntry, StoredFile, Table, check_cover, checkpoint_path, piece_name
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.files import names_full_disk, sha256, sync
-from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
+from lather.models.hf.safetensors_folder import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
@@ -197,8 +186,7 @@ class CheckpointWriter:
             if not path.is_file() or path.stat().st_size != stored.num_bytes:
                 raise CheckpointError(f"{path}: was written by another rank, but is not here: give a run_dir that all ranks share")
         with names_full_disk(folder):
-            (self.aside / STATE_FILE).write_text(table.to_json(), "utf-8")
-            sync(self.aside / STATE_FILE)
+            table.write(self.aside)
         sync(self.aside)
         self.aside.rename(self.target)
         sync(folder)
@@ -257,4 +245,4 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
         for name, stored in open_safetensors(file).tensors.items()
     }
     files = {file.name: StoredFile(file.name, file.stat().st_size, sha256(file))}
-    (target / STATE_FILE).write_text(Table(Progress(0, 0.0), None, files, tensors).to_json(), "utf-8")
+    Table(Progress(0, 0.0), None, files, tensors).write(target)

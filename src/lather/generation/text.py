@@ -112,9 +112,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._without_stop_text(self._grown())
-        text, self._held = text + self._held, ""
-        self._tokens, self._done = [], 0
-        return text
+        return text + self._held
 
     def _grown(self) -> str:
         before: str = self._tokenizer.decode(self._tokens[: self._done])
