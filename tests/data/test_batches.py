@@ -158,7 +158,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
 def test_a_rank_reads_only_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, read = batches_of(tmp_path, 12), []
     fill = Windows.fill
-    monkeypatch.setattr(Windows, "fill", lambda self, index, rows: (read.append(index), fill(self, index, rows)))
+    monkeypatch.setattr(Windows, "fill", lambda self, index, *rows: (read.append(index), fill(self, index, *rows)))
     batches.batch(3, 1, 4)
     assert len(read) == 3
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lather.data.batches import Batch, Source
-from lather.data.sequences import IGNORE_INDEX, SequenceRows
+from lather.data.sequences import IGNORE_INDEX
+from lather.data.shards import Array
 from lather.evaluation import scoring
 from lather.evaluation.scoring import Score, score_labels, score_set
 from models.tiny import error, random_tokens, tiny_family_model
@@ -54,11 +55,11 @@ class Numbered:
     def num_labels(self, index: int) -> int | None:
         return None
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         tokens = np.random.default_rng(index).integers(0, 37, 7)
-        rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
+        inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
         if index == 3:
-            rows.labels_S[:] = IGNORE_INDEX
+            labels_S[:] = IGNORE_INDEX
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 9])

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.data.order import Order
-from lather.data.sequences import IGNORE_INDEX, SequenceRows, Sequences
+from lather.data.sequences import IGNORE_INDEX, Sequences
 from lather.errors import DataError
 from lather.shapes import Bool, Int
 
@@ -68,7 +68,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
     begins_BS = np.zeros((len(samples), length), dtype=bool)
     for row, (number, index) in enumerate(samples):
         source = sources[number]
-        source.sequences.fill(index, SequenceRows(inputs_BS[row], labels_BS[row], begins_BS[row]))
+        source.sequences.fill(index, inputs_BS[row], labels_BS[row], begins_BS[row])
         highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
         if highest >= source.vocab_size:
             raise DataError(

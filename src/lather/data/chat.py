@@ -132,8 +132,7 @@ class ChatTemplate:
         Raises ChatError.
         """
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens)
-            return str(text)
+            return str(self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens))
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template is a program

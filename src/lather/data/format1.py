@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import ConcatDataset
 
@@ -25,8 +24,7 @@ from lather.data.dataset import MANIFEST, TOKENIZER
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.order import Order
 from lather.data.recipe import DataRecipe
-from lather.data.sequences import SequenceRows
-from lather.data.shards import token_dtype
+from lather.data.shards import Array, token_dtype
 from lather.data.sources import list_files, root_of
 from lather.errors import DataError
 
@@ -121,7 +119,7 @@ class ShardWindows:
         except Exception as error:  # numpy's reader raises errors of many types for damaged headers
             raise DataError(f"{folder}: the run's data set is damaged ({error}): delete it, and it is made again") from None
         windows: Any = [sliding_window_view(shard, length + 1)[::length] for shard in shards if len(shard) > length]
-        self._windows: ConcatDataset[npt.NDArray[Any]] = ConcatDataset(windows)
+        self._windows: ConcatDataset[Array] = ConcatDataset(windows)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -129,11 +127,11 @@ class ShardWindows:
     def num_labels(self, index: int) -> int:
         return self.length
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         tokens = self._windows[index]
-        rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
+        inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
         if self.end_token is not None:
-            rows.begins_S[1:] = rows.inputs_S[:-1] == self.end_token
+            begins_S[1:] = inputs_S[:-1] == self.end_token
 
 
 class PermutedOrder(Order):
