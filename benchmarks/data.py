@@ -78,14 +78,6 @@ def run(options: DataBenchmark) -> int:
 Result = tuple[Row, tuple[str, str, str, str]]
 
 
-class _NoProgress:
-    def note(self, text: str) -> None:
-        pass
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        pass
-
-
 # --- throughput ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +96,7 @@ def throughput(folder: Path, options: DataBenchmark) -> Result:
         for start in range(0, len(texts), 1000):
             tokenizer.encode_batch_fast(texts[start : start + 1000], add_special_tokens=False)
         middle = time.perf_counter()
-        make_dataset(folder / "made", recipe, _NoProgress())
+        make_dataset(folder / "made", recipe, lambda note: None)
         end = time.perf_counter()
         shutil.rmtree(folder / "made")
         if number:

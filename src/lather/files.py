@@ -1,9 +1,10 @@
-"""Files that are replaced atomically, and files of rows with one JSON object per line."""
+"""Files that are replaced atomically, files of rows with one JSON object per line, and checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -44,6 +45,17 @@ def reason(error: OSError, path: Path) -> str:
     if error.errno not in NO_SPACE:
         return text
     return f"{text}: {shutil.disk_usage(nearest_folder(path)).free:,} bytes are free there"
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(value: Any) -> str:
+    """Return a checksum of a value that JSON can express."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def nearest_folder(path: Path) -> Path:

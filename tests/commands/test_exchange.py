@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lather.checkpoint.folder import Progress
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.commands.parsing import parse_size

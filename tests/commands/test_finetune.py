@@ -13,7 +13,7 @@ import torch
 
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.held import PREFIX
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.config.toml_file import load_config

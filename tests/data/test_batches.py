@@ -83,6 +83,11 @@ def test_what_is_not_learned_is_no_label(tmp_path: Path) -> None:
         assert set(batch.labels_BS.flatten().tolist()) == ({3, 4, 5, 6} if isinstance(sequences, Windows) else {3, 4, 6}) | {IGNORE_INDEX}
 
 
+def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no document has two tokens: give more text"):
+        PackedDocuments(hand_made(tmp_path / "shards", [1], [2]), "train", 8)
+
+
 def test_a_damaged_packing_is_named(tmp_path: Path) -> None:
     reader = hand_made(tmp_path / "shards", [1, 2, 3])
     PackedDocuments(reader, "train", 8)
@@ -153,7 +158,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
 def test_a_rank_reads_only_its_own_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, read = batches_of(tmp_path, 12), []
     fill = Windows.fill
-    monkeypatch.setattr(Windows, "fill", lambda self, index, rows: (read.append(index), fill(self, index, rows)))
+    monkeypatch.setattr(Windows, "fill", lambda self, index, *rows: (read.append(index), fill(self, index, *rows)))
     batches.batch(3, 1, 4)
     assert len(read) == 3
 

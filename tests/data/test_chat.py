@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making_helpers import Notes, documents_of
+from making_helpers import documents_of
 
 from lather.data.chat import CHATML, ChatError, ChatTemplate, messages_of, tools_of
 from lather.data.documents import load_tokenizer, train_tokenizer
@@ -157,7 +157,7 @@ def test_only_answers_are_learned_in_the_data_set(tmp_path: Path) -> None:
     )
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": TALK}) + "\n" for _ in range(3)))
     recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(folder), holdout_every=0)
-    dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     reader = dataset.split("train")
     tokenizer = load_tokenizer(folder / "tokenizer.json", "")
     [document, *_] = documents_of(dataset, "train")
@@ -174,7 +174,7 @@ def test_a_special_token_in_a_chat_is_that_token(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
     recipe = DataRecipe((str(tmp_path / "chats.jsonl"),), chat=True, tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
-    [document] = documents_of(make_dataset(tmp_path / "ours", recipe, Notes(), 1), "train")
+    [document] = documents_of(make_dataset(tmp_path / "ours", recipe, print, 1), "train")
     assert document.count(tokenizer.token_to_id("<|im_start|>")) == len(TALK)
 
 

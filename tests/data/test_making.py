@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from making_helpers import Notes, documents_of
+from making_helpers import documents_of
 
 from forked import ForkedPython, fresh_python
 from lather.data import sources
@@ -55,7 +55,7 @@ def make(tmp_path: Path, tokenizer: Path) -> Make:
 
     def make_one(*given: Path, name: str = "ours", workers: int = 1, **options: Any) -> DataSet:
         recipe = DataRecipe(tuple(map(str, given)), **{"tokenizer": str(tokenizer), "holdout_every": 0, **options})
-        return make_dataset(tmp_path / name, recipe, Notes(), workers)
+        return make_dataset(tmp_path / name, recipe, print, workers)
 
     return make_one
 
@@ -371,16 +371,16 @@ def test_a_tokenizer_or_template_that_changed_since_is_refused(tmp_path: Path, t
     with monkeypatch.context() as patch:
         patch.setattr(making, "do_units", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+            make_dataset(tmp_path / "ours", recipe, print, 1)
     for change in (
         lambda: (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}"),
         lambda: train_tokenizer(iter(["others"]), 290, END_OF_TEXT).save(str(model / "tokenizer.json")),
     ):
         change()
         with pytest.raises(DataError, match="was started with other options, or its sources have changed since"):
-            make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+            make_dataset(tmp_path / "ours", recipe, print, 1)
     shutil.rmtree(tmp_path / "ours.partial")
-    dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+    dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     assert dataset.manifest.made_from["chat_template"].startswith("{% for message")
     [file] = [json.loads(line) for line in (dataset.folder / "files.jsonl").read_text().splitlines()]
     assert file == {"name": "chats.jsonl", "kind": "jsonl", "bytes": (tmp_path / "chats.jsonl").stat().st_size}

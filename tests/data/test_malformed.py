@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making_helpers import Notes
 
 from lather.data import documents
 from lather.data.dataset import SKIPPED, DataSet
@@ -132,7 +131,7 @@ def made(tmp_path: Path, tokenizer: Path, file: Path, **options: Any) -> DataSet
         beside.write_text(SOUND[0])
     recipe = DataRecipe((str(file), str(beside)), tokenizer=str(tokenizer), holdout_every=0, **options)
     try:
-        dataset = make_dataset(tmp_path / "ours", recipe, Notes(), 1)
+        dataset = make_dataset(tmp_path / "ours", recipe, print, 1)
     finally:
         assert file.read_bytes() == before
     assert dataset.manifest.splits["train"].documents >= (1 if beside.suffix == ".txt" else len(SOUND))
@@ -269,7 +268,7 @@ def test_nothing_to_train_on_is_an_error_with_the_reasons(tmp_path: Path, tokeni
     name, content, options, message = NOTHING[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), Notes(), 1)
+        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / name),), tokenizer=str(tokenizer), **options), print, 1)
     assert not (tmp_path / "ours").exists()
 
 
@@ -294,7 +293,7 @@ def test_a_recipe_that_cannot_be_followed_names_the_field(tmp_path: Path, tokeni
     (tmp_path / "texts" / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=message):
         make_dataset(
-            tmp_path / "ours", DataRecipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), Notes(), 1
+            tmp_path / "ours", DataRecipe(**{"sources": (str(tmp_path / "texts"),), "tokenizer": str(tokenizer), **change}), print, 1
         )
     assert not (tmp_path / "ours").exists()
 
@@ -305,7 +304,6 @@ FULL = """
 import resource, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
-from making_helpers import Notes
 from lather.data.making import make_dataset
 from lather.data.recipe import DataRecipe
 from lather.errors import DataError, UserError
@@ -313,7 +311,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     recipe = DataRecipe((sys.argv[2],), tokenizer=str(Path(sys.argv[2]).parent / "tokenizer.json"), holdout_every=0)
     try:
-        make_dataset(Path(sys.argv[3]), recipe, Notes(), 1)
+        make_dataset(Path(sys.argv[3]), recipe, print, 1)
     except (UserError, OSError) as error:
         print(error)
         sys.exit(3)
@@ -336,4 +334,4 @@ def test_no_room_at_any_moment_is_an_error_and_the_same_command_goes_on(tmp_path
     assert not (tmp_path / "ours").exists()
     assert source.read_bytes() == before
     recipe = DataRecipe((str(source),), tokenizer=str(tmp_path / "tokenizer.json"), holdout_every=0)
-    assert make_dataset(tmp_path / "ours", recipe, Notes(), 1).manifest.splits["train"].documents == 400
+    assert make_dataset(tmp_path / "ours", recipe, print, 1).manifest.splits["train"].documents == 400

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making_helpers import Notes, documents_of
+from making_helpers import documents_of
 
 from lather.data.dataset import DataSet
 from lather.data.making import make_dataset
@@ -78,7 +78,7 @@ def test_every_format_is_read_back_token_for_token(tmp_path: Path, kind: str) ->
     make, token_dtype = MAKERS[kind]
     make(folder)
     recipe = DataRecipe((str(folder),), vocab_size=400, end_token=END, token_dtype=token_dtype, holdout_every=0)
-    dataset = make_dataset(tmp_path / "ours", recipe, Notes())
+    dataset = make_dataset(tmp_path / "ours", recipe, print)
     assert documents_of(dataset, "train") == DOCUMENTS
     assert dataset.manifest.splits["train"].longest == 6
     assert dataset.tokenizer is None
@@ -87,20 +87,20 @@ def test_every_format_is_read_back_token_for_token(tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize("kind", WIDE)
 def test_wider_integers_are_the_same_tokens(tmp_path: Path, kind: str) -> None:
     path = MAKERS[kind][0](tmp_path, WIDE[kind])
-    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=70_000, end_token=END, holdout_every=0), Notes())
+    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=70_000, end_token=END, holdout_every=0), print)
     assert documents_of(dataset, "train") == DOCUMENTS
 
 
 def test_documents_of_an_index_need_no_end_of_text(tmp_path: Path) -> None:
     documents = [[1, 2], [3], [4, 5, 6]]
     path = megatron(tmp_path, documents=documents)
-    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=10, holdout_every=0), Notes())
+    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=10, holdout_every=0), print)
     assert documents_of(dataset, "train") == documents
 
 
 def test_one_document_in_many_is_held_out(tmp_path: Path) -> None:
     path = megatron(tmp_path, documents=[[n, n] for n in range(40)])
-    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=40, holdout_every=20), Notes())
+    dataset = make_dataset(tmp_path / "ours", DataRecipe((str(path),), vocab_size=40, holdout_every=20), print)
     assert documents_of(dataset, "validation") == [[10, 10], [30, 30]]
     assert documents_of(dataset, "train") == [[n, n] for n in range(40) if n not in (10, 30)]
 
@@ -156,7 +156,7 @@ def test_a_damaged_file_says_what_is_wrong_and_is_a_counted_skip(tmp_path: Path,
         open_token_file(path)
     np.save(tmp_path / "sound.npy", np.array([1, 2, END], np.uint16))
     recipe = DataRecipe((str(path), str(tmp_path / "sound.npy")), vocab_size=400, end_token=END, holdout_every=0)
-    dataset = make_dataset(tmp_path / "ours", recipe, Notes())
+    dataset = make_dataset(tmp_path / "ours", recipe, print)
     assert documents_of(dataset, "train") == [[1, 2, END]]
     assert dataset.manifest.skipped == {"no tokens": 1}
 
@@ -165,7 +165,7 @@ def test_a_damaged_file_says_what_is_wrong_and_is_a_counted_skip(tmp_path: Path,
 def test_a_token_outside_the_vocabulary_is_an_error(tmp_path: Path, tokens: list[int], worst: int) -> None:
     np.save(tmp_path / "some.npy", np.array(tokens, np.int32))
     with pytest.raises(DataError, match=rf"some\.npy: token {worst} is outside the vocabulary of 400"):
-        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / "some.npy"),), vocab_size=400, holdout_every=0), Notes())
+        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path / "some.npy"),), vocab_size=400, holdout_every=0), print)
     assert not (tmp_path / "ours").exists()
 
 
@@ -173,9 +173,9 @@ def test_token_files_and_texts_do_not_mix(tmp_path: Path) -> None:
     numpy_file(tmp_path)
     (tmp_path / "some.txt").write_text("text")
     with pytest.raises(DataError, match="some sources are token files and others texts"):
-        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path),), vocab_size=400), Notes())
+        make_dataset(tmp_path / "ours", DataRecipe((str(tmp_path),), vocab_size=400), print)
 
 
 def test_a_data_set_of_tokens_is_opened_again(tmp_path: Path) -> None:
-    made = make_dataset(tmp_path / "ours", DataRecipe((str(numpy_file(tmp_path)),), vocab_size=400, end_token=END), Notes())
+    made = make_dataset(tmp_path / "ours", DataRecipe((str(numpy_file(tmp_path)),), vocab_size=400, end_token=END), print)
     assert DataSet(tmp_path / "ours").manifest == made.manifest

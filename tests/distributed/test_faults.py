@@ -12,7 +12,7 @@ from jobs import SECONDS, Job, is_alive
 
 from forked import ForkedPython
 from lather.checkpoint.folder import list_checkpoints
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.models.families import build_model
 

@@ -24,7 +24,7 @@ from stored import bytes_by_file, same_bits, stored_tensors
 
 from lather.checkpoint import save as checkpoint_save
 from lather.checkpoint.folder import Progress, Retention
-from lather.checkpoint.load import load_checkpoint, load_parameters
+from lather.checkpoint.reader import load_checkpoint, load_parameters
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.optim import optim_config

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lather.data.batches import Batch, Source
-from lather.data.sequences import IGNORE_INDEX, SequenceRows
+from lather.data.sequences import IGNORE_INDEX
+from lather.data.shards import Array
 from lather.evaluation import scoring
 from lather.evaluation.scoring import Score, score_labels, score_set
 from models.tiny import error, random_tokens, tiny_family_model
@@ -54,11 +55,11 @@ class Numbered:
     def num_labels(self, index: int) -> int | None:
         return None
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         tokens = np.random.default_rng(index).integers(0, 37, 7)
-        rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
+        inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
         if index == 3:
-            rows.labels_S[:] = IGNORE_INDEX
+            labels_S[:] = IGNORE_INDEX
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 9])
@@ -76,11 +77,11 @@ def test_a_set_is_the_sum_of_its_sequences_whatever_the_batches(batch_size: int)
 
 
 def test_what_the_numbers_mean() -> None:
-    score = Score(sequences=2, tokens=8, nats=8 * math.log(4), hits=2, num_bytes=32)
-    assert score.loss == pytest.approx(math.log(4))
-    assert score.perplexity == pytest.approx(4)
-    assert score.bits_per_byte == pytest.approx(0.5), "two bits per token of four bytes"
-    assert score.accuracy == 0.25
+    row = Score(sequences=2, tokens=8, nats=8 * math.log(4), hits=2, num_bytes=32).as_row()
+    assert row["loss"] == pytest.approx(math.log(4))
+    assert row["perplexity"] == pytest.approx(4)
+    assert row["bits_per_byte"] == pytest.approx(0.5), "two bits per token of four bytes"
+    assert row["accuracy"] == 0.25
     assert Score(1, 1, 1e4, 0, 0).as_row() | {"loss": 1} == {
         "sequences": 1, "tokens": 1, "bytes": 0, "loss": 1, "perplexity": None, "bits_per_byte": None, "accuracy": 0.0
     }  # fmt: skip

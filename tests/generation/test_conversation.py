@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer
 from generation.tokenizers_of_tests import byte_level
 from lather.data.chat import CHATML, ChatTemplate
 from lather.errors import DataError
-from lather.generation.conversation import ConversationFormat
+from lather.generation.prompts import ConversationFormat
 
 MESSAGES = [{"role": "user", "content": "one two"}]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from making_helpers import Notes
 
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
@@ -79,7 +78,7 @@ def sets(corpus: Path, tmp_path: Path) -> list[str]:
             (texts / f"{name}.txt").write_text(f"set {number} " * 10 + file.read_text("utf-8"), "utf-8")
         tokenizer = "" if number == 0 else str(folders[0] / "tokenizer.json")
         recipe = DataRecipe((str(texts),), pattern="*.txt", vocab_size=264, holdout_every=4, tokenizer=tokenizer)
-        make_dataset(folder, recipe, Notes())
+        make_dataset(folder, recipe, print)
     return [str(folder) for folder in folders]
 
 

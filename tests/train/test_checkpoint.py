@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from lather.checkpoint import folder as checkpoint_folder
 from lather.checkpoint import save as checkpoint_save
-from lather.checkpoint.folder import Progress, Retention, digest_of, list_checkpoints, sha256, step_of
-from lather.checkpoint.load import load_checkpoint
-from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
+from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import LoopConfig, MoEConfig
@@ -27,6 +27,7 @@ from lather.engine.engine import Engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.errors import CheckpointError
+from lather.files import digest_of, sha256
 from lather.models.decoder import Decoder
 from lather.models.deepseek_v2 import DeepseekV2Config, build_deepseek_v2
 from lather.optim import MatrixOptimizer
@@ -276,7 +277,8 @@ def test_everything_is_on_disk_before_it_has_its_name(trained: Trainee, tmp_path
         assert (tmp_path / "step-00000003").exists() == (path == tmp_path)
 
     written: list[int] = []
-    monkeypatch.setattr(checkpoint_save, "sync", note)
+    for module in (checkpoint_save, checkpoint_folder):
+        monkeypatch.setattr(module, "sync", note)
     monkeypatch.setattr(os, "fsync", written.append)
     trained.save(tmp_path, 3)
     assert len(written) == 1  # the tensors' file, synced by its writer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.folder import find_checkpoint
 from lather.errors import UserError
 
 LOSSES = {0: 5.0, 4: 3.0, 8: 2.0, 12: 2.5, 16: 1.0}

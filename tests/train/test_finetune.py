@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lather.checkpoint.folder import list_checkpoints
-from lather.checkpoint.load import load_checkpoint
-from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.optim import optim_config

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lather.checkpoint.folder import list_checkpoints
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch

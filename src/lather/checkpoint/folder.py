@@ -1,5 +1,7 @@
 """The checkpoints of a run on disk: folders with names such as `step-00000100`, of which some are kept, and the table of each.
 
+A checkpoint is named RUN, the newest one of a run; RUN@STEP; or RUN@best, the kept one with the lowest validation loss.
+
 The table, `state.json`, lists the contents of a checkpoint and their files:
 
     progress, optimizer class
@@ -13,24 +15,24 @@ come from anywhere.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lather.errors import CheckpointError
+from lather.errors import CheckpointError, UserError
+from lather.files import digest_of, read_rows, sync
 from lather.models.hf.safetensors_folder import DTYPES
 from lather.optim.sharded.placement import Box
 
 FORMAT = 2
 STATE_FILE = "state.json"
+BEST = "best"
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -68,6 +70,56 @@ class Retention:
                 shutil.rmtree(path.rename(folder / f".tmp-old-{path.name}"))
 
 
+def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
+    """Return the run and the checkpoint that RUN, RUN@STEP or RUN@best names. The run's own name may contain an @.
+
+    `step`: the value of an option `--step`, negative if it was not given. Raises UserError if there is no such run or checkpoint, listing
+    the existing ones, or if both name a step.
+    """
+    (run, wanted), place = _split(run_at_step), run_at_step
+    if step >= 0:
+        if wanted is not None:
+            raise UserError(f"{run_at_step} and --step {step} both say which checkpoint: give one of them")
+        wanted, place = str(step), f"--step {step}"
+    folder = run / "checkpoints"
+    found = list_checkpoints(folder) or list_checkpoints(folder)  # a training run may have replaced its only one during the first call
+    checkpoints = {step_of(path): path for path in found}
+    if not checkpoints:
+        raise UserError(f"{run / 'checkpoints'}: no checkpoint yet: let the run train first")
+    if wanted is None:
+        return run, checkpoints[max(checkpoints)]
+    there = ", ".join(map(str, checkpoints))
+    if wanted == BEST:
+        best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
+        if best is None:
+            raise UserError(f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of {there}")
+        return run, checkpoints[best[1]]
+    if not (wanted.isascii() and wanted.isdigit() and int(wanted) in checkpoints):
+        raise UserError(f"{place}: no such checkpoint in {run / 'checkpoints'}: use one of {there}, or {BEST}")
+    return run, checkpoints[int(wanted)]
+
+
+def _split(run_at_step: str) -> tuple[Path, str | None]:
+    """Return the run, and the part after the @ if there is one."""
+    whole = Path(run_at_step)
+    if (whole / "config.toml").exists():
+        return whole, None
+    name, at, step = run_at_step.rpartition("@")
+    run = Path(name) if at and name else whole
+    if not (run / "config.toml").exists():
+        raise UserError(f"{run}: not a run (it has no config.toml): give the run_dir of a training run")
+    return run, step
+
+
+def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
+    """Return the lowest validation loss at a step with a checkpoint, and that step; None if no such loss is known."""
+    losses = [(row["validation_loss"], row["step"]) for row in rows if row.get("validation_loss") is not None and row["step"] in steps]
+    return min(losses, default=None)
+
+
+# --- the table ----------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Progress:
     """Progress of a run, which is not part of weights and optimizer state."""
@@ -99,6 +151,10 @@ class StoredEntry:
     file_of: Mapping[Box, str]
     """File that contains each box; the boxes cover the tensor without overlap."""
 
+    def to_json(self) -> dict[str, Any]:
+        pieces = [[file, box.offset, box.size] for box, file in self.file_of.items()]
+        return {"dtype": self.dtype, "shape": self.shape, "pieces": pieces}
+
 
 @dataclass(frozen=True)
 class Table:
@@ -110,23 +166,13 @@ class Table:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
 
-    def to_json(self) -> str:
-        """Write a line per file and tensor."""
-        state = {
-            "format": FORMAT,
-            **asdict(self.progress),
-            "optimizer": self.optimizer,
-            "files": {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()},
-            "tensors": {
-                name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "pieces": [[file, box.offset, box.size] for box, file in entry.file_of.items()],
-                }
-                for name, entry in self.tensors.items()
-            },
-        }
-        return _format({**state, "digest": digest_of(state)})
+    def write(self, folder: Path) -> None:
+        """Write the table into the folder of the checkpoint, a line per file and tensor, and sync it."""
+        files = {file.name: {"bytes": file.num_bytes, "sha256": file.sha256} for file in self.files.values()}
+        tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
+        state = {"format": FORMAT, **asdict(self.progress), "optimizer": self.optimizer, "files": files, "tensors": tensors}
+        (folder / STATE_FILE).write_text(_format({**state, "digest": digest_of(state)}), "utf-8")
+        sync(folder / STATE_FILE)
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
@@ -160,16 +206,6 @@ def read_table(folder: Path) -> Table:
 
 def remedy(folder: Path) -> str:
     return f"delete {folder} to resume from the checkpoint before it"
-
-
-def sha256(path: Path) -> str:
-    """Return the checksum of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_of(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -27,24 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.checkpoint.folder import (
-    DTYPE_NAMES,
-    STATE_FILE,
-    Progress,
-    Retention,
-    StoredEntry,
-    StoredFile,
-    Table,
-    check_cover,
-    checkpoint_path,
-    piece_name,
-    sha256,
-)
+from lather.checkpoint.folder import Progress, Retention, StoredEntry, StoredFile, Table, check_cover, checkpoint_path, piece_name
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
-from lather.files import names_full_disk, sync
-from lather.models.hf.safetensors_folder import TensorToWrite, open_safetensors, write_safetensors
+from lather.files import names_full_disk, sha256, sync
+from lather.models.hf.safetensors_folder import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 from lather.optim.sharded.placement import Box, Piece, PieceKey
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 
@@ -198,8 +186,7 @@ class CheckpointWriter:
             if not path.is_file() or path.stat().st_size != stored.num_bytes:
                 raise CheckpointError(f"{path}: was written by another rank, but is not here: give a run_dir that all ranks share")
         with names_full_disk(folder):
-            (self.aside / STATE_FILE).write_text(table.to_json(), "utf-8")
-            sync(self.aside / STATE_FILE)
+            table.write(self.aside)
         sync(self.aside)
         self.aside.rename(self.target)
         sync(folder)
@@ -243,9 +230,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> Path:
+def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) -> None:
     """Create `folder/step-00000000` from weights that `write_weights` writes into the safetensors file that it is given, one entry per
-    expert; return its path.
+    expert.
 
     Any optimizer can start from it with new state. It is not written atomically: the caller renames the folder that contains it.
     """
@@ -258,5 +245,4 @@ def write_first_checkpoint(folder: Path, write_weights: Callable[[Path], None]) 
         for name, stored in open_safetensors(file).tensors.items()
     }
     files = {file.name: StoredFile(file.name, file.stat().st_size, sha256(file))}
-    (target / STATE_FILE).write_text(Table(Progress(0, 0.0), None, files, tensors).to_json(), "utf-8")
-    return target
+    Table(Progress(0, 0.0), None, files, tensors).write(target)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.checkpoint.folder import StoredEntry
@@ -21,7 +20,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim.sharded.placement import Piece
-from lather.parallel.agreement import errors_on_all_ranks
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
 from lather.parallel.mesh import Mesh
 
@@ -56,12 +55,8 @@ class TrainingState:
 
     def names(self) -> set[str]:
         """Return the names of the parameters, one per expert, and of the buffers of all ranks; every rank calls this."""
-        own = {piece.name for piece in self.weights()}
-        everybody = [own]
-        if self.mesh.size > 1:
-            everybody = [set() for _ in range(self.mesh.size)]
-            dist.all_gather_object(everybody, own, group=self.mesh.control_group)
-        return set().union(*everybody)
+        own, group = {piece.name for piece in self.weights()}, self.mesh.control_group
+        return broadcast(set().union(*gather(own, group)), group)
 
     def pieces(self) -> list[Piece]:
         """Return everything that a checkpoint holds."""
@@ -109,7 +104,7 @@ class TrainingState:
         Raises CheckpointError, on all ranks, if the optimizer has another state than the stored one; the earlier state is then restored.
         """
         assert self.optimizer is not None
-        before, shapes = dict(self.optimizer.state), stored_shapes(stored)
+        before, shapes = dict(self.optimizer.state), state_shapes(stored)
         self.optimizer.state.clear()
         if hasattr(self.optimizer, "init_state"):
             self.optimizer.init_state()
@@ -124,10 +119,7 @@ class TrainingState:
             raise
 
     def _check_optimizer_state(self, shapes: Shapes) -> None:
-        found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        for piece in self.optimizer_state():
-            entry, _, key = piece.name.rpartition("/")
-            found[entry][key] = piece.shape
+        found = state_shapes({piece.name: piece for piece in self.optimizer_state()})
         for entry in sorted(found.keys() & shapes.keys()):
             owns = found[entry].keys() != {"step"}  # ranks that do not own the matrix have its step only
             for key in sorted(found[entry].keys() | (shapes[entry].keys() if owns else set())):
@@ -152,13 +144,13 @@ class TrainingState:
         self.optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def stored_shapes(stored: Mapping[str, StoredEntry]) -> Shapes:
-    """Return the shapes of the optimizer state among the stored entries."""
+def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
+    """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces of a state."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, stored_entry in stored.items():
+    for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
         if slash and not name.startswith(RANDOM):
-            shapes[entry][key] = stored_entry.shape
+            shapes[entry][key] = tensor.shape
     return shapes
 
 

@@ -66,7 +66,7 @@ def _make(arguments: list[str]) -> int:
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
     display = _ConsoleDisplay(Console())
     with display.live or contextlib.nullcontext():
-        dataset = make_dataset(parsed.folder, parsed.recipe, display, parsed.workers)
+        dataset = make_dataset(parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress)
     print(describe(dataset, display))
     return 0
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from lather.checkpoint.find import find_checkpoint
+from lather.checkpoint.folder import find_checkpoint
 from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import write_first_checkpoint

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer
 from lather.commands.parsing import parse_arguments
 from lather.data.chat import Messages
 from lather.errors import UserError, require
-from lather.generation.conversation import ConversationFormat
-from lather.generation.requests import Request, read_requests
-from lather.generation.text import ContinuedText, Ending, continue_texts, encode_prompt
+from lather.generation.prompts import ConversationFormat, Prompt, encode_text, read_prompts
+from lather.generation.text import ContinuedText, Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.train.trained_model import TrainedModel
@@ -75,11 +74,11 @@ def generate_command(arguments: list[str]) -> int:
     if parsed.chat:
         writer.talk(_lines_of_user())
     elif parsed.prompts is not None:
-        writer.write_all(read_requests(parsed.prompts))
+        writer.write_all(read_prompts(parsed.prompts))
     elif parsed.message:
-        writer.write_all([Request(messages=[*_system(parsed), {"role": "user", "content": parsed.message}])])
+        writer.write_all([[*_system(parsed), {"role": "user", "content": parsed.message}]])
     else:
-        writer.write_all([Request(text) for text in parsed.prompt])
+        writer.write_all(list(parsed.prompt))
     return 0
 
 
@@ -117,7 +116,7 @@ def _lines_of_user() -> Iterator[str]:
 
 
 class _Writer:
-    """Generates and prints the texts of requests. The model is loaded only after all prompts have been checked."""
+    """Generates and prints the texts of prompts. The model is loaded only after all prompts have been checked."""
 
     def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
         self._parsed, self._trained = parsed, trained
@@ -131,30 +130,30 @@ class _Writer:
     def _format(self) -> ConversationFormat:
         return ConversationFormat(self._tokenizer, self._trained.chat_template())
 
-    def write_all(self, requests: list[Request]) -> None:
-        """Write the texts of all requests, `num_samples` for each."""
-        prompts = [self._encode(request) for request in requests]
+    def write_all(self, prompts: list[Prompt]) -> None:
+        """Write the texts of all prompts, `num_samples` for each."""
+        encoded = [self._encode(prompt) for prompt in prompts]
         decoder = self._trained.decoder()
-        live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
-        for batch in self._batches(requests):
+        live = len(prompts) == self._parsed.num_samples == 1 and not self._parsed.json
+        for batch in self._batches(prompts):
             if live:
-                self._show(self._shown_before(requests[0], prompts[0]))
-            answers = requests[batch[0][0]].messages is not None
-            continued = self._continue(decoder, [prompts[number] for number, _ in batch], answers=answers, live=live)
+                self._show(self._shown_before(prompts[0], encoded[0]))
+            answers = not isinstance(prompts[batch[0][0]], str)
+            continued = self._continue(decoder, [encoded[number] for number, _ in batch], answers=answers, live=live)
             for (number, sample), one in zip(batch, continued, strict=True):
                 if self._parsed.json:
-                    self._print_row(requests[number], sample, one)
+                    self._print_row(prompts[number], sample, one)
                 elif live:
                     print()
                 else:
                     print(f"--- prompt {number + 1}, sample {sample + 1} ".ljust(80, "-"))
-                    print(self._shown_before(requests[number], prompts[number]) + one.text)
+                    print(self._shown_before(prompts[number], encoded[number]) + one.text)
 
-    def _batches(self, requests: list[Request]) -> Iterator[list[tuple[int, int]]]:
-        """Yield batches of (number of the request, number of the sample). A batch never mixes texts and conversations, which end
+    def _batches(self, prompts: list[Prompt]) -> Iterator[list[tuple[int, int]]]:
+        """Yield batches of (number of the prompt, number of the sample). A batch never mixes texts and conversations, which end
         differently."""
-        jobs = ((number, sample) for number in range(len(requests)) for sample in range(self._parsed.num_samples))
-        for _, alike in itertools.groupby(jobs, key=lambda job: requests[job[0]].messages is None):
+        jobs = ((number, sample) for number in range(len(prompts)) for sample in range(self._parsed.num_samples))
+        for _, alike in itertools.groupby(jobs, key=lambda job: isinstance(prompts[job[0]], str)):
             while batch := list(itertools.islice(alike, self._parsed.batch_size)):
                 yield batch
 
@@ -168,7 +167,7 @@ class _Writer:
                 print(f"(the model reads the last {self._context} of the conversation's {len(prompt)} tokens)", file=sys.stderr)
             (answer,) = self._continue(decoder, [prompt], answers=True, live=not self._parsed.json)
             if self._parsed.json:
-                self._print_row(Request(messages=messages), 0, answer)
+                self._print_row(messages, 0, answer)
             else:
                 print(flush=True)
             messages.append({"role": "assistant", "content": answer.text})
@@ -191,18 +190,17 @@ class _Writer:
             show=(lambda row, piece: self._show(piece)) if live else lambda row, piece: None,
         )
 
-    def _encode(self, request: Request) -> list[int]:
-        if request.messages is None:
-            return encode_prompt(self._tokenizer, request.text)
-        return self._format.prompt(request.messages)
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return encode_text(self._tokenizer, prompt) if isinstance(prompt, str) else self._format.prompt(prompt)
 
-    def _shown_before(self, request: Request, prompt: list[int]) -> str:
+    def _shown_before(self, prompt: Prompt, encoded: list[int]) -> str:
         """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
-        return "" if request.messages else str(self._tokenizer.decode(prompt))
+        return str(self._tokenizer.decode(encoded)) if isinstance(prompt, str) else ""
 
     def _show(self, piece: str) -> None:
         print(piece, end="", flush=True)
 
-    def _print_row(self, request: Request, sample: int, one: ContinuedText) -> None:
-        row = {**request.describe(), "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}
+    def _print_row(self, prompt: Prompt, sample: int, one: ContinuedText) -> None:
+        kind = "prompt" if isinstance(prompt, str) else "messages"
+        row = {kind: prompt, "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}
         print(json.dumps(row, ensure_ascii=False), flush=True)

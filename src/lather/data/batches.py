@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.data.order import Samples
-from lather.data.sequences import IGNORE_INDEX, SequenceRows, Sequences
+from lather.data.order import Order
+from lather.data.sequences import IGNORE_INDEX, Sequences
 from lather.errors import DataError
 from lather.shapes import Bool, Int
 
@@ -43,12 +43,8 @@ class Batch:
         """Append this number of sequences without labels."""
         padding = (0, 0, 0, rows)
         begins_BS = None if self.begins_BS is None else F.pad(self.begins_BS, padding)
-        return replace(
-            self,
-            inputs_BS=F.pad(self.inputs_BS, padding),
-            labels_BS=F.pad(self.labels_BS, padding, value=IGNORE_INDEX),
-            begins_BS=begins_BS,
-        )
+        labels_BS = F.pad(self.labels_BS, padding, value=IGNORE_INDEX)
+        return replace(self, inputs_BS=F.pad(self.inputs_BS, padding), labels_BS=labels_BS, begins_BS=begins_BS)
 
 
 class Source:
@@ -72,7 +68,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
     begins_BS = np.zeros((len(samples), length), dtype=bool)
     for row, (number, index) in enumerate(samples):
         source = sources[number]
-        source.sequences.fill(index, SequenceRows(inputs_BS[row], labels_BS[row], begins_BS[row]))
+        source.sequences.fill(index, inputs_BS[row], labels_BS[row], begins_BS[row])
         highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
         if highest >= source.vocab_size:
             raise DataError(
@@ -86,7 +82,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]], *,
 class Batches:
     """The training batches of a run."""
 
-    def __init__(self, sources: Sequence[Source], order: Samples, batch_size: int, *, apart: bool = False) -> None:
+    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int, *, apart: bool = False) -> None:
         """`batch_size`: sequences per step, on all ranks; `apart`: attention stays within documents."""
         self.sources, self.order, self.batch_size, self.apart = sources, order, batch_size, apart
 

@@ -97,9 +97,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime(2025, 1, 1).strftime(
-            form
-        )  # data sets must not depend on the date
+        # data sets must not depend on the date
+        environment.globals["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -122,8 +121,9 @@ class ChatTemplate:
                 raise ValueError("no object with a chat template")
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise DataError(f"{config}: not readable ({error}): restore it") from None
-        tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token") and value}
-        return cls(source, {name: token for name, token in tokens.items() if token})
+        named = {name: value for name, value in settings.items() if name.endswith("_token")}
+        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+        return cls(source, {name: token for name, token in tokens.items() if token and isinstance(token, str)})
 
     def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
         """Return the text of the messages. `asking` adds the beginning of an answer, as `add_generation_prompt` does; `tools`: definitions
@@ -132,8 +132,7 @@ class ChatTemplate:
         Raises ChatError.
         """
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens)
-            return str(text)
+            return str(self._template.render(messages=messages, add_generation_prompt=asking, tools=tools, **self.special_tokens))
         except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # a template is a program
@@ -146,8 +145,8 @@ class ChatTemplate:
         message before it and after the template's beginning of an answer, as far as the text contains that. Raises ChatError if there is no
         answer, or if the template leaves out messages.
         """
-        text, ends = self.render(messages, tools=tools), self._content_ends(messages, tools)
-        spans = []
+        text = self.render(messages, tools=tools)
+        ends, spans = self._content_ends(text, messages, tools), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not isinstance(message["content"], str):
                 continue
@@ -160,7 +159,7 @@ class ChatTemplate:
             raise ChatError("no message is the assistant's")
         return text, spans
 
-    def _content_ends(self, messages: Messages, tools: Tools) -> dict[int, int]:
+    def _content_ends(self, text: str, messages: Messages, tools: Tools) -> dict[int, int]:
         """Return the end of each message's content in the text, without messages that the template leaves out. Raises ChatError if marks
         change the text."""
         marked, ends = self.render(_marked(messages), tools=tools), {}
@@ -169,7 +168,7 @@ class ChatTemplate:
             if place >= 0:
                 ends[number] = place
                 marked = marked[:place] + marked[place + 1 :]
-        if marked != self.render(messages, tools=tools):
+        if marked != text:
             raise ChatError("the chat template changes the contents of messages")
         return ends
 
@@ -203,10 +202,6 @@ def _marked(messages: Messages) -> Messages:
 def _agreement(one: str, two: str) -> int:
     """Return the length of the common prefix."""
     return next((number for number, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two)))
-
-
-def _token(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
 
 
 def _raise(message: str) -> None:

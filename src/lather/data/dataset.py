@@ -11,16 +11,14 @@ A folder without a manifest is not a data set; with a manifest it is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lather.data.shards import ShardEntry, ShardReader, checksum, token_dtype
+from lather.data.shards import ShardEntry, ShardReader, token_dtype
 from lather.errors import DataError
+from lather.files import digest_of, sha256
 
 FORMAT = 2
 MANIFEST = "dataset.json"
@@ -81,15 +79,11 @@ class Manifest:
         """A short digest of the tokens; it does not depend on the folder or the sources."""
         content: list[Any] = [self.tokenizer_sha256, self.end_token]
         content += [[name, [shard.checksums for shard in split.shards]] for name, split in sorted(self.splits.items())]
-        return _digest(content)[:12]
+        return digest_of(content)[:12]
 
     def to_json(self) -> str:
         mapping: dict[str, Any] = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**mapping, "checksum": _digest(mapping)}, indent=1) + "\n"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        return json.dumps({**mapping, "checksum": digest_of(mapping)}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -104,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         if version != FORMAT:
             raise DataError(f"{path}: format {version!r} is not {FORMAT}, this version's: delete {folder} and make the data set again")
         expected = mapping.pop("checksum", None)
-        if expected != _digest({"format": version, **mapping}):
+        if expected != digest_of({"format": version, **mapping}):
             raise DataError(f"{path}: its checksum is wrong, it was edited or damaged: {remedy}")
         return Manifest(splits=splits_of(mapping.pop("splits")), **mapping)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,16 +117,12 @@ class DataSet:
             raise DataError(f"{folder}: no such data set: make it with `lather data make {folder} SOURCE`")
         self.folder, self.manifest = folder, read_manifest(folder)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return token_dtype(self.manifest.vocab_size)
-
     def split(self, name: str) -> ShardReader:
         """Open the tokens of a split. Raises DataError if there is no such split, or a shard is missing or truncated."""
         if name not in self.manifest.splits:
             there = ", ".join(self.manifest.splits) or "none"
             raise DataError(f"{self.folder}: no split {name!r}; there is: {there}")
-        return ShardReader(self.folder, self.manifest.splits[name].shards, self.dtype)
+        return ShardReader(self.folder, self.manifest.splits[name].shards, token_dtype(self.manifest.vocab_size))
 
     @property
     def held_out_split(self) -> str:
@@ -146,20 +136,14 @@ class DataSet:
     def check(self) -> list[str]:
         """Compare all files with their checksums; return one line for each that is wrong."""
         wrong = []
-        files = {
-            f"{shard.name}.{suffix}": value
-            for split in self.manifest.splits.values()
-            for shard in split.shards
-            for suffix, value in shard.checksums.items()
-        }
+        shards = [shard for split in self.manifest.splits.values() for shard in split.shards]
+        files = {f"{shard.name}.{suffix}": value for shard in shards for suffix, value in shard.checksums.items()}
         if self.manifest.tokenizer_sha256:
             files[TOKENIZER] = self.manifest.tokenizer_sha256
         for name, expected in files.items():
             try:
-                found = checksum(self.folder / name)
+                if (found := sha256(self.folder / name)) != expected:
+                    wrong.append(f"{self.folder / name}: its checksum is {found[:12]}..., not {expected[:12]}... as it was written")
             except OSError as error:
                 wrong.append(f"{self.folder / name}: cannot be read ({error.strerror})")
-                continue
-            if found != expected:
-                wrong.append(f"{self.folder / name}: its checksum is {found[:12]}..., not {expected[:12]}... as it was written")
         return wrong

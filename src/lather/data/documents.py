@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lather.data.chat import MOST_CHARACTERS, MOST_MESSAGES, ChatError, ChatTemplate, messages_of, tools_of
 from lather.data.records import Record, Skip
+from lather.data.shards import Array
 from lather.data.texts import cut
 from lather.errors import DataError
 
 PART_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+from torch.utils.data import ConcatDataset
 
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, TOKENIZER
 from lather.data.documents import load_tokenizer, train_tokenizer
+from lather.data.order import Order
 from lather.data.recipe import DataRecipe
-from lather.data.sequences import SequenceRows
-from lather.data.shards import token_dtype
+from lather.data.shards import Array, token_dtype
 from lather.data.sources import list_files, root_of
 from lather.errors import DataError
 
@@ -112,35 +113,33 @@ class ShardWindows:
             if manifest["format"] != FORMAT:
                 raise ValueError(f"format {manifest['format']}")
             entries = manifest["splits"][split]
-            self._shards: list[npt.NDArray[Any]] = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
-            if any(shard.shape != (entry["tokens"],) for shard, entry in zip(self._shards, entries, strict=True)):
+            shards = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
+            if any(shard.shape != (entry["tokens"],) for shard, entry in zip(shards, entries, strict=True)):
                 raise ValueError("a shard is not as long as it was")
         except Exception as error:  # numpy's reader raises errors of many types for damaged headers
             raise DataError(f"{folder}: the run's data set is damaged ({error}): delete it, and it is made again") from None
-        counts = [max(0, (len(shard) - 1) // length) for shard in self._shards]
-        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        windows: Any = [sliding_window_view(shard, length + 1)[::length] for shard in shards if len(shard) > length]
+        self._windows: ConcatDataset[Array] = ConcatDataset(windows)
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return len(self._windows)
 
     def num_labels(self, index: int) -> int:
         return self.length
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
-        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        start = (index - int(self._firsts[shard])) * self.length
-        tokens = self._shards[shard][start : start + self.length + 1]
-        rows.inputs_S[:], rows.labels_S[:] = tokens[:-1], tokens[1:]
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+        tokens = self._windows[index]
+        inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
         if self.end_token is not None:
-            rows.begins_S[1:] = rows.inputs_S[:-1] == self.end_token
+            begins_S[1:] = inputs_S[:-1] == self.end_token
 
 
-class PermutedOrder:
-    """The order of the only source in format 1 (`lather.data.order.Samples`)."""
+class PermutedOrder(Order):
+    """The order of the only source in format 1."""
 
     def __init__(self, size: int, seed: int) -> None:
         """`size`: number of sequences."""
-        self.sizes = [size]
+        super().__init__([size], seed)
         self._permutation = lru_cache(1)(lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size))
 
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:

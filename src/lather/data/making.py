@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -26,14 +25,14 @@ import lather
 from lather.data.dataset import FILES, MANIFEST, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
 from lather.data.recipe import DataRecipe
-from lather.data.shards import checksum
 from lather.data.sources import ReadUnit, SourceFile, SplitName, divide, kind_instead, list_files
-from lather.data.work import SPLITS, Making, MakingDisplay, UnitReport, do_units, documents_of, is_done, report_path
+from lather.data.work import SPLITS, Making, Progress, UnitReport, do_units, documents_of, is_done, report_path
 from lather.errors import DataError
-from lather.files import reason, sync, write_aside
+from lather.files import digest_of, reason, sha256, sync, write_aside
 
 TOKENIZER_CHARACTERS = 64 << 20
 """A tokenizer is trained on about this number of characters, spread over the units."""
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def list_sources(recipe: DataRecipe) -> list[tuple[SplitName, SourceFile]]:
 def listing_of(files: list[tuple[SplitName, SourceFile]]) -> str:
     """Return a short digest of the files' names, sizes and times."""
     entries = [(split, file.name, file.kind, file.size, file.changed) for split, file in files]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
+    return digest_of(entries)[:12]
 
 
 def make_plan(recipe: DataRecipe) -> MakingPlan:
@@ -80,22 +79,22 @@ def make_plan(recipe: DataRecipe) -> MakingPlan:
     return MakingPlan(recipe, recipe.digest(listing), [file for _, file in files], listing, skipped, units)
 
 
-def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, workers: int = 0) -> DataSet:
-    """Make the data set, or continue to make it. `workers`: number of processes; 0: one per core.
+def make_dataset(folder: Path, recipe: DataRecipe, note: Note, workers: int = 0, progress: Progress = lambda *counts: None) -> DataSet:
+    """Make the data set, or continue to make it. `note` shows a line; `workers`: number of processes; 0: one per core.
 
     Raises DataError if sources are missing or have changed, no document can be used, or the folder exists already. Finished units are kept.
     """
     partial = folder.with_name(folder.name + ".partial")
     if folder.exists() and not (partial / "plan.json").exists():
         raise DataError(f"{folder} exists already: give another folder, or delete it")
-    with _locked(partial, display):
+    with _locked(partial, note):
         if (folder / MANIFEST).exists():  # another process has made it, or was killed just before its end
             shutil.rmtree(partial, ignore_errors=True)
             return DataSet(folder)
         try:
             plan = make_plan(recipe)
             _adopt_plan(partial, plan)
-            _make(partial, folder, plan, display, workers)
+            _make(partial, folder, plan, note, workers, progress)
         except OSError as error:
             for name in (FILES, SKIPPED):  # which are not written aside
                 (partial / "dataset" / name).unlink(missing_ok=True)
@@ -110,16 +109,16 @@ def make_dataset(folder: Path, recipe: DataRecipe, display: MakingDisplay, worke
     return DataSet(folder)
 
 
-def _make(partial: Path, folder: Path, plan: MakingPlan, display: MakingDisplay, workers: int) -> None:
+def _make(partial: Path, folder: Path, plan: MakingPlan, note: Note, workers: int, progress: Progress) -> None:
     """Do the missing units, then rename the data set into place."""
     aside, units = partial / "dataset", partial / "units"
     for one in (aside, units):
         one.mkdir(exist_ok=True)
-    making = _making(plan.recipe, _tokenizer(plan, aside, display), aside, units)
+    making = _making(plan.recipe, _tokenizer(plan, aside, note), aside, units)
     missing = [unit for unit in plan.units if not is_done(unit, aside, units)]
     if len(missing) < len(plan.units):
-        display.note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
-    do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), display)
+        note(f"continuing: {len(plan.units) - len(missing)} of {len(plan.units)} units are done")
+    do_units(missing, len(plan.units), making, workers or len(os.sched_getaffinity(0)), progress)
     _complete(plan, making)
     aside.rename(folder)
     sync(folder.parent)
@@ -127,7 +126,7 @@ def _make(partial: Path, folder: Path, plan: MakingPlan, display: MakingDisplay,
 
 
 @contextlib.contextmanager
-def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
+def _locked(partial: Path, note: Note) -> Iterator[None]:
     """Hold the lock under which only one process at a time makes the data set; the others wait."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -138,7 +137,7 @@ def _locked(partial: Path, display: MakingDisplay) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            display.note(f"waiting for another process, which is making {partial.with_suffix('')}")
+            note(f"waiting for another process, which is making {partial.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -155,20 +154,19 @@ def _adopt_plan(partial: Path, plan: MakingPlan) -> None:
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(plan: MakingPlan, folder: Path, display: MakingDisplay) -> Tokenizer | None:
+def _tokenizer(plan: MakingPlan, folder: Path, note: Note) -> Tokenizer | None:
     """Load or train the tokenizer, and copy it to the folder; None for token files without one. Raises DataError if it is not usable."""
     recipe, kept, given = plan.recipe, folder / TOKENIZER, plan.recipe.tokenizer_file
-    if kept.exists():
-        return load_tokenizer(kept, f"delete {folder.parent} to start again")
-    if given is not None:
-        tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
-        display.note(f"tokenizer: {given}")
-    elif plan.files[0].kind == "tokens":
-        return None
-    else:
-        display.note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
-        tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
-    write_aside(kept, tokenizer.to_str(pretty=True))
+    if not kept.exists():
+        if given is not None:
+            tokenizer = load_tokenizer(given, "tokenizer must be a tokenizer.json, a folder that has one, or empty")
+            note(f"tokenizer: {given}")
+        elif plan.files[0].kind == "tokens":
+            return None
+        else:
+            note(f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts")
+            tokenizer = train_tokenizer(_texts_for_tokenizer(plan), recipe.vocab_size, recipe.end_of_text)
+        write_aside(kept, tokenizer.to_str(pretty=True))
     return load_tokenizer(kept, f"delete {folder.parent} to start again")
 
 
@@ -178,7 +176,7 @@ def _texts_for_tokenizer(plan: MakingPlan) -> Iterator[str]:
     units = [unit for unit in plan.units if unit.split == "train"]
     for unit in units:
         characters = 0
-        for document in documents_of(unit, recipe, template, UnitReport(unit.number)):
+        for document in documents_of(unit, recipe, template, UnitReport()):
             if document.split == "train":
                 yield document.text
                 characters += len(document.text)
@@ -239,7 +237,7 @@ def _complete(plan: MakingPlan, making: Making) -> None:
         vocab_size=making.vocab_size,
         end_of_text=plan.recipe.end_of_text if (folder / TOKENIZER).exists() else "",
         end_token=making.end,
-        tokenizer_sha256=checksum(folder / TOKENIZER) if (folder / TOKENIZER).exists() else "",
+        tokenizer_sha256=sha256(folder / TOKENIZER) if (folder / TOKENIZER).exists() else "",
         made_from={
             "recipe": asdict(plan.recipe),
             "files": len(plan.files),

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
-from lather.data.making import list_sources, listing_of, make_dataset
+from lather.data.making import Note, list_sources, listing_of, make_dataset
 from lather.data.order import MixturePhase, Order
 from lather.data.sequences import PackedDocuments, Windows
 from lather.errors import DataError
 
-Report = Callable[[str], None]
 
-
-class _Notes:
-    """A display that shows notes but no progress."""
-
-    def __init__(self, report: Report) -> None:
-        self.note = report
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        pass
-
-
-def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[DataSet]:
+def open_datasets(config: DataConfig, vocab_size: int, report: Note) -> list[DataSet]:
     """Open the data sets to train on. `report` is called with a line before each operation that takes long.
 
     Raises DataError if one is missing or damaged, has another tokenizer than the first, or tokens outside the vocabulary.
@@ -38,7 +26,7 @@ def open_datasets(config: DataConfig, vocab_size: int, report: Report) -> list[D
     return datasets
 
 
-def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
+def _of_source(config: DataConfig, vocab_size: int, report: Note) -> DataSet:
     """Open or make the data set of `data.source` for the present names, sizes and times of its files."""
     recipe = config.recipe(vocab_size)
     try:
@@ -47,7 +35,7 @@ def _of_source(config: DataConfig, vocab_size: int, report: Report) -> DataSet:
         raise DataError(f"data.source = {config.source!r}: {error}") from None
     name = Path(config.source).resolve().name
     folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
-    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, _Notes(report))
+    dataset = DataSet(folder) if folder.exists() else make_dataset(folder, recipe, report)
     if "validation" not in dataset.manifest.splits:
         raise DataError(
             f"data.source = {config.source!r}: {dataset.manifest.splits['train'].documents} document matches "

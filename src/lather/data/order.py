@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +29,6 @@ STEP = 2850178704830799621
 """The golden ratio's fractional part times `MODULUS`, rounded to an odd number, so that no point occurs twice."""
 ROUNDS = 8
 """Rounds of the Feistel network."""
-
-
-class Samples(Protocol):
-    """The samples of a run."""
-
-    sizes: list[int]
-    """Number of sequences of each source."""
-
-    def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the source and the sequence of each sample from `start` until `stop`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,7 @@ class Mixture:
         used, found = self.counts(start), []
         for sample in range(start, stop):
             point = (STEP * sample + self._offset) % MODULUS
-            source = next(number for number, edge in enumerate(self._edges[1:]) if point < edge)
+            source = bisect_right(self._edges, point) - 1
             found.append((source, used[source]))
             used[source] += 1
         return found

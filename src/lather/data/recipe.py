@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +11,7 @@ import tyro
 from lather.data.chat import ChatTemplate
 from lather.data.records import Kind
 from lather.errors import DataError, require
+from lather.files import digest_of, sha256
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -98,7 +97,7 @@ class DataRecipe:
         the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
-            mapping["tokenizer"] = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
+            mapping["tokenizer"] = sha256(self.tokenizer_file)
         if template := self.chat_template():
             mapping["chat_template"] = template.source, template.special_tokens
-        return hashlib.sha256(json.dumps([mapping, listing], sort_keys=True).encode()).hexdigest()[:12]
+        return digest_of([mapping, listing])[:12]

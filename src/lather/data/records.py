@@ -8,6 +8,7 @@ lose a record.
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import zlib
@@ -24,7 +25,6 @@ Kind = Literal["text", "jsonl", "json", "parquet", "huggingface", "tokens"]
 PIECE_BYTES = 1 << 20
 """A longer text file is cut at the ends of lines, and every piece is a document."""
 ROWS = 256
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 BLOCK_BYTES = 1 << 20
 Table = tuple[list[str], Callable[[list[str]], Iterator[list[dict[str, Any]]]]]
 """The names of a table's columns, and a function that reads some of them, in groups of rows."""
@@ -81,26 +81,22 @@ class RecordReader:
         readers = {"text": self._texts, "jsonl": self._json_lines, "json": self._json, "parquet": self._rows, "huggingface": self._rows}
         try:
             yield from readers[self.part.kind]()
-        except _DAMAGED as error:
-            yield Skip(self.lines + 1, "damaged, or ends early", str(error))
-        except OSError as error:
-            yield Skip(0, "cannot be read", error.strerror or str(error))
+        except (OSError, EOFError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno:
+                yield Skip(0, "cannot be read", error.strerror or str(error))
+            else:  # errors of decompression have no number
+                yield Skip(self.lines + 1, "damaged, or ends early", str(error))
 
     # --- text and JSONL
 
     def _texts(self) -> Iterator[Record | Skip]:
-        if self.part.stop < 0 and not self._is_plain():
+        if self.part.stop < 0 and not has_plain_line_ends(first_bytes(self.part.path), self.part.encoding):
             return self._whole()
         if self.part.separator:
             return self._separated()
         if self.part.path.endswith((".gz", ".zst")) or self.part.stop >= 0:
             return self._pieces()
         return self._whole()
-
-    def _is_plain(self) -> bool:
-        """Tell whether line ends and separators can be found without decoding."""
-        with _open(self.part.path) as file:
-            return has_plain_line_ends(file.read(4), self.part.encoding)
 
     def _whole(self) -> Iterator[Record | Skip]:
         with _open(self.part.path) as file:
@@ -222,44 +218,20 @@ def open_parquet(path: str) -> Any:
 
 def _open(path: str) -> io.BufferedReader:
     """Open a file, which is decompressed while it is read."""
-    raw = gzip.GzipFile(path) if path.endswith(".gz") else _ZstdFile(path) if path.endswith(".zst") else io.FileIO(path)
+    if path.endswith(".zst"):  # zstandard's own reader does not detect a truncated file
+        raw = _library("pyarrow").input_stream(path, compression="zstd")
+    else:
+        raw = gzip.GzipFile(path) if path.endswith(".gz") else io.FileIO(path)
     return io.BufferedReader(raw, BLOCK_BYTES)
 
 
-class _ZstdFile(io.RawIOBase):
-    """Decompresses all frames of a file. The library's own reader does not detect a truncated file."""
-
-    def __init__(self, path: str) -> None:
-        self._zstandard = _library("zstandard")
-        self._raw = io.FileIO(path)
-        self._frame: Any = None
-        self._compressed, self._ready = b"", b""
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._raw.read(BLOCK_BYTES)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("the last frame is not complete")
-                return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = self._frame.decompress(self._compressed)
-            except self._zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            self._compressed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
+def first_bytes(path: str) -> bytes:
+    """Return the first bytes of a file's content; empty if it cannot be read."""
+    try:
+        with _open(path) as file:
+            return file.read(4)
+    except OSError:
+        return b""
 
 
 def _split(file: io.BufferedReader, separator: bytes, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -318,8 +290,6 @@ def open_huggingface(name: str) -> Any:
 
 
 def _library(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError:

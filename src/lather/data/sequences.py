@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lather.data.shards import ShardReader
+from lather.data.shards import Array, ShardReader
 from lather.errors import DataError
 from lather.files import reason
 
@@ -27,16 +28,6 @@ IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
 """A piece of a document: the place of its first token in the split, and its number of labels."""
-
-
-@dataclass(frozen=True)
-class SequenceRows:
-    """Arrays that are filled with one sequence."""
-
-    inputs_S: npt.NDArray[np.int64]
-    labels_S: npt.NDArray[np.int64]
-    begins_S: npt.NDArray[np.bool_]
-    """True at the first token of a document that must not attend to earlier tokens."""
 
 
 class Sequences(Protocol):
@@ -49,8 +40,9 @@ class Sequences(Protocol):
     def num_labels(self, index: int) -> int | None:
         """Return the number of labels of a sequence; None: not known before it is read."""
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
-        """Write a sequence into `rows`, which are initialized to input 0, label `IGNORE_INDEX` and False."""
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+        """Write a sequence into arrays that are initialized to input 0, label `IGNORE_INDEX` and False. `begins_S`: True at the first token
+        of a document that must not attend to earlier tokens."""
 
 
 class Windows:
@@ -69,13 +61,13 @@ class Windows:
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else min(self.length, len(self.reader) - 1 - index * self.length)
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
-        _fill(self.reader, start, stop, 0, rows)
+        _fill(self.reader, start, stop, inputs_S, labels_S)
         if self.apart:
             ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
-            rows.begins_S[ends - start] = True
+            begins_S[ends - start] = True
 
 
 class PackedDocuments:
@@ -111,25 +103,23 @@ class PackedDocuments:
     def _of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
 
-    def fill(self, index: int, rows: SequenceRows) -> None:
+    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
         place = 0
         for chunk in self._of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
-            _fill(self.reader, start, start + labels + 1, place, rows)
-            rows.begins_S[place] = True
+            _fill(self.reader, start, start + labels + 1, inputs_S[place:], labels_S[place:])
+            begins_S[place] = True
             place += labels
         if place < self.length:
-            rows.begins_S[place] = True
+            begins_S[place] = True
 
 
-def _fill(reader: ShardReader, start: int, stop: int, place: int, rows: SequenceRows) -> None:
-    """Write the tokens from `start` until `stop` of the split as inputs and labels from `place` on."""
-    tokens = reader.tokens(start, stop)
-    rows.inputs_S[place : place + len(tokens) - 1] = tokens[:-1]
-    labels_S = rows.labels_S[place : place + len(tokens) - 1]
-    labels_S[:] = tokens[1:]
+def _fill(reader: ShardReader, start: int, stop: int, inputs_S: Array, labels_S: Array) -> None:
+    """Write the tokens from `start` until `stop` of the split as the first inputs and labels."""
+    tokens, length = reader.tokens(start, stop), stop - start - 1
+    inputs_S[:length], labels_S[:length] = tokens[:-1], tokens[1:]
     if reader.has_mask:
-        labels_S[~reader.learned(start + 1, stop)] = IGNORE_INDEX
+        labels_S[:length][~reader.learned(start + 1, stop)] = IGNORE_INDEX
 
 
 # --- packing ------------------------------------------------------------------------------------------------------------------------
@@ -141,32 +131,30 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
     by_length = np.argsort(-lengths.astype(np.int32), kind="stable").astype(np.int64)
     starts = np.flatnonzero(np.diff(lengths[by_length], prepend=-1))
     open_bins: dict[int, list[npt.NDArray[np.int32]]] = {}  # by the room left in them
-    rooms, num_bins = 0, 0  # `rooms` is a bit mask: bit r is set if an open bin has room r
-    for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True):
+    rooms: list[int] = []  # the keys of `open_bins`, sorted
+    num_bins = 0
+    for start, stop in pairwise([*starts, len(lengths)]):
         length, items = int(lengths[by_length[start]]), by_length[start:stop]
         while len(items):
-            fitting = rooms >> length
-            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            fullest = bisect_left(rooms, length)
+            room = rooms.pop(fullest) if fullest < len(rooms) else capacity
             each = room // length
             needed = -(-len(items) // each)
-            if fitting:
+            if room in open_bins:
                 ids = np.concatenate(open_bins.pop(room))
-                rooms ^= 1 << room
-                ids, rest = ids[:needed], ids[needed:]
-                if len(rest):
-                    open_bins[room] = [rest]
-                    rooms |= 1 << room
             else:
                 ids = np.arange(num_bins, num_bins + needed, dtype=np.int32)
                 num_bins += needed
+            ids, rest = ids[:needed], ids[needed:]
             placed = min(len(items), len(ids) * each)
             bins[items[:placed]] = np.repeat(ids, each)[:placed]
             items = items[placed:]
             partly = placed - (len(ids) - 1) * each  # items in the last bin
-            for some, left in ((ids[:-1], room - each * length), (ids[-1:], room - partly * length)):
+            for some, left in ((rest, room), (ids[:-1], room - each * length), (ids[-1:], room - partly * length)):
                 if len(some) and left:
+                    if left not in open_bins:
+                        insort(rooms, left)
                     open_bins.setdefault(left, []).append(some)
-                    rooms |= 1 << left
     return bins
 
 
@@ -182,19 +170,20 @@ def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.ND
 
 def _chunks(reader: ShardReader, shard: int, length: int) -> npt.NDArray[np.void]:
     """Return the pieces of a shard's documents; tokens after the end of the last document form one more document."""
-    ends = np.append(reader.ends(shard), reader.entries[shard].tokens)
-    firsts = np.concatenate([[0], ends[:-1]])
+    start, stop = reader.starts[shard : shard + 2].tolist()
+    ends = np.append(reader.ends_between(start, stop), stop)
+    firsts = np.concatenate([[start], ends[:-1]])
     labels = ends - firsts - 1  # the first token of a document is not a label
     firsts, labels = firsts[labels > 0], labels[labels > 0]
     counts = -(-labels // length)
     number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     chunks = np.empty(len(number), CHUNK)
-    chunks["start"] = int(reader.starts[shard]) + np.repeat(firsts, counts) + number * length
+    chunks["start"] = np.repeat(firsts, counts) + number * length
     chunks["length"] = np.minimum(np.repeat(labels, counts) - number * length, length)
     return chunks
 
 
-def _keep(folder: Path, chunks: npt.NDArray[Any], starts: npt.NDArray[Any]) -> None:
+def _keep(folder: Path, chunks: Array, starts: Array) -> None:
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         aside.mkdir()

@@ -9,7 +9,6 @@ of the process, and a shuffle would touch all of them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import weakref
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lather.errors import DataError
+from lather.files import sha256
 
 HEADER_BYTES = 128
 """Length of the version 1.0 header that numpy writes for a flat array."""
@@ -70,17 +70,12 @@ class _ArrayFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return checksum(self.path)
+        return sha256(self.path)
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):  # the disk may be too full for the buffer
             self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass
@@ -96,15 +91,15 @@ class ShardWriter:
     """True if each token has a mark that says whether it is trained on."""
     entries: list[ShardEntry] = field(default_factory=list)
     _files: dict[str, _ArrayFile] = field(default_factory=dict)
-    _ends: list[int] = field(default_factory=list)
 
     def write(self, tokens: Array, learned: Array | None = None) -> None:
         """Append a part of a document."""
         if not self._files:
             name = f"{self.prefix}-{len(self.entries):03d}"
-            self._files = {"npy": _ArrayFile(self.folder / f"{name}.npy", self.dtype)}
+            dtypes: dict[str, npt.DTypeLike] = {"npy": self.dtype, "ends.npy": np.int64}
             if self.masked:
-                self._files["learned.npy"] = _ArrayFile(self.folder / f"{name}.learned.npy", np.bool_)
+                dtypes["learned.npy"] = np.bool_
+            self._files = {suffix: _ArrayFile(self.folder / f"{name}.{suffix}", dtype) for suffix, dtype in dtypes.items()}
         self._files["npy"].append(tokens)
         if self.masked:
             self._files["learned.npy"].append(np.ones(len(tokens), dtype=bool) if learned is None else learned)
@@ -112,26 +107,23 @@ class ShardWriter:
     def end_document(self) -> None:
         """Record the end of a document."""
         length = self._files["npy"].length
-        self._ends.append(length)
+        self._files["ends.npy"].append(np.array([length]))
         if length >= self.shard_tokens:
             self.finish()
 
     def finish(self) -> None:
         """Complete the current shard, if there is one."""
-        if not self._files:
-            return
-        name, tokens = f"{self.prefix}-{len(self.entries):03d}", self._files["npy"].length
-        ends = self._files["ends.npy"] = _ArrayFile(self.folder / f"{name}.ends.npy", np.int64)
-        ends.append(np.asarray(self._ends, dtype=np.int64))
-        checksums = {suffix: file.finish() for suffix, file in sorted(self._files.items())}
-        self.entries.append(ShardEntry(name, tokens, len(self._ends), checksums))
-        self._files, self._ends = {}, []
+        if self._files:
+            tokens, documents = self._files["npy"], self._files["ends.npy"].length
+            checksums = {suffix: file.finish() for suffix, file in sorted(self._files.items())}
+            self.entries.append(ShardEntry(tokens.path.stem, tokens.length, documents, checksums))
+            self._files = {}
 
     def abandon(self) -> None:
         """Delete the current shard."""
         for file in self._files.values():
             file.abandon()
-        self._files, self._ends = {}, []
+        self._files = {}
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------
@@ -171,12 +163,6 @@ class ShardReader:
     def learned(self, start: int, stop: int) -> Array:
         """Read which of these tokens are trained on."""
         return self._read(start, stop, "learned.npy", np.dtype(np.bool_))
-
-    def ends(self, shard: int) -> Array:
-        """Return the ends of a shard's documents, as places in the shard."""
-        entry = self.entries[shard]
-        path = self.folder / f"{entry.name}.ends.npy"
-        return np.frombuffer(self._bytes(path, HEADER_BYTES, 8 * entry.documents), dtype="<i8")
 
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ends of documents in the stream (the places after their last tokens), above `start` and up to `stop`."""

@@ -14,27 +14,20 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from lather.data.recipe import DataRecipe
-from lather.data.records import PIECE_BYTES, FilePart, Kind, open_huggingface, open_parquet, overlaps_itself
+from lather.data.records import PIECE_BYTES, FilePart, Kind, first_bytes, open_huggingface, open_parquet, overlaps_itself
 from lather.data.texts import has_plain_line_ends, kind_of_bytes
 from lather.errors import DataError
 
 SplitName = Literal["train", "validation"]
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 """Folders of the standard library that are left out: tests, installed packages, and generated tables."""
-SUFFIXES: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".npy": "tokens",
-    ".bin": "tokens",
-    ".idx": "tokens",
-    ".ds": "tokens",
-}
+ENDINGS: dict[Kind, tuple[str, ...]] = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "tokens": (".npy", ".bin", ".idx", ".ds")}
+"""Endings of the names of files that are not text."""
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 32 << 20, 256 << 20, 64
 """Minimal and maximal bytes of a unit of work, and the number of units to aim for within these limits."""
 RANGE_BYTES = PIECE_BYTES
@@ -68,8 +61,10 @@ class ReadUnit:
 
 def list_files(source: str, recipe: DataRecipe) -> list[SourceFile]:
     """List the files of a source, sorted by name. Raises DataError if the source does not exist, or has no file."""
-    if source.startswith("hf:") or recipe.format == "huggingface" or _is_saved_by_datasets(source):
-        found = [path.stat() for path in Path(source.partition("#")[0]).rglob("*") if path.is_file()]  # none for a data set of the hub
+    folder = Path(source.partition("#")[0])
+    is_saved_by_datasets = any((folder / name).is_file() for name in SAVED_BY_DATASETS)
+    if source.startswith("hf:") or recipe.format == "huggingface" or is_saved_by_datasets:
+        found = [path.stat() for path in folder.rglob("*") if path.is_file()]  # none for a data set of the hub
         size, changed = sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
         return [SourceFile(source, "huggingface", size if found else -1, changed, source)]
     root, left_out = root_of(source)
@@ -106,18 +101,14 @@ def _file(path: Path, root: Path, recipe: DataRecipe, *, is_named: bool = False)
     """Describe a file. `is_named`: the file itself is given as a source; only then is a .json file read as records, because a .json file in
     a folder of source code is text."""
     suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
-    kind = recipe.format if recipe.format != "auto" else SUFFIXES.get(suffix, "text")
-    if recipe.format == "auto" and is_named and suffix == ".json":
-        kind = "json"
+    by_name: Kind = next((kind for kind, endings in ENDINGS.items() if suffix in endings), "text")
+    if is_named and suffix == ".json":
+        by_name = "json"
+    kind = by_name if recipe.format == "auto" else recipe.format
     if kind in ("parquet", "tokens") and path.suffix in (".gz", ".zst"):
         raise DataError(f"{path}: {kind} files cannot be read compressed: unpack it")
     status = path.stat()
     return SourceFile(str(path), kind, status.st_size, status.st_mtime_ns, path.relative_to(root).as_posix())
-
-
-def _is_saved_by_datasets(source: str) -> bool:
-    folder = Path(source.partition("#")[0])
-    return any((folder / name).is_file() for name in SAVED_BY_DATASETS)
 
 
 def root_of(source: str) -> tuple[Path, set[str]]:
@@ -167,7 +158,8 @@ def _parts(file: SourceFile, recipe: DataRecipe, unit_bytes: int) -> Iterator[tu
         rows = open_huggingface(file.path)
         return _ranges(whole, len(rows), int(rows.dataset_size or rows.data.nbytes), unit_bytes)
     is_cut = file.size > (unit_bytes if file.kind == "jsonl" or recipe.separator else PIECE_BYTES)
-    if file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or not is_cut or not _is_cuttable(file, recipe):
+    is_whole = file.kind in ("tokens", "json") or file.path.endswith((".gz", ".zst")) or overlaps_itself(recipe.separator)
+    if is_whole or not is_cut or not has_plain_line_ends(first_bytes(file.path), recipe.encoding):
         return iter([(whole, file.size)])
     return _ranges(whole, file.size, file.size, unit_bytes)
 
@@ -182,29 +174,14 @@ def _ranges(whole: FilePart, length: int, size: int, unit_bytes: int) -> Iterato
         each = -(-each // RANGE_BYTES) * RANGE_BYTES
     for start in range(0, length, each):
         stop = min(start + each, length)
-        yield FilePart(whole.path, whole.kind, start, stop, whole.separator, whole.encoding, whole.columns), (stop - start) * size // length
-
-
-def _is_cuttable(file: SourceFile, recipe: DataRecipe) -> bool:
-    """Tell whether reading may start in the middle of the file and find the next line or separator."""
-    is_ambiguous = bool(recipe.separator) and overlaps_itself(recipe.separator)
-    return not is_ambiguous and has_plain_line_ends(start_of(file.path), recipe.encoding)
-
-
-def start_of(path: str) -> bytes:
-    """Return the first bytes of a file; empty if it cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(4)
-    except OSError:
-        return b""
+        yield replace(whole, start=start, stop=stop), (stop - start) * size // length
 
 
 def kind_instead(file: SourceFile) -> str | None:
     """Return the actual kind of a file that would be read as text or JSON, but whose first bytes are of another kind."""
     if file.kind not in ("text", "jsonl", "json") or file.path.endswith((".gz", ".zst")):
         return None
-    return kind_of_bytes(start_of(file.path))
+    return kind_of_bytes(first_bytes(file.path))
 
 
 def _num_row_groups(path: str) -> int:

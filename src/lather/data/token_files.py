@@ -11,15 +11,15 @@ Documents end where the index says; without an index, after each end-of-text tok
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from lather.data.shards import Array
+
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -70,10 +70,9 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
         raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
     if path.with_suffix(".idx").exists():
         return _megatron(path, size)
-    with path.open("rb") as file:
-        header = np.frombuffer(file.read(LLM_C_HEADER), dtype="<i4") if size >= LLM_C_HEADER else np.zeros(3, "<i4")
-    if dtype := LLM_C.get((int(header[0]), int(header[1]))):
-        return _of_length(path, dtype, LLM_C_HEADER, int(header[2]), size)
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if size >= LLM_C_HEADER and (dtype := LLM_C.get((header[0], header[1]))):
+        return _of_length(path, dtype, LLM_C_HEADER, header[2], size)
     if not bare_dtype:
         raise TokenFileError("no header says how its tokens are stored: give --token-dtype uint16 or uint32")
     return _of_length(path, {"uint16": "<u2", "uint32": "<u4"}[bare_dtype], 0, size // int(np.dtype(bare_dtype).itemsize), size)
@@ -118,11 +117,10 @@ def _megatron(path: Path, size: int) -> TokenFile:
     index = path.with_suffix(".idx").read_bytes()
     if not index.startswith(MEGATRON_MAGIC) or len(index) < 34:
         raise TokenFileError(f"{path.with_suffix('.idx').name} is not a Megatron index")
-    version, code = int.from_bytes(index[9:17], "little"), index[17]
+    _, version, code, sequences, documents = struct.unpack_from("<9sQBQQ", index)
     dtype = MEGATRON_DTYPES.get(code, "")
     if version != 1 or np.dtype(dtype or "f4").kind not in "iu":
         raise TokenFileError(f"{path.with_suffix('.idx').name} has version {version} and type {code}: not version 1 of integers")
-    sequences, documents = (int.from_bytes(index[start : start + 8], "little") for start in (18, 26))
     expected = 34 + sequences * 12 + documents * 8
     if len(index) < expected:
         raise TokenFileError(f"{path.with_suffix('.idx').name} has {len(index):,} bytes, not {expected:,} for {sequences:,} sequences")

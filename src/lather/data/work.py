@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +42,8 @@ MOST_DETAIL = 200
 """Maximal length of a skip's detail, in characters."""
 Count = Callable[[int, int], None]
 """Called with the numbers of documents and tokens made since the last call."""
+Progress = Callable[[int, int, int, int], None]
+"""Called with the numbers of finished units and of all units, and of the documents and tokens made since the command was started."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,6 @@ class Making:
 class UnitReport:
     """The result of a unit of work."""
 
-    number: int
     splits: dict[str, Split] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     """Number of lines or rows of each part."""
@@ -92,9 +93,9 @@ def is_done(unit: ReadUnit, folder: Path, units: Path) -> bool:
     return all((folder / f"{shard.name}.{suffix}").exists() for shard in shards for suffix in shard.checksums)
 
 
-def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
+def do_unit(unit: ReadUnit, making: Making, count: Count) -> None:
     """Write the unit's shards, then its report. After an error, such as OSError on a full disk, the current shards are deleted."""
-    report = UnitReport(unit.number)
+    report = UnitReport()
     options = token_dtype(making.vocab_size), making.recipe.shard_tokens, making.recipe.chat
     writers = {split: ShardWriter(making.folder, f"{split}-{unit.number:05d}", *options) for split in SPLITS}
     try:
@@ -116,7 +117,6 @@ def do_unit(unit: ReadUnit, making: Making, count: Count) -> UnitReport:
             writer.abandon()
         raise
     write_aside(report_path(making.units, unit.number), json.dumps(asdict(report)))
-    return report
 
 
 def _place_of_held_out(unit: int, every: int) -> int:
@@ -201,20 +201,10 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
 # --- processes ----------------------------------------------------------------------------------------------------------------------
 
 
-class MakingDisplay(Protocol):
-    """Shows the progress of making a data set."""
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-
-    def progress(self, units: int, num_units: int, documents: int, tokens: int) -> None:
-        """Show the number of finished units, and the documents and tokens made since the command was started."""
-
-
-def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, display: MakingDisplay) -> None:
+def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers: int, progress: Progress) -> None:
     """Do `units`, the missing ones of all `num_units`. Raises the error of a unit that fails; finished units are kept."""
     if workers == 1 or len(units) < 2:
-        _do_here(units, num_units, making, display)
+        _do_here(units, num_units, making, progress)
         return
     done, context = num_units - len(units), multiprocessing.get_context("spawn")
     counts = context.Array("q", 2)
@@ -229,17 +219,23 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
         idle = list(processes)
         while waiting or at_work:
             for connection in idle[: len(waiting)]:
-                unit = at_work[connection] = waiting.pop()
-                with _named_if_killed(unit):
-                    connection.send(unit)
+                at_work[connection] = waiting.pop()
+                with contextlib.suppress(ConnectionError):  # the process has ended, which is noticed below
+                    connection.send(at_work[connection])
             idle = [connection for connection in wait(list(at_work), POLL_SECONDS) if isinstance(connection, Connection)]
             for connection in idle:
-                with _named_if_killed(at_work.pop(connection)):
+                unit = at_work.pop(connection)
+                try:
                     error = connection.recv()
+                except (EOFError, ConnectionError):
+                    raise DataError(
+                        f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
+                        "the same command continues: give it fewer --workers"
+                    ) from None
                 if error is not None:
                     raise error
                 done += 1
-            display.progress(done, num_units, *counts[:])
+            progress(done, num_units, *counts[:])
     finally:
         for connection, process in processes.items():
             connection.close()  # an idle process ends when its connection closes
@@ -248,29 +244,17 @@ def do_units(units: Sequence[ReadUnit], num_units: int, making: Making, workers:
             process.join()
 
 
-def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, display: MakingDisplay) -> None:
+def _do_here(units: Sequence[ReadUnit], num_units: int, making: Making, progress: Progress) -> None:
     done, made = num_units - len(units), [0, 0]
 
     def count(documents: int, tokens: int) -> None:
         made[0], made[1] = made[0] + documents, made[1] + tokens
-        display.progress(done, num_units, *made)
+        progress(done, num_units, *made)
 
     for unit in units:
         do_unit(unit, making, count)
         done += 1
-        display.progress(done, num_units, *made)
-
-
-@contextlib.contextmanager
-def _named_if_killed(unit: ReadUnit) -> Iterator[None]:
-    """Raise DataError if the process that is at work on a unit has ended."""
-    try:
-        yield
-    except (EOFError, ConnectionError):
-        raise DataError(
-            f"a process ended while it was at work on {unit.parts[0].path}: it was killed, perhaps because memory ran out; "
-            "the same command continues: give it fewer --workers"
-        ) from None
+        progress(done, num_units, *made)
 
 
 def _work(connection: Connection, making: Making, counts: Any) -> None:

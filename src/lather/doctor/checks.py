@@ -58,18 +58,16 @@ def check_versions(facts: Sequence[RankFacts], needed: Sequence[Requirement] | N
         wanted = [one for one in needed if one.name == name]
         others = [f"{one.versions.get(name, 'none')} on rank {one.rank}" for one in facts if one.versions.get(name) != own.get(name)]
         if others:
-            remedy = f"install the same {name} everywhere"
-            yield Finding("versions", name, f"{own.get(name, 'none')} on rank 0, {others[0]}", "wrong", remedy)
+            found = f"{own.get(name, 'none')} on rank 0, {others[0]}"
+            yield Finding("versions", name, found, "wrong", f"install the same {name} everywhere")
         elif name not in own:
             if all(one.marker for one in wanted):
                 missing.append(name)
             else:
                 yield Finding("versions", name, "not installed", "wrong", f"pip install '{wanted[0]}'")
         elif old := [one for one in wanted if not one.specifier.contains(Version(own[name]).base_version)]:
-            remedy = f"pip install '{name}{old[0].specifier}'"
-            yield Finding(
-                "versions", name, f"{own[name]}, which is not {old[0].specifier}", "warning" if old[0].marker else "wrong", remedy
-            )
+            found, remedy = f"{own[name]}, which is not {old[0].specifier}", f"pip install '{name}{old[0].specifier}'"
+            yield Finding("versions", name, found, "warning" if old[0].marker else "wrong", remedy)
         elif name in SHOWN:
             yield Finding("versions", name, own[name])
         else:
@@ -97,14 +95,13 @@ def check_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         if least.capability < MIN_CAPABILITY:
             verdict, remedy = "warning", 'it does not multiply bf16 quickly: train with train.precision = "fp32"'
         yield Finding("devices", "GPU", found, verdict, remedy)
-    for one in facts:
-        if one.kernel_error:
-            absent = one.kernel_error == "absent"
-            found = "Triton is not installed: slower operations of torch are used" if absent else f"rank {one.rank}: {one.kernel_error}"
-            remedy = "pip install triton, as torch's CUDA builds for Linux do" if absent else "Triton needs a C compiler (gcc) and a driver"
-            yield Finding("devices", "Triton kernel", found, "wrong", remedy)
-            return
-    if gpus:
+    if failed := [one for one in facts if one.kernel_error]:
+        found, remedy = f"rank {failed[0].rank}: {failed[0].kernel_error}", "Triton needs a C compiler (gcc) and a driver"
+        if failed[0].kernel_error == "absent":
+            found = "Triton is not installed: slower operations of torch are used"
+            remedy = "pip install triton, as torch's CUDA builds for Linux do"
+        yield Finding("devices", "Triton kernel", found, "wrong", remedy)
+    elif gpus:
         yield Finding("devices", "Triton kernel", "runs, and has the numbers of torch's operations")
 
 

@@ -47,10 +47,6 @@ def _all_reduce(x: Tensor, y: Tensor) -> None:
     dist.all_reduce(y)
 
 
-def _all_to_all(x: Tensor, y: Tensor) -> None:
-    dist.all_to_all_single(y, x)
-
-
 def _to_next(x: Tensor, y: Tensor) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     transfers = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, y, (rank - 1) % size)]
@@ -61,7 +57,7 @@ def _to_next(x: Tensor, y: Tensor) -> None:
 Operation = Callable[[Tensor, Tensor], None]
 OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, int], Tensor]]] = {
     "all-reduce": (_all_reduce, lambda size: 2 * (size - 1) / size, lambda rank, size: torch.tensor([size * (size - 1) / 2])),
-    "all-to-all": (_all_to_all, lambda size: (size - 1) / size, lambda rank, size: torch.arange(size)),
+    "all-to-all": (lambda x, y: dist.all_to_all_single(y, x), lambda size: (size - 1) / size, lambda rank, size: torch.arange(size)),
     "to the next rank": (_to_next, lambda size: 1.0, lambda rank, size: torch.tensor([(rank - 1) % size])),
 }
 """The operation, the share of a message that a rank sends, and the numbers that a rank has to get, equally many of each, if each rank sends

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.errors import UserError
 from lather.evaluation.scoring import score_labels
-from lather.generation.conversation import ConversationFormat
+from lather.generation.prompts import ConversationFormat
 from lather.generation.text import Ending, continue_texts
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
@@ -186,26 +185,21 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], wishes: dict[str, Any], seeds: Sequence[int]) -> list[str]:
-        ending, sampling = _ending(wishes, self._max_gen_toks), _sampling(wishes)
-        room = max(1, self._context - ending.num_tokens, self._context // 2)  # the context slides when more tokens are generated
+        until = wishes.get("until") or ()
+        lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
+        num_tokens = int(lengths[0]) if lengths else self._max_gen_toks
+        room = max(1, self._context - num_tokens, self._context // 2)  # the context slides when more tokens are generated
         prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
-        special = {token for text in ending.stop_texts if (token := self._text_tokenizer.token_to_id(text)) is not None}
-        ending = replace(ending, stop_tokens=self._ends | special)
+        stop_texts = (until,) if isinstance(until, str) else tuple(until)
+        stop_tokens = self._ends | {token for text in stop_texts if (token := self._text_tokenizer.token_to_id(text)) is not None}
         if self._in_conversation:
-            stop_texts = (*ending.stop_texts, *self._conversation.stop_texts)
-            ending = replace(ending, stop_tokens=ending.stop_tokens | self._conversation.stop_tokens, stop_texts=stop_texts)
+            stop_tokens, stop_texts = stop_tokens | self._conversation.stop_tokens, stop_texts + self._conversation.stop_texts
+        ending, sampling = Ending(num_tokens, stop_tokens, stop_texts), _sampling(wishes)
         with self._trained.precision(self._device):
             continued = continue_texts(
                 self._decoder, self._text_tokenizer, prompts, ending, context=self._context, sampling=sampling, seeds=seeds
             )
         return [one.text for one in continued]
-
-
-def _ending(wishes: dict[str, Any], num_tokens: int) -> Ending:
-    """Read where the texts of a task end: at some strings, and after `num_tokens` tokens if the task gives no number."""
-    until = wishes.get("until") or ()
-    lengths = [wishes[name] for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if wishes.get(name) is not None]
-    return Ending(int(lengths[0]) if lengths else num_tokens, stop_texts=(until,) if isinstance(until, str) else tuple(until))
 
 
 def _sampling(wishes: dict[str, Any]) -> Sampling:

@@ -12,10 +12,9 @@ Letters: B sequences, S positions, D hidden size, N labels, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,36 +77,21 @@ class Score:
     num_bytes: int | None
     """UTF-8 bytes of the labels' text; None: the set has no tokenizer."""
 
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which compares models with different tokenizers. None if there are no bytes."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the labels that were the most likely token."""
-        return self.hits / self.tokens
-
     def as_row(self) -> dict[str, Any]:
-        """Return the fields of a row of results; values that are not finite become null."""
+        """Return the fields of a row of results; values that are not finite become null.
+
+        `loss`: nats per token; `perplexity`: exp(loss); `bits_per_byte`: bits per byte of text, which compares models with different
+        tokenizers, null if there are no bytes; `accuracy`: fraction of the labels that were the most likely token.
+        """
+        loss = self.nats / self.tokens
         row = {
             "sequences": self.sequences,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "accuracy": self.accuracy,
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": self.nats / math.log(2) / self.num_bytes if self.num_bytes else None,
+            "accuracy": self.hits / self.tokens,
         }
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
@@ -142,7 +126,7 @@ def score_set(
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
     """Return the bytes of each token; 0 for tokens that the tokenizer does not have."""
-    kinds = set(_types(json.loads(tokenizer.to_str())))
+    kinds = set(re.findall(r'"type":"(\w+)"', tokenizer.to_str()))  # not in a token, whose quotes would be escaped
     added = tokenizer.get_added_tokens_decoder()
     table = torch.zeros(vocab_size, dtype=torch.int64)
     for written, token in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -152,26 +136,9 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " v"]:
             table[token] = 0 if added[token].special else len(written.encode())
         elif "ByteLevel" in kinds:
             table[token] = len(written)  # a character for each byte
+        elif BYTE.fullmatch(written):
+            table[token] = 1
         else:
-            table[token] = _written_bytes(written, "WordPiece" in kinds)
+            text = written.replace(SPACE, " ")
+            table[token] = len((text.removeprefix(CONTINUED) if "WordPiece" in kinds else text).encode())
     return table
-
-
-def _written_bytes(written: str, is_word_piece: bool) -> int:
-    if BYTE.fullmatch(written):
-        return 1
-    text = written.replace(SPACE, " ")
-    return len((text.removeprefix(CONTINUED) if is_word_piece else text).encode())
-
-
-def _types(part: Any) -> Iterator[str]:
-    """Yield the type names of a tokenizer's decoder, model and pre-tokenizer, and of their parts."""
-    if isinstance(part, dict):
-        if isinstance(part.get("type"), str):
-            yield part["type"]
-        for name, value in part.items():
-            if name not in ("vocab", "merges", "added_tokens"):
-                yield from _types(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from _types(value)

@@ -1,4 +1,4 @@
-"""Continues texts: encodes prompts, generates tokens for all of them side by side, and decodes these as they are generated.
+"""Continues texts: generates tokens for several prompts side by side, and decodes these as they are generated.
 
 A character may consist of several tokens, and tokenizers like SentencePiece's write a space before a word only if another token precedes
 it. So a token is decoded together with a few tokens before it; its piece is the text that it adds. Text that later tokens may still change
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from lather.errors import DataError
 from lather.models.decoder import Decoder
 from lather.models.generate import Continuations, Sampling
 
@@ -45,17 +44,6 @@ class ContinuedText:
     """True if a stop token or stop text ended the text; False if it reached the maximal number of tokens."""
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encode a text. Raises DataError if it is not valid Unicode, or has no token."""
-    try:
-        tokens: list[int] = tokenizer.encode(prompt).ids
-    except TypeError:
-        raise DataError(f"prompt {prompt!r} is not valid Unicode: give text in UTF-8") from None
-    if not tokens:
-        raise DataError(f"prompt {prompt!r} encodes to no token: give at least one character")
-    return tokens
-
-
 def continue_texts(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -70,8 +58,7 @@ def continue_texts(
     """Continue all prompts side by side, with one of `seeds` for each. `show` is called with a row's number and the next piece of its text
     as soon as that piece is final."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    stop_tokens = ending.stop_tokens
-    rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=stop_tokens)
+    rows = Continuations(model, prompts, context=context, sampling=sampling, generators=generators, stop_tokens=ending.stop_tokens)
     streams = [TextStream(tokenizer, prompt, ending.stop_texts) for prompt in prompts]
     texts = [""] * len(prompts)
 
@@ -125,9 +112,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._without_stop_text(self._grown())
-        text, self._held = text + self._held, ""
-        self._tokens, self._done = [], 0
-        return text
+        return text + self._held
 
     def _grown(self) -> str:
         before: str = self._tokenizer.decode(self._tokens[: self._done])

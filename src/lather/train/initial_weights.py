@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lather.checkpoint.find import find_checkpoint
-from lather.checkpoint.folder import list_checkpoints
-from lather.checkpoint.load import BIAS, load_parameters
-from lather.checkpoint.reader import open_checkpoint
+from lather.checkpoint.folder import find_checkpoint, list_checkpoints
+from lather.checkpoint.reader import BIAS, load_parameters, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of, load_run, model_of

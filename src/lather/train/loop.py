@@ -18,9 +18,8 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lather.checkpoint.find import best_checkpoint
-from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.folder import Progress, Retention, best_checkpoint, list_checkpoints, step_of
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config

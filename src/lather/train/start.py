@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lather.checkpoint.find import find_checkpoint
-from lather.checkpoint.folder import checkpoint_path, list_checkpoints, step_of
+from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_checkpoints, step_of
 from lather.config.changes import CHANGES, Change, History, Row, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.old_runs import OldOptimConfig, going_on

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from lather.checkpoint.find import find_checkpoint
-from lather.checkpoint.folder import step_of
+from lather.checkpoint.folder import find_checkpoint, step_of
 from lather.checkpoint.held import held_checkpoint
-from lather.checkpoint.load import load_checkpoint
+from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import load_config
@@ -27,7 +26,7 @@ from lather.data.documents import load_tokenizer
 from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
-from lather.generation.text import encode_prompt
+from lather.generation.prompts import encode_text
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
 from lather.train.companions import SETTINGS_FILE, companion_folders, has_template, manifests
@@ -108,7 +107,7 @@ class TrainedModel:
         prompt = config.log.sample_prompt or ("" if held_out is None else first_words(held_out, tokenizer, config.data.end_of_text))
         if not prompt:
             return ""
-        tokens = encode_prompt(tokenizer, prompt)
+        tokens = encode_text(tokenizer, prompt)
         more = generate(
             self.decoder(config.train.device),
             tokens,

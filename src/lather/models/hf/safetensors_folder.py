@@ -31,6 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 """Supported dtypes of weights; U8 holds packed weights."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ANOTHER_COPY = "download or save it again"
 
 Index = tuple[int | slice, ...]

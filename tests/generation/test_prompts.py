@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lather.errors import DataError
-from lather.generation.requests import Request, read_requests
+from lather.generation.prompts import read_prompts
 
 
 def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_lines_of_text_and_of_json(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": "one", "id": 3}, {"messages": messages}, {"conversations": [{"from": "human", "value": "hi"}]}]
     objects.write_text("\n".join(map(json.dumps, rows)))
-    assert read_requests(texts) == [Request("one"), Request("two {")]
-    assert read_requests(objects) == [Request("one"), Request(messages=messages), Request(messages=messages)]
+    assert read_prompts(texts) == ["one", "two {"]
+    assert read_prompts(objects) == ["one", messages, messages]
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_files_without_prompts_are_refused_with_the_line(tmp_path: Path, name: s
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words) as raised:
-        read_requests(tmp_path / name)
+        read_prompts(tmp_path / name)
     assert str(tmp_path / name) in str(raised.value)

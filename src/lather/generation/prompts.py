@@ -1,0 +1,100 @@
+"""Prompts: texts to continue and conversations to answer, read from files and encoded as tokens.
+
+A conversation is encoded up to the start of the assistant's answer; its format also says what ends the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lather.data.chat import ChatError, ChatTemplate, Messages, messages_of
+from lather.errors import DataError
+
+Prompt = str | Messages
+"""A text to continue, or a conversation to answer."""
+PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Content of a probe message; no chat template changes this character."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts of a file. Each line of a .jsonl file is an object with "prompt", "messages" or "conversations"; each line of any
+    other file is a text.
+
+    Empty lines are skipped. Raises DataError, with the line number, for a line that is not a prompt, and for a file without prompts.
+    """
+    try:
+        lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"--prompts {path}: cannot be read ({reason}): give a .jsonl or text file") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError(f"--prompts {path}: it holds no prompt: give one on each line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_of_line(line, f"--prompts {path}, line {number}") for number, line in numbered]
+
+
+def _of_line(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON ({error}): give an object with prompt or messages") from None
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str) and "completion" not in record:
+        return str(record["prompt"])
+    try:
+        return messages_of(record if isinstance(record, dict) else {})
+    except ChatError as error:
+        raise DataError(f"{place}: {error}: give an object with prompt or messages") from None
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text. Raises DataError if it is not valid Unicode, or has no token."""
+    tokens = _encode(tokenizer, text, "prompt")
+    if not tokens:
+        raise DataError(f"prompt {text!r} encodes to no token: give at least one character")
+    return tokens
+
+
+def _encode(tokenizer: Tokenizer, text: str, noun: str, **options: Any) -> list[int]:
+    try:
+        tokens: list[int] = tokenizer.encode(text, **options).ids
+    except TypeError:
+        raise DataError(f"{noun} {text!r} is not valid Unicode: give text in UTF-8") from None
+    return tokens
+
+
+class ConversationFormat:
+    """Formats conversations with a tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        """Raises DataError if the template leaves out the assistant's messages."""
+        self.template = template
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = False  # templates write special tokens by name
+        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], asking=False)
+        _, found, closing = text.rpartition(PLACE)
+        if not found:
+            raise DataError("the chat template does not show the assistant's messages: give a tokenizer with another template")
+        closing = closing.strip()
+        tokens = _encode(self._tokenizer, closing, "message", add_special_tokens=False)
+        special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        self.stop_tokens = frozenset(tokens[:1]) & special
+        """The special token that the template writes after an answer, if there is one."""
+        self.stop_texts = () if self.stop_tokens or not closing else (closing,)
+        """The text that the template writes after an answer, if that is not a special token."""
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Encode a conversation and the template's beginning of an answer. Raises DataError if the template refuses the conversation."""
+        return _encode(self._tokenizer, self.text(messages), "message", add_special_tokens=False)
+
+    def text(self, messages: Messages, *, asking: bool = True) -> str:
+        """Format the conversation; `asking` adds the template's beginning of an answer. Raises DataError if the template refuses it."""
+        try:
+            return self.template.render(messages, asking=asking)
+        except ChatError as error:
+            raise DataError(f"the conversation cannot be written: {error}") from None
