@@ -53,38 +53,17 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
 )
 
 NO_INFLUENCE = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "use_return_dict",
-    }
+    # where the model comes from
+    {"_name_or_path", "auto_map", "finetuning_task", "name_or_path", "transformers_version"}
+    # the tokens of a text
+    | {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class"}
+    # how the model is run
+    | {"_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype", "gradient_checkpointing", "is_decoder"}
+    | {"pretraining_tp", "torch_dtype", "use_cache"}
+    # what a call returns
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict"}
+    # other tasks than text
+    | {"id2label", "label2id", "problem_type", "task_specific_params"}
 )
 """Fields of any family without influence on the trained function. Fields such as dropout or tied encoders do not belong here."""
 

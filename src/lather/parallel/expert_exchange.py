@@ -66,8 +66,8 @@ def exchange_over(
     return ExpertExchange(group, num_experts, free_buffer=free_buffer, sizes_group=sizes_group)
 
 
-class ExpertExchange:
-    """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
+class ExpertExchange(Exchange):
+    """The exchange between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
     Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
     D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
