@@ -75,21 +75,21 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
 
 
 def _combine(s: ModelSizes) -> Calls:
-    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, combine_rows_sum, pair_of_row
+    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, pair_of_row
 
     row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
     yield combine_forward, s.rows(s.d), row_TK, weights_TK
-    yield combine_rows_sum, s.rows(s.d), row_TK
+    yield combine_forward, s.rows(s.d), row_TK
     yield combine_backward, s.tokens(s.d), s.rows(s.d), row_TK, weights_TK
     yield pair_of_row, row_TK, s.g
     yield check_distinct, row_TK, s.g
 
 
 def _cross_entropy(s: ModelSizes) -> Calls:
-    from lather.kernels.cross_entropy.triton import token_losses, token_losses_and_gradient_
+    from lather.kernels.cross_entropy.triton import token_losses
 
     yield token_losses, s.tokens(s.v), _integers(s.t), {"z_loss": 1e-4}
-    yield token_losses_and_gradient_, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
+    yield token_losses, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
 
 
 def _gather(s: ModelSizes) -> Calls:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.device import no_autocast
-from lather.kernels.combine import combine_forward, combine_rows_sum
+from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
@@ -190,7 +190,7 @@ class _RoutedExperts(torch.autograd.Function):
         if any(needs[4:6]):
             of_gate_up_factors = gate_up.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G))
         grad_gate_up_bias = gradient(2, partial(grouped_sum, grad_gate_up_GH, end_E))
-        grad_x = combine_rows_sum(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
+        grad_x = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
         of_weights = (grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias)
         return grad_x, grad_weights_RK, None, None, *of_weights, *of_gate_up_factors, *of_down_factors
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.device import gpu_module, is_gpu
-from lather.kernels.combine import combine_rows_sum
+from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
@@ -177,7 +177,7 @@ class ExpertExchange(Exchange):
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         _used_here(way.row_TK)
-        sum_TD = combine_rows_sum(rows_SD, way.row_TK)
+        sum_TD = combine_forward(rows_SD, way.row_TK)
         self.free_buffer(rows_SD)
         return sum_TD
 
