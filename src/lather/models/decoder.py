@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.cache import CachedLayout, KeyValueCache
+from lather.models.cache import KeyValueCache
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
@@ -201,13 +201,7 @@ class Decoder(RoutedModel):
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
         """Return the last norm's output, which is the head's input, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
-        layout: SequenceLayout
-        if cache is None:
-            layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens)
-        elif cu_seqlens is None:
-            layout = CachedLayout(cache, batch, length, tokens_BS.device)
-        else:
-            raise ValueError("cu_seqlens and a cache were given: a cache does not support packed documents, give one of the two")
+        layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.models.layers import Product, multiply, reset_parameters
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients
+from lather.models.saving.weight_gradients import Deferrable
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
@@ -82,7 +82,7 @@ class Router(Deferrable, nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
         """Route tokens. x consists of `num_sequences` sequences of equal length, which only the balance loss at sequence level uses."""
-        logits_TE = router_logits(x_TD, self.weight, self.bias, self.weight_gradients)
+        logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         experts_TK = self._experts(scores_TE)
         weights_TK = scores_TE.gather(1, experts_TK)
@@ -96,6 +96,11 @@ class Router(Deferrable, nn.Module):
         over_E = self.balance.counted(count_E, num_sequences) if self._repeated is None else self._repeated.balance_count_E
         loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences) if over_E is None else balance_loss(scores_TE, over_E)
         return Routing(experts_TK, weights_TK, count_E, loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
+
+    def logits(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t e"]:
+        """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype."""
+        product = Product(self.weight, self.bias, self.weight_gradients)
+        return multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), product)[0]
 
     def _experts(self, scores_TE: Tensor) -> Tensor:
         if self._repeated is not None:
@@ -179,18 +184,6 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
     reachable = num_experts // num_groups * num_groups_per_tok
     if not 1 <= num_experts_per_tok <= reachable:
         raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
-
-
-def router_logits(
-    x_TD: Float[Tensor, "t d"],
-    weight_ED: Float[Tensor, "e d"],
-    bias_E: Float[Tensor, " e"] | None = None,
-    queue: WeightGradients | None = None,
-) -> Float[Tensor, "t e"]:
-    """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype; the gradients of W and b go to
-    `queue`, if there is one."""
-    (logits_TE,) = multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), Product(weight_ED, bias_E, queue))
-    return logits_TE
 
 
 def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
