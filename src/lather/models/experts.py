@@ -79,10 +79,10 @@ class Experts(Deferrable, Rounding, nn.Module):
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
         call = _Call(self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
-        weights = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
-        factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else (adapter.A, adapter.B))]
+        gate_up_factors, down_factors = ((None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters)
+        parameters = (self.gate_up_proj, self.gate_up_bias, *gate_up_factors, self.down_proj, self.down_bias, *down_factors)
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *weights, *factors)  # type: ignore[no-untyped-call]
+            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
         return y_RD
 
     def reference_forward(
@@ -127,19 +127,15 @@ class _Call:
     kept: RoundedWeights | None
     keep_gate_up: bool
 
-    def stacks(self, end_E: Tensor, parameters: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
+    def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
-        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, gate_up_a, gate_up_b, down_a, down_b = parameters
-        assert gate_up_EHD is not None
-        assert down_EDF is not None
-        return (
-            AdaptedStack(gate_up_EHD, gate_up_bias_EH, gate_up_a, gate_up_b, self.scales[0], end_E, self.kept),
-            AdaptedStack(down_EDF, down_bias_ED, down_a, down_b, self.scales[1], end_E, self.kept),
-        )
+        of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
+        gate_up, down = (AdaptedStack(*four, scale=scale, end_E=end_E, kept=self.kept) for four, scale in of_stacks)
+        return gate_up, down
 
 
 class _RoutedExperts(torch.autograd.Function):
-    """`parameters`: gate/up (E, 2F, D) and down (E, D, F), their biases or None, then A and B of their adapters or None."""
+    """`parameters`: gate/up (E, 2F, D), its bias or None, A and B of its adapter or None; then the same of down (E, D, F)."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, route: Route, *parameters: Tensor | None) -> Tensor:
@@ -176,23 +172,23 @@ class _RoutedExperts(torch.autograd.Function):
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
         gathered = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
-        grad_down = gradient(1, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
+        grad_down = gradient(4, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
         of_down_factors = down.factor_gradients(grad_GD, h_GF) if any(needs[6:]) else (None, None)
         del h_GF, gathered
         if down.bias_EO is not None:
             dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
-        grad_down_bias = gradient(3, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
+        grad_down_bias = gradient(5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
         grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
         grad_gate_up = gradient(0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E))
         of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(needs[4:6]):
+        if any(needs[2:4]):
             of_gate_up_factors = gate_up.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G))
-        grad_gate_up_bias = gradient(2, partial(grouped_sum, grad_gate_up_GH, end_E))
+        grad_gate_up_bias = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
         grad_x = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
-        of_weights = (grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias)
-        return grad_x, grad_weights_RK, None, None, *of_weights, *of_gate_up_factors, *of_down_factors
+        of_gate_up, of_down = (grad_gate_up, grad_gate_up_bias, *of_gate_up_factors), (grad_down, grad_down_bias, *of_down_factors)
+        return grad_x, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 
 def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
