@@ -62,11 +62,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         reset_parameters(self)
 
     def forward(
-        self,
-        x_RD: Float[Tensor, "r d"],
-        experts_RK: Int[Tensor, "r k"],
-        weights_RK: Float[Tensor, "r k"],
-        num_pairs: int | None = None,
+        self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"], num_pairs: int | None = None
     ) -> Float[Tensor, "r d"]:
         """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on another rank and adds nothing.
 
@@ -130,7 +126,7 @@ class _Call:
     def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
         of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
-        gate_up, down = (AdaptedStack(*four, scale=scale, end_E=end_E, kept=self.kept) for four, scale in of_stacks)
+        gate_up, down = (AdaptedStack(weight, bias, a, b, scale, end_E, self.kept) for (weight, bias, a, b), scale in of_stacks)
         return gate_up, down
 
 
