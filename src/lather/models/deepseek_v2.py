@@ -90,16 +90,8 @@ class DeepseekV2Config(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
-    defaults={
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
-    },
+    defaults={"first_k_dense_replace": 0, "seq_aux": True},
+    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group", "aux_loss_alpha"}),
     fixed={
         "hidden_act": ("silu",),
         "attention_bias": (False,),

@@ -41,16 +41,12 @@ class Family:
     published: PublishedConfig
 
 
-FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {
-        family.model_type: family
-        for family in (
-            Family("deepseek_v2", DeepseekV2Config, deepseek_v2.build_deepseek_v2, deepseek_v2.PUBLISHED),
-            Family("qwen3_moe", Qwen3MoeConfig, qwen3_moe.build_qwen3_moe, qwen3_moe.PUBLISHED),
-            Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, gpt_oss.PUBLISHED),
-        )
-    }
+_FAMILIES = (
+    Family("deepseek_v2", DeepseekV2Config, deepseek_v2.build_deepseek_v2, deepseek_v2.PUBLISHED),
+    Family("qwen3_moe", Qwen3MoeConfig, qwen3_moe.build_qwen3_moe, qwen3_moe.PUBLISHED),
+    Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, gpt_oss.PUBLISHED),
 )
+FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _FAMILIES})
 
 NO_INFLUENCE = frozenset(
     # where the model comes from
@@ -70,8 +66,8 @@ NO_INFLUENCE = frozenset(
 FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
 """Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, but are not written."""
 
-DEFAULTS: Mapping[str, Any] = types.MappingProxyType({"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False})
-"""Fields of any family that may be left out, like `PublishedConfig.defaults`, which comes first."""
+OPTIONAL = frozenset({"rms_norm_eps", "initializer_range", "tie_word_embeddings"})
+"""Fields of any family that may be left out, like `PublishedConfig.optional`."""
 
 LARGEST = 10**8
 """Upper limit for integers in a configuration."""
@@ -105,8 +101,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
 
     hints = typing.get_type_hints(family.config)
     names = [field.name for field in dataclasses.fields(family.config) if field.name not in ROPE_FIELDS]
-    defaults = {**DEFAULTS, **published.defaults}
-    optional = defaults.keys() | published.nullable
+    optional = OPTIONAL | published.optional | published.defaults.keys() | published.nullable
     missing = [name for name in names if mapping.get(name) is None and name not in optional]
     missing += [name for name in sorted(published.nullable) if name not in mapping]
     if missing:
@@ -118,7 +113,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
             "remove it if it has no influence"
         )
     fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
-    for name, default in defaults.items():
+    for name, default in published.defaults.items():
         if name not in fields:
             fields[name] = default(fields) if callable(default) else default
     config = family.config(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)

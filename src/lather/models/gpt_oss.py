@@ -94,14 +94,7 @@ def _alternating(count: int) -> tuple[str, ...]:
 
 PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
-    defaults={
-        "layer_types": None,
-        "attention_bias": True,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "router_aux_loss_coef": 0.001,
-        "rms_norm_eps": 1e-5,
-    },
+    optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"}),
     fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,)},
     derived={
         "layer_types": lambda config: list(config.attention_types),

@@ -69,14 +69,8 @@ class Qwen3MoeConfig(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
-    defaults={
-        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": (),
-        "attention_bias": False,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
-    },
+    defaults={"head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1), "norm_topk_prob": False},
+    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias", "router_aux_loss_coef"}),
     fixed={
         "hidden_act": ("silu",),
         "attention_dropout": (0.0,),

@@ -76,10 +76,12 @@ class PublishedConfig:
 
     architecture: str
     """Name of the class in transformers."""
-    defaults: Mapping[str, Any]
-    """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Fields that are supported only with these values, or left out, or null; the first value is written."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
+    optional: frozenset[str] = frozenset()
+    """Fields that may be left out or null, too, if their default in the configuration is transformers'."""
     derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Fields whose values are computed from the configuration."""
     aliases: Mapping[str, str] = field(default_factory=dict)
