@@ -139,11 +139,11 @@ def _route(s: ModelSizes) -> Calls:
 
 
 def _swiglu(s: ModelSizes) -> Calls:
-    from lather.kernels.swiglu.triton import gate_backward, gate_forward, gate_gradient
+    from lather.kernels.swiglu.triton import gate_forward, gate_gradient
 
     yield gate_forward, s.rows(2 * s.f), s.gate
-    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate
-    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, None, s.rows(s.f)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g), s.rows(s.f), _floats(s.g)
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 

@@ -132,7 +132,7 @@ def public_operations(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
     plan = route.plan_route(ids, 8, 16)
     rows = gather.padded_index_gather(x, plan.token_G)
     out = combine.weighted_combine(swiglu.swiglu(rows), plan.row_TK, weights)
-    loss = out.square().sum() + swiglu.clamped_swiglu(rows).square().sum()
+    loss = out.square().sum() + swiglu.swiglu(rows, CLAMPED_SWIGLU).square().sum()
     return [out.detach(), *torch.autograd.grad(loss, (x, weights))]
 
 

@@ -22,8 +22,6 @@ from lather.kernels.combine import reference
 from lather.kernels.route import check_range
 from lather.shapes import Float, Int
 
-__all__ = ["combine_backward", "combine_forward", "validate", "weighted_combine"]
-
 
 def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
     """Return the weighted sum of each token's rows, in their dtype. It can be differentiated once, for `rows` and `weights_TK`.

@@ -26,8 +26,6 @@ from lather.kernels.cross_entropy import reference
 from lather.shapes import Float, Int
 from lather.torch_private import base_of
 
-__all__ = ["SpentLogits", "check_inputs", "cross_entropy_", "divided", "flat_labels"]
-
 IGNORED = -1
 """Label of a token that does not count; it replaces the caller's `ignore_index`."""
 

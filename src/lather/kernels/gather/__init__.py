@@ -20,8 +20,6 @@ from lather.kernels.gather import reference
 from lather.kernels.route import check_range
 from lather.shapes import Float, Int
 
-__all__ = ["add_rows", "gather_rows", "padded_index_gather", "validate"]
-
 
 @torch.no_grad()
 def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:

@@ -37,7 +37,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor as the header of a file describes it."""
+    """A tensor that has not been read, as the header of a file describes it."""
 
     dtype: str
     """Name of the dtype: F32, BF16, ..."""
@@ -82,22 +82,11 @@ class SafetensorsFolder:
 
 
 @runtime_checkable
-class DescribedTensor(Protocol):
-    """The dtype and shape of a tensor that has not been read."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-@runtime_checkable
 class TensorSource(Protocol):
     """Tensors that are read on demand, such as those of a `SafetensorsFolder`."""
 
     @property
-    def tensors(self) -> Mapping[str, DescribedTensor]: ...
+    def tensors(self) -> Mapping[str, TensorHeader]: ...
 
     def read(self, name: str, index: Index = ()) -> Tensor: ...
 
