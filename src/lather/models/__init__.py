@@ -3,7 +3,6 @@
 This package exports the names that scripts usually need; the modules have the rest.
 """
 
-from lather.models.cache import KeyValueCache as KeyValueCache
 from lather.models.decoder import Decoder as Decoder
 from lather.models.decoder import DecoderOutput as DecoderOutput
 from lather.models.experts import Experts as Experts
@@ -20,3 +19,4 @@ from lather.models.hf.model_folder import load_hugging_face as load_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face as model_from_hugging_face
 from lather.models.moe import MoE as MoE
 from lather.models.routing import Router as Router
+from lather.models.token_positions import KeyValueCache as KeyValueCache

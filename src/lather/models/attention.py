@@ -27,11 +27,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 
 from lather.device import is_gpu
 from lather.kernels.rotary import rotate_halves, rotate_pairs
-from lather.models.cache import KeyValueCache
 from lather.models.layers import Linear, RMSNorm, project
+from lather.models.lora import merged
 from lather.models.rotary import Rotary
 from lather.models.saving.recomputed import NEVER, Make, Remaking
-from lather.models.token_positions import SequenceLayout, for_device
+from lather.models.token_positions import KeyValueCache, SequenceLayout, for_device
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6
@@ -245,7 +245,7 @@ class MultiHeadLatentAttention(nn.Module):
         """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
         values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
         tables = layout.rotary_tables(self.rotary, latent_BSL.dtype)
-        kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
+        kv_HxL = merged(self.kv_b_proj.weight, self.kv_b_proj.lora).unflatten(0, (self.num_heads, -1))
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)

@@ -131,15 +131,10 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
 
 
 def _moe(config: DeepseekV2Config) -> MoE:
-    grouped = config.topk_method == "group_limited_greedy"
-    router = Router(
-        config.hidden_size,
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        normalize=config.normalizes,
-        scale=1.0 if config.normalizes else config.routed_scaling_factor,
-        groups=(config.n_group, config.topk_group) if grouped else (1, 1),
-    )
+    sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
+    scale = 1.0 if config.normalizes else config.routed_scaling_factor
+    groups = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    router = Router(*sizes, normalize=config.normalizes, scale=scale, groups=groups)
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     width = config.n_shared_experts * config.moe_intermediate_size

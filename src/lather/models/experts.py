@@ -33,7 +33,7 @@ from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
 from lather.models.layers import compute_dtype, reset_parameters, without_autocast
-from lather.models.lora import AdaptedStack, Adapter
+from lather.models.lora import AdaptedStack, Adapter, merged
 from lather.models.saving.rounded_weights import RoundedWeights, Rounding, to_round
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
@@ -87,9 +87,8 @@ class Experts(Deferrable, Rounding, nn.Module):
         """Compute the same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
         biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
-        gate_up_EHD = self.gate_up_proj if self.gate_up_lora is None else self.gate_up_lora.added_to(self.gate_up_proj)
-        down_EDF = self.down_proj if self.down_lora is None else self.down_lora.added_to(self.down_proj)
-        weights = zip(gate_up_EHD.unbind(), down_EDF.unbind(), *biases, strict=True)
+        stacks = (merged(self.gate_up_proj, self.gate_up_lora), merged(self.down_proj, self.down_lora))
+        weights = zip(*(stack.unbind() for stack in stacks), *biases, strict=True)
         for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
             token, slot = (experts_RK == expert).nonzero(as_tuple=True)
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lather.errors import UserError
-from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder
+from lather.models.token_positions import KeyValueCache
 from lather.shapes import Float
 
 

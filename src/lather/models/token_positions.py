@@ -1,7 +1,10 @@
-"""The positions and documents of the tokens of a batch, and the masks and rotary tables that attention derives from them.
+"""The positions and documents of the tokens of a batch, the masks and rotary tables that attention derives from them, and the cache of
+earlier tokens.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents need one
 boolean (S + 1, S + 1) mask per distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, S) elements.
+
+With a cache, a forward pass processes only new tokens, which attend to the cached ones as well; a cache is only for inference.
 
 Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a cache), P rotary pairs.
 """
@@ -14,15 +17,50 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 from lather.device import is_gpu, to_device
-from lather.models.cache import KeyValueCache
 from lather.models.rotary import Rotary
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
+
+
+class KeyValueCache:
+    """The keys and values of all layers for the tokens that have been processed; of latent attention it holds the latent and its rotary key
+    (arXiv:2405.04434, section 2.1.3).
+
+    Rows of a batch may have different lengths: shorter rows are padded on the left, so that all rows end in the same slot. T is the number
+    of slots: of all cached tokens, including padding and the S new ones.
+    """
+
+    def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
+        """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
+        self.padding_B = padding_B
+        self.length = 0
+        """Number of slots of every row."""
+        self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
+        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is full."""
+
+    def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
+        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes already; return those of all slots,
+        (B, T, ...)."""
+        for number, x_BS in enumerate(new_BS):
+            start = self.length - x_BS.shape[1]
+            room = self._rooms.get((layer, number), x_BS[:, :0])
+            if room.shape[1] < self.length:
+                earlier = room[:, :start]
+                room = self._rooms[layer, number] = x_BS.new_empty(len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:])
+                room[:, :start] = earlier
+            room[:, start : self.length] = x_BS
+        return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        self._rooms = {key: room[rows] for key, room in self._rooms.items()}
+        if self.padding_B is not None:
+            self.padding_B = self.padding_B[rows]
 
 
 class SequenceLayout:

@@ -18,22 +18,12 @@ from lather.errors import ExchangeError
 from lather.files import complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
-from lather.models.hf.key_map import Shape, written_entries
+from lather.models.hf.key_map import Shape, published_ways
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
 from lather.models.hf.safetensors_folder import DTYPES, Index, StrPath, TensorHeader, TensorSource, TensorToWrite, write_published
 
-COMPANIONS = (
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
+COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", "generation_config.json")
 """Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
@@ -87,7 +77,8 @@ def save_hugging_face(
     stored, shapes = weights.tensors, parameter_shapes(config)
     _check_source({name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes))
     published = config_to_hugging_face(config)
-    parts = {part.published: part for part in written_entries(published["model_type"], shapes)}
+    ways = [published_ways(config.model_type, name, shape) for name, shape in shapes.items()]
+    parts = {part.published: part for first, *_ in ways for part in first}
     to_write = []
     for name, part in parts.items():
         (shape,) = part.published_shapes().values()
