@@ -92,14 +92,7 @@ PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
     defaults={"first_k_dense_replace": 0, "seq_aux": True},
     optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group", "aux_loss_alpha"}),
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-        "mlp_bias": (False,),
-        "moe_layer_freq": (1,),
-        "scoring_func": ("softmax",),
-    },
+    fixed={"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     derived={
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.qk_rope_head_dim,

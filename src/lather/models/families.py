@@ -63,8 +63,11 @@ NO_INFLUENCE = frozenset(
 )
 """Fields of any family without influence on the trained function. Fields such as dropout or tied encoders do not belong here."""
 
-FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
-"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, but are not written."""
+FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"hidden_act": ("silu",), "attention_dropout": (0.0,)})
+"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, which comes first."""
+
+NOT_WRITTEN: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
+"""Fields of any family that are supported only with these values, too, but are not written."""
 
 OPTIONAL = frozenset({"rms_norm_eps", "initializer_range", "tie_word_embeddings"})
 """Fields of any family that may be left out, like `PublishedConfig.optional`."""
@@ -130,7 +133,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         value = getattr(config, field.name)
         if field.name not in ROPE_FIELDS and not (value is None and field.name not in published.nullable):
             fields[field.name] = list(value) if isinstance(value, tuple) else value
-    fields |= {name: values[0] for name, values in published.fixed.items()}
+    fields |= {name: values[0] for name, values in {**FIXED, **published.fixed}.items()}
     fields |= {name: derive(config) for name, derive in published.derived.items()}
     scaling = None
     if config.rope_scaling is not None:
@@ -143,7 +146,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
 def _known_fields(family: Family) -> set[str]:
     published = family.published
     own = {field.name for field in dataclasses.fields(family.config)}
-    supported = {*own, *ROPE_FIELDS, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
+    supported = {*own, *ROPE_FIELDS, *NOT_WRITTEN, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
     return supported | NO_INFLUENCE | published.ignored
 
 
@@ -159,7 +162,7 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 def _check_fixed(mapping: Mapping[str, Any], family: Family) -> None:
     published = family.published
     _check_value("architectures", mapping.get("architectures"), ([published.architecture],), family)
-    for name, values in {**FIXED, **published.fixed}.items():
+    for name, values in {**NOT_WRITTEN, **FIXED, **published.fixed}.items():
         _check_value(name, mapping.get(name), values, family)
     quantization = mapping.get("quantization_config")
     if quantization is not None:

@@ -95,11 +95,7 @@ def _alternating(count: int) -> tuple[str, ...]:
 PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
     optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"}),
-    fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,)},
-    derived={
-        "layer_types": lambda config: list(config.attention_types),
-        "experts_per_token": lambda config: config.num_experts_per_tok,
-    },
+    derived={"layer_types": lambda config: list(config.attention_types), "experts_per_token": lambda config: config.num_experts_per_tok},
     aliases={"num_experts": "num_local_experts"},
     ignored=frozenset({"initial_context_length"}),
     quantization="mxfp4",

@@ -71,7 +71,7 @@ PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
     defaults={"head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1), "norm_topk_prob": False},
     optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias", "router_aux_loss_coef"}),
-    fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,), "use_sliding_window": (False,), "sliding_window": (None,)},
+    fixed={"use_sliding_window": (False,), "sliding_window": (None,)},
     aliases={"num_local_experts": "num_experts"},
     ignored=frozenset({"max_window_layers"}),
 )

@@ -47,14 +47,9 @@ def gate_gradient(
 
 
 def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
-    return {
-        "ALPHA": gate.alpha,
-        "OFFSET": gate.offset,
-        "LIMIT": float("inf") if gate.limit is None else gate.limit,
-        "INTERLEAVED": gate.interleaved,
-        "WIDE": wide(gate_up),
-        **tile(gate_up.shape[-1] // 2, TILE),
-    }
+    limit = float("inf") if gate.limit is None else gate.limit
+    options = {"ALPHA": gate.alpha, "OFFSET": gate.offset, "LIMIT": limit, "INTERLEAVED": gate.interleaved, "WIDE": wide(gate_up)}
+    return options | tile(gate_up.shape[-1] // 2, TILE)
 
 
 @triton.jit

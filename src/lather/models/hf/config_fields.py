@@ -76,7 +76,7 @@ class PublishedConfig:
 
     architecture: str
     """Name of the class in transformers."""
-    fixed: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields that are supported only with these values, or left out, or null; the first value is written."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
