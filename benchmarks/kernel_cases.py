@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lather.kernels.linear_cross_entropy import gpu_tile
-from lather.kernels.route.reference import num_rows
+from lather.kernels.route.reference import rows_for
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 from lather.kernels.swiglu.reference import Gate
 
@@ -42,7 +42,7 @@ class ModelSizes:
 
     @property
     def g(self) -> int:
-        return num_rows(self.t * self.k, self.e, alignment=8)
+        return rows_for(_integers(self.t, self.k), self.e, alignment=8)
 
     def rows(self, num_columns: int) -> torch.Tensor:
         """Make a tensor (G, num_columns), the shape that experts take and return."""

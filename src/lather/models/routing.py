@@ -105,7 +105,12 @@ class Router(Deferrable, nn.Module):
     def _experts(self, scores_TE: Tensor) -> Tensor:
         if self._repeated is not None:
             return self._repeated.experts_TK
-        return self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
+        replayed_TK = self._replayed_TK
+        if replayed_TK is None:
+            return self._choose(scores_TE.detach())
+        if len(replayed_TK) != len(scores_TE):
+            raise ValueError(f"replay was given {len(replayed_TK)} tokens, but the batch has {len(scores_TE)}: give one row per token")
+        return replayed_TK.to(scores_TE.device)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         bias_E: Tensor | None = self.e_score_correction_bias
@@ -148,14 +153,6 @@ class Router(Deferrable, nn.Module):
             yield
         finally:
             self._replayed_TK = before
-
-    def _replayed(self, scores_TE: Tensor) -> Tensor:
-        assert self._replayed_TK is not None
-        if len(self._replayed_TK) != len(scores_TE):
-            raise ValueError(
-                f"replay was given {len(self._replayed_TK)} tokens, but the batch has {len(scores_TE)}: give one row per token"
-            )
-        return self._replayed_TK.to(scores_TE.device)
 
     def enable_loss_free_balancing(self) -> None:
         """Create the bias that `update_correction_bias` changes; it is part of the state dict."""
@@ -222,8 +219,8 @@ class LoadBalance:
     """Counts the rows from which the balance loss is computed: those of a micro-batch, each sequence, or the global batch.
 
     Over the global batch, the experts' shares of rows are computed from all micro-batches of the step so far, on all ranks of `group`; the
-    scores are those of the micro-batch. A step lasts from `begin_step` to `end_step` (`counting_step` calls both). Autograd may be off in
-    it, as in the forward pass of activation checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
+    scores are those of the micro-batch. `counting_step` encloses a step. Autograd may be off in it, as in the forward pass of activation
+    checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
     """
 
     def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -233,11 +230,9 @@ class LoadBalance:
         self._count_E: Tensor | None = None
         self._in_step = False
 
-    def begin_step(self) -> None:
-        self._count_E, self._in_step = None, True
-
-    def end_step(self) -> None:
-        self._count_E, self._in_step = None, False
+    def restart(self, *, in_step: bool) -> None:
+        """Forget the rows that were counted; `in_step` tells whether a step begins."""
+        self._count_E, self._in_step = None, in_step
 
     def counted(self, count_E: Int[Tensor, " e"], num_sequences: int) -> Int[Tensor, " e"] | None:
         """Add a micro-batch's rows to those of the step; return the counts from which its shares are computed. None: from each sequence."""
@@ -256,9 +251,9 @@ def counting_step(routers: Iterable[Router]) -> Iterator[None]:
     """Enclose the forward passes of one optimizer step, over which balance losses at the level of the global batch count rows."""
     balances = [router.balance for router in routers]
     for balance in balances:
-        balance.begin_step()
+        balance.restart(in_step=True)
     try:
         yield
     finally:
         for balance in balances:
-            balance.end_step()
+            balance.restart(in_step=False)

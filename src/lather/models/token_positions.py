@@ -215,11 +215,7 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S) tensors. On other devices its compiled form
     has no backward."""
-    return _compiled(function) if is_gpu(device) else function
+    return torch.compile(function) if is_gpu(device) else function
