@@ -259,13 +259,6 @@ class Decoder(RoutedModel):
             else:
                 yield name, torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(0, std, generator=generator)
 
-    @torch.no_grad()
-    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Give the parameters `fresh_weights`."""
-        own = dict(self.named_parameters())
-        for name, value in self.fresh_weights(std, generator):
-            own[name].copy_(value)
-
 
 def assemble(
     config: CheckedFields, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
@@ -279,5 +272,7 @@ def assemble(
         decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)
     if is_meta:
         return decoder
-    decoder.init_weights(config.initializer_range, generator)
+    with torch.no_grad():
+        for name, value in decoder.fresh_weights(config.initializer_range, generator):
+            decoder.get_parameter(name).copy_(value)
     return decoder.to(device)
