@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lather.kernels.linear_cross_entropy import gpu_tile
-from lather.kernels.route.reference import num_rows
+from lather.kernels.route.reference import rows_for
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 from lather.kernels.swiglu.reference import Gate
 
@@ -42,7 +42,7 @@ class ModelSizes:
 
     @property
     def g(self) -> int:
-        return num_rows(self.t * self.k, self.e, alignment=8)
+        return rows_for(_integers(self.t, self.k), self.e, alignment=8)
 
     def rows(self, num_columns: int) -> torch.Tensor:
         """Make a tensor (G, num_columns), the shape that experts take and return."""
@@ -75,21 +75,21 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
 
 
 def _combine(s: ModelSizes) -> Calls:
-    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, combine_rows_sum, pair_of_row
+    from lather.kernels.combine.triton import check_distinct, combine_backward, combine_forward, pair_of_row
 
     row_TK, weights_TK = _integers(s.t, s.k), _floats(s.t, s.k)
     yield combine_forward, s.rows(s.d), row_TK, weights_TK
-    yield combine_rows_sum, s.rows(s.d), row_TK
+    yield combine_forward, s.rows(s.d), row_TK
     yield combine_backward, s.tokens(s.d), s.rows(s.d), row_TK, weights_TK
     yield pair_of_row, row_TK, s.g
     yield check_distinct, row_TK, s.g
 
 
 def _cross_entropy(s: ModelSizes) -> Calls:
-    from lather.kernels.cross_entropy.triton import token_losses, token_losses_and_gradient_
+    from lather.kernels.cross_entropy.triton import token_losses
 
     yield token_losses, s.tokens(s.v), _integers(s.t), {"z_loss": 1e-4}
-    yield token_losses_and_gradient_, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
+    yield token_losses, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
 
 
 def _gather(s: ModelSizes) -> Calls:
@@ -139,11 +139,11 @@ def _route(s: ModelSizes) -> Calls:
 
 
 def _swiglu(s: ModelSizes) -> Calls:
-    from lather.kernels.swiglu.triton import gate_backward, gate_forward, gate_gradient
+    from lather.kernels.swiglu.triton import gate_forward, gate_gradient
 
     yield gate_forward, s.rows(2 * s.f), s.gate
-    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate
-    yield gate_backward, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, None, s.rows(s.f)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, _floats(s.g), s.rows(s.f), _floats(s.g)
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 

@@ -180,7 +180,7 @@ def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
 def _rows_sum(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     plan, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
-    return KernelCase("gather adjoint, known rows", lambda: combine.combine_rows_sum(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
+    return KernelCase("gather adjoint, known rows", lambda: combine.combine_forward(rows_GD, plan.row_TK), 2 * s.t * s.d * (1 + s.k))
 
 
 def _combine_forward(s: KernelSizes, device: torch.device) -> KernelCase:
@@ -225,7 +225,7 @@ def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
         from lather.kernels.cross_entropy import reference as operation  # type: ignore[no-redef]
 
     def run() -> tuple[Tensor, Tensor]:
-        return operation.token_losses_and_gradient_(logits_TV, labels_T, scale, z_loss=0.0), logits_TV
+        return operation.token_losses(logits_TV, labels_T, scale, z_loss=0.0), logits_TV
 
     return KernelCase("cross_entropy_ (loss and gradient)", run, 3 * logits_TV.nbytes)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.models.experts import Experts
-from lather.models.lora import Adapter
+from lather.models.lora import Adapter, merged
 from lather.train.run_dir import provenance
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, RANK = 512, 384, 16, 4, 16
@@ -34,14 +34,11 @@ class MadeAnew(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         own, adapters = self.experts, (self.experts.gate_up_lora, self.experts.down_lora)
-        merged = {
-            f"{name}_proj": a.added_to(getattr(own, f"{name}_proj"))
-            for name, a in zip(("gate_up", "down"), adapters, strict=True)
-            if a is not None
-        }
+        stacks = ("gate_up_proj", "down_proj")
+        made = {name: merged(getattr(own, name), adapter) for name, adapter in zip(stacks, adapters, strict=True)}
         own.gate_up_lora = own.down_lora = None
         try:
-            y: Tensor = torch.func.functional_call(own, merged, (x, experts, weights))
+            y: Tensor = torch.func.functional_call(own, made, (x, experts, weights))
         finally:
             own.gate_up_lora, own.down_lora = adapters
         return y

@@ -1,18 +1,19 @@
-"""Files that are replaced atomically, files of rows with one JSON object per line, and checksums."""
+"""Files that are replaced atomically, folders that appear only when they are complete, files of JSON, and checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lather.errors import RunError
+from lather.errors import ExchangeError, RunError
 
 
 def sync(path: Path) -> None:
@@ -76,6 +77,55 @@ def write_aside(path: Path, content: str | bytes) -> None:
                 aside.unlink()
             raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write to; at the end of the context it is synced and renamed to `target`. After an exception or a kill `target`
+    does not exist.
+
+    Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or if another process is writing it.
+    """
+    place = Path(os.path.realpath(target))
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise ExchangeError(f"{target}: exists already and is not an empty folder: give another place, or delete it")
+    aside = place.with_name(f".tmp-{place.name}")
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(aside, os.O_RDONLY)
+    except OSError as error:
+        raise ExchangeError(f"{target}: cannot be written ({reason(error, place)}): give another place") from None
+    try:
+        _take(lock, aside, target)
+        try:
+            with names_full_disk(target):
+                yield aside
+                for path in (*aside.rglob("*"), aside):
+                    sync(path)
+                aside.rename(place)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
+            raise
+        sync(place.parent)
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, aside: Path, target: Path) -> None:
+    """Lock the folder, and delete files in it that a killed process has left."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(lock), os.stat(aside))
+    except OSError:  # locked, or renamed or removed meanwhile
+        is_ours = False
+    if not is_ours:
+        raise ExchangeError(f"{target}: another process is writing it: wait for it, or give another place")
+    for leftover in aside.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -195,23 +195,19 @@ def dualpipev_actions(num_ranks: int, num_micro_batches: int) -> list[list[Any]]
 
     `num_micro_batches` must be at least 2 * num_ranks. Raises UserError if this torch has no such table.
     """
+    num_stages = STAGES_OF_A_RANK * num_ranks
+    sizes = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
     try:
-        return _dualpipev_actions(import_module("torch.distributed.pipelining.schedules"), num_ranks, num_micro_batches)
+        schedules = import_module("torch.distributed.pipelining.schedules")
+        chunks = {rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank) for rank in range(num_ranks)}
+        gathered = {rank: schedules._add_unshard_reshard(actions, STAGES_OF_A_RANK) for rank, actions in chunks.items()}
+        reduced = {rank: schedules._add_reduce_grad(actions, num_micro_batches) for rank, actions in gathered.items()}
+        table = schedules._add_send_recv(reduced, lambda stage: min(stage, num_stages - 1 - stage), num_stages)
+        return [table[rank] for rank in range(num_ranks)]
     except (ImportError, AttributeError, TypeError) as error:
         raise UserError(
             f"torch {torch.__version__} does not make DualPipeV's table as torch 2.11 to 2.13 do ({error!r}): install one of these"
         ) from error
-
-
-def _dualpipev_actions(schedules: Any, num_ranks: int, num_micro_batches: int) -> list[list[Any]]:
-    """Compute the chunks of each rank in order, add FSDP's actions, then the transfers."""
-    num_stages = STAGES_OF_A_RANK * num_ranks
-    sizes = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_micro_batches)
-    chunks = {rank: schedules.ScheduleDualPipeV._calculate_single_rank_operations(sizes, rank) for rank in range(num_ranks)}
-    gathered = {rank: schedules._add_unshard_reshard(actions, STAGES_OF_A_RANK) for rank, actions in chunks.items()}
-    reduced = {rank: schedules._add_reduce_grad(actions, num_micro_batches) for rank, actions in gathered.items()}
-    table = schedules._add_send_recv(reduced, lambda stage: min(stage, num_stages - 1 - stage), num_stages)
-    return [table[rank] for rank in range(num_ranks)]
 
 
 def prepare_sharding(root: nn.Module) -> None:

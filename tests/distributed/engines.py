@@ -86,7 +86,7 @@ class Pair:
         total = tokens[:, 1:].numel()
         loss = 0.0
         for router in self.plain.routers():
-            router.balance.begin_step()
+            router.balance.restart(in_step=True)
         together = self.case.balance_level == "global_batch"
         parts = tokens.unflatten(0, (self.num_data, -1)).transpose(0, 1) if together else tokens.unsqueeze(1)
         for part in parts:
@@ -98,7 +98,7 @@ class Pair:
             (output.loss + auxiliary).backward()
             loss += output.loss.item()
         for router in self.plain.routers():
-            router.balance.end_step()
+            router.balance.restart(in_step=False)
         return loss
 
     def largest_error(self, what: str) -> float:

@@ -266,7 +266,7 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
 
 
 def alone(me: int, group: dist.ProcessGroup) -> bool:
-    """With one rank in the group everything equals `LocalExchange`, whether rows are copied or stay where they are."""
+    """With one rank in the group everything equals `LOCAL_EXCHANGE`, whether rows are copied or stay where they are."""
     case = replace(TWO["mixed"], tokens=(7,))
     x, routing = case.x(0), case.routing(0)
     exchange = ExpertExchange(group, case.e)

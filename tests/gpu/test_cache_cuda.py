@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lather.models.cache import KeyValueCache
 from lather.models.families import FAMILIES
+from lather.models.token_positions import KeyValueCache
 from models.tiny import error, random_tokens, tiny_family_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -195,7 +195,7 @@ def test_bandwidth_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         "cross_entropy_ (loss)": (logits.nbytes, lambda: cross_entropy.token_losses(logits, labels, z_loss=0.0)),
         "cross_entropy_ (loss and gradient)": (
             3 * logits.nbytes,
-            lambda: cross_entropy.token_losses_and_gradient_(logits, labels, scale, z_loss=0.0),
+            lambda: cross_entropy.token_losses(logits, labels, scale, z_loss=0.0),
         ),
         "linear_cross_entropy (logsumexp of a tile)": (tile.nbytes, lambda: linear.update_logsumexp_(*rows, tile, labels, 0)),
         "linear_cross_entropy (gradient of a tile)": (

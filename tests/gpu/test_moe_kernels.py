@@ -122,7 +122,7 @@ def test_combines(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     weights = torch.rand(tokens, slots, generator=generator)
     there = to_cuda(grad, values, row, weights)
     assert_same([combine.combine_forward(*there[1:])], [combine.combine_forward(values, row, weights)], dtype)
-    assert_same([combine.combine_rows_sum(*there[1:3])], [combine.combine_rows_sum(values, row)], dtype)
+    assert_same([combine.combine_forward(*there[1:3])], [combine.combine_forward(values, row)], dtype)
     assert_same(combine.combine_backward(*there), combine.combine_backward(grad, values, row, weights), dtype)
 
 
@@ -132,7 +132,7 @@ def public_operations(x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
     plan = route.plan_route(ids, 8, 16)
     rows = gather.padded_index_gather(x, plan.token_G)
     out = combine.weighted_combine(swiglu.swiglu(rows), plan.row_TK, weights)
-    loss = out.square().sum() + swiglu.clamped_swiglu(rows).square().sum()
+    loss = out.square().sum() + swiglu.swiglu(rows, CLAMPED_SWIGLU).square().sum()
     return [out.detach(), *torch.autograd.grad(loss, (x, weights))]
 
 
@@ -204,7 +204,7 @@ def test_bandwidth_is_reported(record_property: Callable[[str, object], None]) -
         "clamped swiglu backward, scaled": (lambda: swiglu.gate_backward(grad_h, gate_up, CLAMPED_SWIGLU, scale), g * 6 * f),
         "gather": (lambda: gather.gather_rows(x, plan.token_G), 2 * t * d + g * d),
         "gather adjoint, any index": (lambda: gather.add_rows(rows, plan.token_G, t), 2 * t * d + g * d),
-        "gather adjoint, known rows": (lambda: combine.combine_rows_sum(rows, plan.row_TK), 2 * t * d + g * d),
+        "gather adjoint, known rows": (lambda: combine.combine_forward(rows, plan.row_TK), 2 * t * d + g * d),
         "combine forward": (lambda: combine.combine_forward(rows, plan.row_TK, weights), 2 * t * d + g * d),
         "combine backward": (lambda: combine.combine_backward(x, rows, plan.row_TK, weights), 2 * t * d + 2 * g * d),
         "route": (lambda: route.plan_route(ids, e), 3 * 8 * t * k),

@@ -60,7 +60,7 @@ def test_sums_and_gradients(implementation: ModuleType, shape: tuple[int, int, i
     actual = implementation.combine_forward(rows, row_TK, weights_TK)
     assert actual.dtype == dtype
     assert_close(actual, out.detach(), dtype)
-    total = implementation.combine_rows_sum(rows, row_TK)
+    total = implementation.combine_forward(rows, row_TK)
     assert total.dtype == dtype
     assert_close(total, plain(rows, row_TK, torch.ones_like(weights_TK)), dtype)
 
@@ -79,7 +79,7 @@ def test_slots_are_added_in_fp32(implementation: ModuleType) -> None:
     rows = torch.ones(41, 3, dtype=torch.bfloat16)
     rows[0] = 256
     row_TK = torch.arange(41).view(1, 41)
-    assert implementation.combine_rows_sum(rows, row_TK).tolist() == [[296.0] * 3]
+    assert implementation.combine_forward(rows, row_TK).tolist() == [[296.0] * 3]
     weights = torch.full((1, 41), 1 + 2**-8)
     weights[0, 0] = -(39 + 40 * 2**-8) / 256
     assert not torch.equal(weights.bfloat16().float(), weights)
@@ -143,7 +143,7 @@ def test_raw_operations_are_without_autograd() -> None:
     rows, row_TK, weights, grad = inputs(3, 2, 3, 9, torch.float32)
     rows.requires_grad_()
     outputs = op.combine_backward(grad, rows, row_TK, weights.requires_grad_())
-    for tensor in (*outputs, op.combine_forward(rows, row_TK, weights), op.combine_rows_sum(rows, row_TK)):
+    for tensor in (*outputs, op.combine_forward(rows, row_TK, weights), op.combine_forward(rows, row_TK)):
         assert not tensor.requires_grad
 
 
@@ -163,7 +163,7 @@ def test_a_slot_without_a_row_adds_nothing_whatever_is_in_row_0(implementation: 
     row_TK = torch.tensor([[-1, 1], [-1, -1]])
     weights = torch.tensor([[4.0, 0.5], [1.0, 1.0]])
     assert implementation.combine_forward(rows, row_TK, weights).tolist() == [[1.0, 1.5], [0.0, 0.0]]
-    assert implementation.combine_rows_sum(rows, row_TK).tolist() == [[2.0, 3.0], [0.0, 0.0]]
+    assert implementation.combine_forward(rows, row_TK).tolist() == [[2.0, 3.0], [0.0, 0.0]]
     grad_rows, grad_weights = implementation.combine_backward(torch.ones(2, 2, dtype=dtype), rows, row_TK, weights)
     assert grad_rows.tolist() == [[0.0, 0.0], [0.5, 0.5]]
     assert grad_weights.tolist() == [[0.0, 5.0], [0.0, 0.0]]

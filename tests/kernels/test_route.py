@@ -140,7 +140,7 @@ def test_room_for_the_pairs_that_have_an_expert_here(implementation: ModuleType,
     assert 0 < here < experts_TK.numel()
     token_G, row_TK, count_E, end_E = implementation.plan_route(experts_TK, 5, alignment)
     token, row, count, end = implementation.plan_route(experts_TK, 5, alignment, here)
-    assert len(token) == op.reference.num_rows(here, 5, alignment) < len(token_G)
+    assert len(token) == op.reference.rows_for(experts_TK, 5, alignment, here) < len(token_G)
     assert token.untyped_storage().nbytes() == 8 * len(token)
     assert torch.equal(token, token_G[: len(token)])
     assert (token_G[len(token) :] == -1).all()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder
+from lather.models.token_positions import KeyValueCache
 from models.tiny import error, random_tokens, tiny_family_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,7 +10,6 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 COMPARE = """
 import copy, torch
-from lather.models.compiled import compile_parts
 from lather.models.families import FAMILIES, build_model
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from torch._dynamo.utils import counters
@@ -22,7 +21,7 @@ for model_type, shapes in (("qwen3_moe", ((2, 7), (3, 5))), ("deepseek_v2", ((2,
     config = FAMILIES[model_type].config(**{**FAMILY_SIZES[model_type], "num_hidden_layers": 1})
     plain = build_model(config, torch.Generator().manual_seed(0))
     compiled = copy.deepcopy(plain)
-    num_parts = compile_parts(compiled, backend="aot_eager")
+    num_parts = compiled.compile_parts(backend="aot_eager")
     assert list(compiled.state_dict()) == list(plain.state_dict())
     queue = WeightGradients()
     queue.deferring = True

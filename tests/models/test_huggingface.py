@@ -16,8 +16,8 @@ from torch import Tensor
 from lather.errors import ExchangeError
 from lather.models.families import build_model, config_from_hugging_face
 from lather.models.hf.model_export import copy_companions, save_hugging_face
-from lather.models.hf.model_folder import copy_weights, load_hugging_face, model_from_hugging_face, open_hugging_face, read_config
-from lather.models.hf.safetensors_folder import open_safetensors
+from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face, open_hugging_face, read_config
+from lather.models.hf.safetensors_folder import copy_weights, open_safetensors
 from models.tiny import error
 
 pytest.importorskip("transformers")

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
-from lather.models.hf import model_export, model_folder
+from lather.files import complete_folder
+from lather.models.hf import model_folder, safetensors_folder
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
-from lather.models.hf.safetensors_folder import complete_folder, open_safetensors, write_safetensors
+from lather.models.hf.safetensors_folder import open_safetensors, write_safetensors
 from models.tiny import tiny_config, tiny_model
 
 Damage = Callable[[Path], object]
@@ -325,7 +326,7 @@ def test_an_exception_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         assert arguments[0].exists()
         assert not (tmp_path / "out").exists()
 
-    monkeypatch.setattr(model_export, "write_safetensors", fail_at_the_third)
+    monkeypatch.setattr(safetensors_folder, "write_safetensors", fail_at_the_third)
     with pytest.raises(RuntimeError, match="power cut"):
         save_hugging_face(tiny_model(), tiny_config(), tmp_path / "out", max_shard_bytes=30_000)
     assert len(written) == 2
@@ -335,22 +336,22 @@ def test_an_exception_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 KILLED_HALF_WAY = """
 import os, signal, sys
 from pathlib import Path
-from lather.models.hf import model_export
+from lather.models.hf import model_export, safetensors_folder
 from models.tiny import tiny_config, tiny_model
-write = model_export.write_safetensors
+write = safetensors_folder.write_safetensors
 def kill_at_the_second(file, *rest):
     if "00002" in file.name:
         file.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
     write(file, *rest)
-model_export.write_safetensors = kill_at_the_second
+safetensors_folder.write_safetensors = kill_at_the_second
 model_export.save_hugging_face(tiny_model(), tiny_config(), Path(sys.argv[1]), max_shard_bytes=30_000)
 """
 
 
 def test_a_kill_half_way_leaves_no_folder_and_the_next_attempt_clears_up(tmp_path: Path, sharded: Path) -> None:
     target = tmp_path / "out"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     killed = subprocess.run([sys.executable, "-c", KILLED_HALF_WAY, str(target)], env=environment, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not target.exists()

@@ -16,8 +16,8 @@ from lather.models.decoder import Decoder
 from lather.models.families import ModelConfig, build_model
 from lather.models.gpt_oss import GptOssConfig
 from lather.models.hf.model_export import save_hugging_face
-from lather.models.hf.model_folder import copy_weights, load_hugging_face, open_hugging_face
-from lather.models.hf.safetensors_folder import SafetensorsFolder, open_safetensors
+from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
+from lather.models.hf.safetensors_folder import SafetensorsFolder, copy_weights, open_safetensors
 from models.tiny import tiny_config, tiny_model
 
 SHARD = 300_000
@@ -73,8 +73,8 @@ PEAK_OF_A_ROUND_TRIP = """
 import re, sys
 from pathlib import Path
 from lather.models.hf.model_export import save_hugging_face
-from lather.models.hf.model_folder import copy_weights, open_hugging_face
-from lather.models.hf.safetensors_folder import open_safetensors
+from lather.models.hf.model_folder import open_hugging_face
+from lather.models.hf.safetensors_folder import copy_weights, open_safetensors
 
 def memory(line):
     return int(re.search(line + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

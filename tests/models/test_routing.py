@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.routing import LoadBalance, Router, balance_loss, counting_step, router_logits, z_loss
+from lather.models.routing import LoadBalance, Router, balance_loss, counting_step, z_loss
 from models.tiny import random_normal
 
 D, E = 8, 6
@@ -112,12 +112,12 @@ def test_balance_loss_falls_as_routing_evens_out() -> None:
 
 
 def test_logits_keep_no_wide_copy_of_a_bf16_input_and_have_right_gradients() -> None:
-    weight, bias = random_normal(E, D, seed=1).requires_grad_(), random_normal(E, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(router_logits, (random_normal(5, D).requires_grad_(), weight, bias))
+    wide = router(bias=True)
+    assert torch.autograd.gradcheck(lambda x, *_: wide.logits(x), (random_normal(5, D).requires_grad_(), *wide.parameters()))
     kept: list[Tensor] = []
     x, made = random_normal(5, D).bfloat16().requires_grad_(), router().bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
-        logits = router_logits(x, made.weight)
+        logits = made.logits(x)
     assert logits.dtype == torch.float32
     assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
     assert error_of(logits, x.float() @ made.weight.float().T) == 0

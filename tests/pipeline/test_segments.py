@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lather.models.decoder import Attended, Block, Decoder
 from lather.models.layers import Linear
-from lather.models.moe import Dispatched, LocalExchange
+from lather.models.moe import Dispatched, Exchange
 from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
@@ -198,7 +198,7 @@ def run_outside_autocast(chunk: Generator[None, None, Any]) -> tuple[Any, int]:
 # --- poison finds a wrong release ---------------------------------------------------------------------------------------------------
 
 
-class CopyingExchange(LocalExchange):
+class CopyingExchange(Exchange):
     """One rank whose results are never its inputs' storages, as if they had travelled."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
@@ -287,14 +287,14 @@ def test_poison_finds_gate_up_released_too_early() -> None:
 def test_poison_finds_a_combined_sum_released_before_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_and_release(self: CopyingExchange, partial_RD: Tensor, dispatched: Dispatched) -> Any:
         Frees(poison=True).release(partial_RD, held=[])
-        return LocalExchange.start_combine(self, partial_RD, dispatched)
+        return Exchange.start_combine(self, partial_RD, dispatched)
 
     monkeypatch.setattr(CopyingExchange, "start_combine", wait_and_release)
     assert is_found_out(Segments(CopyingExchange(), frees=Frees(poison=True)))
 
 
-@pytest.mark.parametrize("exchange", [LocalExchange(), CopyingExchange()], ids=["aliases", "copies"])
-def test_what_is_released_rightly_is_not_found_fault_with(exchange: LocalExchange) -> None:
+@pytest.mark.parametrize("exchange", [Exchange(), CopyingExchange()], ids=["aliases", "copies"])
+def test_what_is_released_rightly_is_not_found_fault_with(exchange: Exchange) -> None:
     assert not is_found_out(Segments(exchange, frees=Frees(poison=True)))
     assert not is_found_out(Segments(exchange, frees=Frees(poison=True), recompute=RECOMPUTABLE))
     for name in RECOMPUTABLE:
@@ -317,7 +317,7 @@ def test_sums_and_normed_rows_are_given_back_in_forward(monkeypatch: pytest.Monk
     monkeypatch.setattr(Frees, "release", release)
     model = model_of("deepseek_v2", first_k_dense_replace=0)
     (stage,) = whole_part(model).stages
-    for exchange, per_block in ((CopyingExchange(), 1 + 4), (LocalExchange(), 1 + 3)):
+    for exchange, per_block in ((CopyingExchange(), 1 + 4), (Exchange(), 1 + 3)):
         overlap.run(Segments(exchange).forward(stage, None, ChunkTape(micro_batch()), []))
         assert len(released) == per_block * len(model.layers)
         assert all(x.shape == (BATCH * LENGTH, 24) for x in released)

@@ -26,7 +26,7 @@ from typing import Any
 
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, sync
-from lather.models.hf.safetensors_folder import DTYPES
+from lather.models.hf.safetensors_folder import DTYPES, TensorHeader
 from lather.optim.sharded.placement import Box
 
 FORMAT = 2
@@ -142,12 +142,9 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class StoredEntry:
+class StoredEntry(TensorHeader):
     """A tensor of the whole model."""
 
-    dtype: str
-    """Named as in safetensors: F32, BF16, ..."""
-    shape: tuple[int, ...]
     file_of: Mapping[Box, str]
     """File that contains each box; the boxes cover the tensor without overlap."""
 

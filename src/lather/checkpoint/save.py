@@ -175,7 +175,7 @@ class CheckpointWriter:
         tensors = [TensorToWrite(name, one.value.dtype, one.box.size) for name, one in sorted(by_name.items())]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
-            write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest)
+            write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest.update)
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
     def publish(self, table: Table, retention: Retention) -> None:

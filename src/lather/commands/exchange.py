@@ -25,13 +25,14 @@ from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import ConfigError, ExchangeError, UserError
+from lather.files import complete_folder
 from lather.models.adapted import MergedTensors
 from lather.models.deepseek_v2 import DeepseekV2Config
 from lather.models.families import ModelConfig
 from lather.models.hf.model_export import copy_companions, save_hugging_face
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, copy_weights, open_hugging_face
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, open_hugging_face
 from lather.models.hf.peft_folder import save_peft
-from lather.models.hf.safetensors_folder import TensorSource, complete_folder
+from lather.models.hf.safetensors_folder import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER, same_tokenizer
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,6 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import to_device
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
-from lather.models.compiled import compile_parts
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
 from lather.models.routing import counting_step
@@ -247,7 +246,7 @@ def build_engine(config: Config, mesh: Mesh, *, record: Recorder | None = None, 
     part = fresh_part(config.model, share, generator, mesh.device, weights_dtype(config), config.lora)
     train_only(part, trained_parameters(config).names)
     if config.train.compile:
-        compile_parts(part)
+        part.compile_parts()
     frees = Frees(poison=config.parallel.poison)
     return Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees=frees, record=record)
 

@@ -3,7 +3,6 @@ dtype in which they compute, and blocks of rows."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, cast
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,12 +37,7 @@ def fastest(operation: Callable[P, R], *tensors: Tensor, in_reference: bool = Fa
 
 def use_triton(*tensors: Tensor) -> bool:
     """Whether all tensors are on a GPU and Triton is installed. Callers import Triton only if this is true."""
-    return all(is_gpu(tensor) for tensor in tensors) and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return HAS_TRITON and all(is_gpu(tensor) for tensor in tensors)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

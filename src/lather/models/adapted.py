@@ -23,7 +23,7 @@ from lather.errors import ConfigError
 from lather.models.decoder import Block, Decoder
 from lather.models.entry_names import entry_name, split_entry
 from lather.models.experts import Experts
-from lather.models.hf.safetensors_folder import DescribedTensor, Index, TensorSource
+from lather.models.hf.safetensors_folder import Index, TensorHeader, TensorSource
 from lather.models.layers import Linear
 from lather.models.lora import Adapter, LoraConfig
 from lather.models.moe import MoE
@@ -116,7 +116,7 @@ class MergedTensors:
     scale: float
 
     @property
-    def tensors(self) -> Mapping[str, DescribedTensor]:
+    def tensors(self) -> Mapping[str, TensorHeader]:
         return {name: tensor for name, tensor in self.stored.tensors.items() if not is_adapters(name)}
 
     def read(self, name: str, index: Index = ()) -> Tensor:

@@ -10,8 +10,9 @@ Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N 
 R rotary width, U width of a head's value, L rank of the key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of
 the cache.
 
-A `lather.models.token_positions.SequenceLayout`, or with a cache a `lather.models.cache.CachedLayout`, says which tokens a token attends
-to. Plain causal attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's block mask on CUDA.
+A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal attention needs no mask; windows and
+documents need a boolean mask on CPU, and flex attention's block mask on CUDA (not with a cache, because flex attention would be compiled
+again as T grows).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 
 from lather.device import is_gpu
 from lather.kernels.rotary import rotate_halves, rotate_pairs
-from lather.models.cache import CachedLayout
 from lather.models.layers import Linear, RMSNorm, project
+from lather.models.lora import merged
 from lather.models.rotary import Rotary
 from lather.models.saving.recomputed import NEVER, Make, Remaking
-from lather.models.token_positions import SequenceLayout, for_device
+from lather.models.token_positions import KeyValueCache, SequenceLayout, for_device
 from lather.shapes import Float
 
 LATENT_EPS = 1e-6
@@ -65,7 +66,7 @@ def attend(
     q, k, v = (_by_head(x, v_BTGU.dtype) for x in (q_BSHN, k_BTGN, v_BTGU))
     if sinks_H is None and layout.is_plain(window):
         y_BHSU = _fused(q, k, v, None, scale, recipe)
-    elif is_gpu(v) and layout.takes_block_masks and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
+    elif is_gpu(v) and layout.cache is None and v.dtype in FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH:
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
         y_BHSU = _fused(q, k, v, layout.mask(window)[..., 1:, 1:], scale, recipe)
@@ -208,8 +209,8 @@ class MultiHeadLatentAttention(nn.Module):
         if self.q_lora_rank is not None:
             query_BSx = self.q_b_proj(remaking.norm(self.q_a_layernorm, query_BSx))
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
-        if isinstance(layout, CachedLayout):
-            attended_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout)
+        if layout.cache is not None:
+            attended_BSHU = self._attend_to_latents(query_BSx, self.kv_a_layernorm(latent_BSL), k_BSR, layout, layout.cache)
         else:
             kv_BSx = self.kv_b_proj(remaking.norm(self.kv_a_layernorm, latent_BSL))
 
@@ -238,17 +239,19 @@ class MultiHeadLatentAttention(nn.Module):
         k_BSHR = rotate_pairs(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
-    def _attend_to_latents(self, query_BSx: Tensor, latent_BSL: Tensor, k_BSR: Tensor, layout: CachedLayout) -> Float[Tensor, "b s h u"]:
+    def _attend_to_latents(
+        self, query_BSx: Tensor, latent_BSL: Tensor, k_BSR: Tensor, layout: SequenceLayout, cache: KeyValueCache
+    ) -> Float[Tensor, "b s h u"]:
         """Compute the same attention on cached latents: the expansion to keys is applied to the queries instead, and the expansion to
         values to the weighted sums. A token takes L + R elements of the cache, and L + R instead of N + R products per key."""
         tables = layout.rotary_tables(self.rotary, latent_BSL.dtype)
-        kv_HxL = self.kv_b_proj.adapted_weight().unflatten(0, (self.num_heads, -1))
+        kv_HxL = merged(self.kv_b_proj.weight, self.kv_b_proj.lora).unflatten(0, (self.num_heads, -1))
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
         q_BSHN, q_BSHR = query_BSx.unflatten(-1, (self.num_heads, -1)).split((self.nope, self.rotary.size), dim=-1)
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
         query = torch.cat((q_BSHL, rotate_pairs(q_BSHR, *tables)), dim=-1)
         key = torch.cat((latent_BSL.unsqueeze(2), rotate_pairs(k_BSR.unsqueeze(2), *tables)), dim=-1)
-        (key_BT1x,) = layout.cache.extend(self, key)
+        (key_BT1x,) = cache.extend(self, key)
         sums_BSHL = attend(query, key_BT1x, key_BT1x[..., : self.kv_lora_rank], layout, scale=self.scale)
         return torch.einsum("bshl,hul->bshu", sums_BSHL, v_HUL)
 
@@ -291,7 +294,7 @@ class GroupedQueryAttention(nn.Module):
         if isinstance(self.q_norm, RMSNorm):  # the norm saves the outputs of the projections anyway
             recipe = Recipe(remaking, (0, 1), lambda *sources: self.heads(*sources)[:2], projected)
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
-        if isinstance(layout, CachedLayout):
+        if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         attended_BSHN = attend(q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
         y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHN, remaking))

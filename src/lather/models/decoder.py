@@ -19,20 +19,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.models.cache import CachedLayout, KeyValueCache
+from lather.models.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.routing import LoadBalance, Router, Routing
 from lather.models.saving.recomputed import Again, Remaking
-from lather.models.token_positions import SequenceLayout
+from lather.models.token_positions import KeyValueCache, SequenceLayout
 from lather.shapes import Float, Int
 
 
@@ -152,6 +153,31 @@ class RoutedModel(nn.Module):
             if isinstance(module, MoE):
                 module.keep_little()
 
+    def compile_parts(self, **options: Any) -> int:
+        """Compile the parts that otherwise run as many small kernels in place, each as one full graph; return how many there are.
+
+        These are norms and the preparation of queries, keys and values: a norm in fp32, the rotary embedding and the split into heads each
+        read and write whole tensors several times; compiled, forward and backward are one pass each. Other parts are not compiled: linear
+        layers, experts, router and loss have autograd functions that append weight gradients to a queue, a side effect that a compiled
+        backward cannot have; and attention itself is already one fused kernel (on CUDA, flex attention is compiled where it is called).
+        The small norms of attention's latents are not compiled, because torch limits the number of widths for which it compiles one
+        function.
+
+        `options` are those of `torch.compile`: backend, mode and so on. Names and values of parameters do not change. Results are equal up
+        to rounding. A second batch size causes one more compilation, which then serves all sizes.
+        """
+        options = {"fullgraph": True, "dynamic": None, **options}
+        attentions = [layer for layer in self.modules() if isinstance(layer, GroupedQueryAttention | MultiHeadLatentAttention)]
+        inside = {id(layer) for attention in attentions for layer in attention.modules()}
+        norms = [layer for layer in self.modules() if isinstance(layer, RMSNorm) and id(layer) not in inside]
+        for attention in attentions:
+            for name in ("keys_and_values", "heads"):  # backward recomputes the first by itself
+                if hasattr(attention, name):
+                    setattr(attention, name, torch.compile(getattr(attention, name), **options))
+        for norm in norms:
+            norm.compile(**options)
+        return len(attentions) + len(norms)
+
     def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
         """Set the level of the balance loss of all blocks; see `LoadBalance`."""
         for router in self.routers():
@@ -201,13 +227,7 @@ class Decoder(RoutedModel):
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
         """Return the last norm's output, which is the head's input, and the routings of the MoE blocks; see `forward`."""
         batch, length = tokens_BS.shape
-        layout: SequenceLayout
-        if cache is None:
-            layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens)
-        elif cu_seqlens is None:
-            layout = CachedLayout(cache, batch, length, tokens_BS.device)
-        else:
-            raise ValueError("cu_seqlens and a cache were given: a cache does not support packed documents, give one of the two")
+        layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
         x_BSD = self.embed_tokens(tokens_BS)
         routings = []
         for block in self.layers:
@@ -239,13 +259,6 @@ class Decoder(RoutedModel):
             else:
                 yield name, torch.empty(p.shape, dtype=p.dtype, device="cpu").normal_(0, std, generator=generator)
 
-    @torch.no_grad()
-    def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
-        """Give the parameters `fresh_weights`."""
-        own = dict(self.named_parameters())
-        for name, value in self.fresh_weights(std, generator):
-            own[name].copy_(value)
-
 
 def assemble(
     config: CheckedFields, block: Callable[[int], Block], generator: torch.Generator | None, device: torch.device | None = None
@@ -259,5 +272,7 @@ def assemble(
         decoder = Decoder([block(index) for index in range(config.num_hidden_layers)], config)
     if is_meta:
         return decoder
-    decoder.init_weights(config.initializer_range, generator)
+    with torch.no_grad():
+        for name, value in decoder.fresh_weights(config.initializer_range, generator):
+            decoder.get_parameter(name).copy_(value)
     return decoder.to(device)

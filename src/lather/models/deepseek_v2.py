@@ -16,7 +16,7 @@ from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
-from lather.models.rotary import Rotary, YarnConfig
+from lather.models.rotary import Rotary
 from lather.models.routing import LoadBalance, Router
 
 
@@ -26,20 +26,12 @@ class DeepseekV2Config(CheckedFields):
 
     model_type: str = "deepseek_v2"
     """Hugging Face name of the model family."""
-    vocab_size: int = 4096
-    """Number of tokens in the vocabulary."""
-    hidden_size: int = 192
-    """Width of the residual stream."""
     intermediate_size: int = 512
     """Width of the feed-forward layer of dense blocks."""
     moe_intermediate_size: int = 128
     """Width of one expert's feed-forward layer."""
-    num_hidden_layers: int = 6
-    """Number of blocks, including dense ones."""
     first_k_dense_replace: int = 1
     """Number of dense blocks at the start."""
-    num_attention_heads: int = 6
-    """Number of attention heads."""
     q_lora_rank: int | None = None
     """Rank of the query latent; none: queries are projected directly."""
     kv_lora_rank: int = 64
@@ -54,8 +46,6 @@ class DeepseekV2Config(CheckedFields):
     """Number of routed experts per MoE block."""
     n_shared_experts: int = 1
     """Number of shared experts per MoE block, merged into one feed-forward layer of this multiple of `moe_intermediate_size`; 0: none."""
-    num_experts_per_tok: int = 2
-    """Number of routed experts per token (top-k)."""
     topk_method: str = "greedy"
     """greedy: a token goes to the best of all experts. group_limited_greedy: to the best experts in the `topk_group` groups that have the
     best single experts."""
@@ -72,22 +62,10 @@ class DeepseekV2Config(CheckedFields):
     """Coefficient of each block's load-balancing loss; 0: no such loss."""
     seq_aux: bool = False
     """Compute the load-balancing loss for each sequence, not for the micro-batch."""
-    max_position_embeddings: int = 2048
-    """Maximal length of a sequence, in tokens."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: YarnConfig | None = None
-    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
-    rms_norm_eps: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
-    initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
-    tie_word_embeddings: bool = False
-    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("first_k_dense_replace", "n_shared_experts", "aux_loss_alpha"))
-        self._require_rotary("qk_rope_head_dim", self.rope_scaling)
+        self._require_rotary("qk_rope_head_dim")
         self._require_at_most("first_k_dense_replace", "num_hidden_layers")
         self._require_at_most("num_experts_per_tok", "n_routed_experts")
         methods = ("greedy", "group_limited_greedy")
@@ -112,24 +90,9 @@ class DeepseekV2Config(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="DeepseekV2ForCausalLM",
-    defaults={
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
-    },
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-        "mlp_bias": (False,),
-        "moe_layer_freq": (1,),
-        "scoring_func": ("softmax",),
-    },
+    defaults={"first_k_dense_replace": 0, "seq_aux": True},
+    optional=frozenset({"norm_topk_prob", "routed_scaling_factor", "topk_method", "n_group", "topk_group", "aux_loss_alpha"}),
+    fixed={"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     derived={
         "num_key_value_heads": lambda config: config.num_attention_heads,
         "head_dim": lambda config: config.qk_rope_head_dim,
@@ -161,15 +124,10 @@ def _block(config: DeepseekV2Config, *, is_dense: bool) -> Block:
 
 
 def _moe(config: DeepseekV2Config) -> MoE:
-    grouped = config.topk_method == "group_limited_greedy"
-    router = Router(
-        config.hidden_size,
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        normalize=config.normalizes,
-        scale=1.0 if config.normalizes else config.routed_scaling_factor,
-        groups=(config.n_group, config.topk_group) if grouped else (1, 1),
-    )
+    sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
+    scale = 1.0 if config.normalizes else config.routed_scaling_factor
+    groups = (config.n_group, config.topk_group) if config.topk_method == "group_limited_greedy" else (1, 1)
+    router = Router(*sizes, normalize=config.normalizes, scale=scale, groups=groups)
     router.balance = LoadBalance("sequence" if config.seq_aux else "micro_batch")
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
     width = config.n_shared_experts * config.moe_intermediate_size

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lather.device import no_autocast
-from lather.kernels.combine import combine_forward, combine_rows_sum
+from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
 from lather.models.layers import compute_dtype, reset_parameters, without_autocast
-from lather.models.lora import AdaptedStack, Adapter
+from lather.models.lora import AdaptedStack, Adapter, merged
 from lather.models.saving.rounded_weights import RoundedWeights, Rounding, to_round
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float, Int
@@ -62,11 +62,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         reset_parameters(self)
 
     def forward(
-        self,
-        x_RD: Float[Tensor, "r d"],
-        experts_RK: Int[Tensor, "r k"],
-        weights_RK: Float[Tensor, "r k"],
-        num_pairs: int | None = None,
+        self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"], num_pairs: int | None = None
     ) -> Float[Tensor, "r d"]:
         """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on another rank and adds nothing.
 
@@ -79,10 +75,10 @@ class Experts(Deferrable, Rounding, nn.Module):
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
         call = _Call(self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
-        weights = (self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
-        factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else (adapter.A, adapter.B))]
+        gate_up_factors, down_factors = ((None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters)
+        parameters = (self.gate_up_proj, self.gate_up_bias, *gate_up_factors, self.down_proj, self.down_bias, *down_factors)
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *weights, *factors)  # type: ignore[no-untyped-call]
+            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
         return y_RD
 
     def reference_forward(
@@ -91,9 +87,8 @@ class Experts(Deferrable, Rounding, nn.Module):
         """Compute the same in plain autograd, expert by expert."""
         y_RD = torch.zeros_like(x_RD)
         biases = [(None,) * len(self.down_proj) if b is None else b.unbind() for b in (self.gate_up_bias, self.down_bias)]
-        gate_up_EHD = self.gate_up_proj if self.gate_up_lora is None else self.gate_up_lora.added_to(self.gate_up_proj)
-        down_EDF = self.down_proj if self.down_lora is None else self.down_lora.added_to(self.down_proj)
-        weights = zip(gate_up_EHD.unbind(), down_EDF.unbind(), *biases, strict=True)
+        stacks = (merged(self.gate_up_proj, self.gate_up_lora), merged(self.down_proj, self.down_lora))
+        weights = zip(*(stack.unbind() for stack in stacks), *biases, strict=True)
         for expert, (gate_up_HD, down_DF, gate_up_bias_H, down_bias_D) in enumerate(weights):
             token, slot = (experts_RK == expert).nonzero(as_tuple=True)
             h_NF = plain_gate(F.linear(x_RD[token], gate_up_HD, gate_up_bias_H), self.gate)
@@ -127,19 +122,15 @@ class _Call:
     kept: RoundedWeights | None
     keep_gate_up: bool
 
-    def stacks(self, end_E: Tensor, parameters: Sequence[Tensor | None]) -> tuple[AdaptedStack, AdaptedStack]:
+    def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
-        gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, gate_up_a, gate_up_b, down_a, down_b = parameters
-        assert gate_up_EHD is not None
-        assert down_EDF is not None
-        return (
-            AdaptedStack(gate_up_EHD, gate_up_bias_EH, gate_up_a, gate_up_b, self.scales[0], end_E, self.kept),
-            AdaptedStack(down_EDF, down_bias_ED, down_a, down_b, self.scales[1], end_E, self.kept),
-        )
+        of_stacks = zip((parameters[:4], parameters[4:]), self.scales, strict=True)
+        gate_up, down = (AdaptedStack(weight, bias, a, b, scale, end_E, self.kept) for (weight, bias, a, b), scale in of_stacks)
+        return gate_up, down
 
 
 class _RoutedExperts(torch.autograd.Function):
-    """`parameters`: gate/up (E, 2F, D) and down (E, D, F), their biases or None, then A and B of their adapters or None."""
+    """`parameters`: gate/up (E, 2F, D), its bias or None, A and B of its adapter or None; then the same of down (E, D, F)."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weights_RK: Tensor, call: _Call, route: Route, *parameters: Tensor | None) -> Tensor:
@@ -176,23 +167,23 @@ class _RoutedExperts(torch.autograd.Function):
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
         gathered = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
-        grad_down = gradient(1, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
+        grad_down = gradient(4, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), gathered)
         of_down_factors = down.factor_gradients(grad_GD, h_GF) if any(needs[6:]) else (None, None)
         del h_GF, gathered
         if down.bias_EO is not None:
             dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
-        grad_down_bias = gradient(3, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
+        grad_down_bias = gradient(5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
         grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
         grad_gate_up = gradient(0, partial(_gate_up_gradient, grad_gate_up_GH, x_RD, token_G, end_E))
         of_gate_up_factors: tuple[Tensor | None, Tensor | None] = (None, None)
-        if any(needs[4:6]):
+        if any(needs[2:4]):
             of_gate_up_factors = gate_up.factor_gradients(grad_gate_up_GH, gather_rows(x_RD.to(call.dtype), token_G))
-        grad_gate_up_bias = gradient(2, partial(grouped_sum, grad_gate_up_GH, end_E))
-        grad_x = combine_rows_sum(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
-        of_weights = (grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias)
-        return grad_x, grad_weights_RK, None, None, *of_weights, *of_gate_up_factors, *of_down_factors
+        grad_gate_up_bias = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
+        grad_x = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype) if needs_x else None
+        of_gate_up, of_down = (grad_gate_up, grad_gate_up_bias, *of_gate_up_factors), (grad_down, grad_down_bias, *of_down_factors)
+        return grad_x, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 
 def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:

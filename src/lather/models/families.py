@@ -41,58 +41,36 @@ class Family:
     published: PublishedConfig
 
 
-FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {
-        family.model_type: family
-        for family in (
-            Family("deepseek_v2", DeepseekV2Config, deepseek_v2.build_deepseek_v2, deepseek_v2.PUBLISHED),
-            Family("qwen3_moe", Qwen3MoeConfig, qwen3_moe.build_qwen3_moe, qwen3_moe.PUBLISHED),
-            Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, gpt_oss.PUBLISHED),
-        )
-    }
+_FAMILIES = (
+    Family("deepseek_v2", DeepseekV2Config, deepseek_v2.build_deepseek_v2, deepseek_v2.PUBLISHED),
+    Family("qwen3_moe", Qwen3MoeConfig, qwen3_moe.build_qwen3_moe, qwen3_moe.PUBLISHED),
+    Family("gpt_oss", GptOssConfig, gpt_oss.build_gpt_oss, gpt_oss.PUBLISHED),
 )
+FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _FAMILIES})
 
 NO_INFLUENCE = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "use_return_dict",
-    }
+    # where the model comes from
+    {"_name_or_path", "auto_map", "finetuning_task", "name_or_path", "transformers_version"}
+    # the tokens of a text
+    | {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id", "tokenizer_class"}
+    # how the model is run
+    | {"_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype", "gradient_checkpointing", "is_decoder"}
+    | {"pretraining_tp", "torch_dtype", "use_cache"}
+    # what a call returns
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict"}
+    # other tasks than text
+    | {"id2label", "label2id", "problem_type", "task_specific_params"}
 )
 """Fields of any family without influence on the trained function. Fields such as dropout or tied encoders do not belong here."""
 
-FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
-"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, but are not written."""
+FIXED: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"hidden_act": ("silu",), "attention_dropout": (0.0,)})
+"""Fields of any family that are supported only with these values, like `PublishedConfig.fixed`, which comes first."""
 
-DEFAULTS: Mapping[str, Any] = types.MappingProxyType({"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False})
-"""Fields of any family that may be left out, like `PublishedConfig.defaults`, which comes first."""
+NOT_WRITTEN: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"is_encoder_decoder": (False,), "tie_encoder_decoder": (False,)})
+"""Fields of any family that are supported only with these values, too, but are not written."""
+
+OPTIONAL = frozenset({"rms_norm_eps", "initializer_range", "tie_word_embeddings"})
+"""Fields of any family that may be left out, like `PublishedConfig.optional`."""
 
 LARGEST = 10**8
 """Upper limit for integers in a configuration."""
@@ -126,8 +104,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
 
     hints = typing.get_type_hints(family.config)
     names = [field.name for field in dataclasses.fields(family.config) if field.name not in ROPE_FIELDS]
-    defaults = {**DEFAULTS, **published.defaults}
-    optional = defaults.keys() | published.nullable
+    optional = OPTIONAL | published.optional | published.defaults.keys() | published.nullable
     missing = [name for name in names if mapping.get(name) is None and name not in optional]
     missing += [name for name in sorted(published.nullable) if name not in mapping]
     if missing:
@@ -139,7 +116,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
             "remove it if it has no influence"
         )
     fields = {name: _typed(mapping[name], hints[name], name) for name in names if mapping.get(name) is not None}
-    for name, default in defaults.items():
+    for name, default in published.defaults.items():
         if name not in fields:
             fields[name] = default(fields) if callable(default) else default
     config = family.config(**fields, rope_theta=rope_theta, rope_scaling=rope_scaling)
@@ -156,7 +133,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         value = getattr(config, field.name)
         if field.name not in ROPE_FIELDS and not (value is None and field.name not in published.nullable):
             fields[field.name] = list(value) if isinstance(value, tuple) else value
-    fields |= {name: values[0] for name, values in published.fixed.items()}
+    fields |= {name: values[0] for name, values in {**FIXED, **published.fixed}.items()}
     fields |= {name: derive(config) for name, derive in published.derived.items()}
     scaling = None
     if config.rope_scaling is not None:
@@ -169,7 +146,7 @@ def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
 def _known_fields(family: Family) -> set[str]:
     published = family.published
     own = {field.name for field in dataclasses.fields(family.config)}
-    supported = {*own, *ROPE_FIELDS, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
+    supported = {*own, *ROPE_FIELDS, *NOT_WRITTEN, *FIXED, *published.fixed, *published.derived, "architectures", "quantization_config"}
     return supported | NO_INFLUENCE | published.ignored
 
 
@@ -185,7 +162,7 @@ def _without_aliases(mapping: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 def _check_fixed(mapping: Mapping[str, Any], family: Family) -> None:
     published = family.published
     _check_value("architectures", mapping.get("architectures"), ([published.architecture],), family)
-    for name, values in {**FIXED, **published.fixed}.items():
+    for name, values in {**NOT_WRITTEN, **FIXED, **published.fixed}.items():
         _check_value(name, mapping.get(name), values, family)
     quantization = mapping.get("quantization_config")
     if quantization is not None:

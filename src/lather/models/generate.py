@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lather.errors import UserError
-from lather.models.cache import KeyValueCache
 from lather.models.decoder import Decoder
+from lather.models.token_positions import KeyValueCache
 from lather.shapes import Float
 
 
@@ -148,14 +148,9 @@ def generate(
 
     Raises ValueError for an empty prompt, a context below 1, or values that `Sampling` refuses.
     """
-    rows = Continuations(
-        model,
-        [prompt],
-        context=context,
-        sampling=Sampling(temperature, top_k),
-        generators=[generator],
-        stop_tokens=() if stop_token is None else (stop_token,),
-    )
+    stop_tokens = () if stop_token is None else (stop_token,)
+    sampling = Sampling(temperature, top_k)
+    rows = Continuations(model, [prompt], context=context, sampling=sampling, generators=[generator], stop_tokens=stop_tokens)
     for _ in range(num_tokens):
         if not rows.step():
             break

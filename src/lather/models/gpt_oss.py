@@ -17,7 +17,7 @@ from lather.models.decoder import Block, Decoder, assemble
 from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.moe import MoE
-from lather.models.rotary import Rotary, YarnConfig
+from lather.models.rotary import Rotary
 from lather.models.routing import Router
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -29,21 +29,13 @@ class GptOssConfig(CheckedFields):
 
     model_type: str = "gpt_oss"
     """Hugging Face name of the model family."""
-    vocab_size: int = 4096
-    """Number of tokens in the vocabulary."""
-    hidden_size: int = 192
-    """Width of the residual stream."""
     intermediate_size: int = 128
     """Width of one expert's feed-forward layer."""
-    num_hidden_layers: int = 6
-    """Number of blocks."""
     layer_types: tuple[str, ...] | None = None
     """Attention of each block, sliding_attention or full_attention; left out: alternating, sliding first. A list with just this alternation
     is treated as left out, so that the number of blocks can be changed without it."""
     sliding_window: int = 128
     """Number of tokens that a token attends to in sliding attention, including itself."""
-    num_attention_heads: int = 6
-    """Number of query heads."""
     num_key_value_heads: int = 2
     """Number of key-value heads; it divides the number of query heads."""
     head_dim: int = 32
@@ -52,8 +44,6 @@ class GptOssConfig(CheckedFields):
     """Add biases to attention's four projections."""
     num_local_experts: int = 8
     """Number of experts per block."""
-    num_experts_per_tok: int = 2
-    """Number of experts per token (top-k)."""
     swiglu_alpha: float = 1.702
     """Factor inside the gate's sigmoid."""
     swiglu_limit: float = 7.0
@@ -61,22 +51,14 @@ class GptOssConfig(CheckedFields):
     router_aux_loss_coef: float = 0.001
     """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
     loss."""
-    max_position_embeddings: int = 2048
-    """Maximal length of a sequence, in tokens."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
-    rope_scaling: YarnConfig | None = None
-    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
     rms_norm_eps: float = 1e-5
     """Constant added to the mean square in RMSNorm."""
-    initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
-    tie_word_embeddings: bool = False
-    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
-        self._require_rotary("head_dim", self.rope_scaling)
+        self._require_rotary("head_dim")
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_local_experts")
         if self.layer_types is not None:
@@ -112,19 +94,8 @@ def _alternating(count: int) -> tuple[str, ...]:
 
 PUBLISHED = PublishedConfig(
     architecture="GptOssForCausalLM",
-    defaults={
-        "layer_types": None,
-        "attention_bias": True,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "router_aux_loss_coef": 0.001,
-        "rms_norm_eps": 1e-5,
-    },
-    fixed={"hidden_act": ("silu",), "attention_dropout": (0.0,)},
-    derived={
-        "layer_types": lambda config: list(config.attention_types),
-        "experts_per_token": lambda config: config.num_experts_per_tok,
-    },
+    optional=frozenset({"layer_types", "attention_bias", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"}),
+    derived={"layer_types": lambda config: list(config.attention_types), "experts_per_token": lambda config: config.num_experts_per_tok},
     aliases={"num_experts": "num_local_experts"},
     ignored=frozenset({"initial_context_length"}),
     quantization="mxfp4",

@@ -32,14 +32,19 @@ def run_alignment(device: torch.device, dtype: torch.dtype) -> int:
 
 def grouped_linear(x_GI: Float[Tensor, "g i"], weight_EOI: Float[Tensor, "e o i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "g o"]:
     """Compute x W_e^T for the rows of each expert e."""
-    return _rows_times(x_GI, weight_EOI.transpose(1, 2), end_E)
+    return grouped_linear_transposed(x_GI, weight_EOI.transpose(1, 2), end_E)
 
 
 def grouped_linear_transposed(
     g_GO: Float[Tensor, "g o"], weight_EOI: Float[Tensor, "e o i"], end_E: Int[Tensor, " e"]
 ) -> Float[Tensor, "g i"]:
     """Compute g W_e for the rows of each expert e: the gradient of the rows in `grouped_linear`."""
-    return _rows_times(g_GO, weight_EOI, end_E)
+    if _sound(g_GO) and _sound(weight_EOI):
+        return F.grouped_mm(g_GO, weight_EOI, offs=end_E)
+    out_GI = g_GO.new_empty(len(g_GO), weight_EOI.shape[2])
+    for expert, rows in _runs(end_E):
+        torch.mm(g_GO[rows], weight_EOI[expert], out=out_GI[rows])
+    return out_GI
 
 
 def grouped_weight_gradient(g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[Tensor, "e o i"]:
@@ -71,15 +76,6 @@ def grouped_sum(x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[T
 def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:
     """Return the expert of each row; E for rows without an expert."""
     return torch.searchsorted(end_E, torch.arange(num_rows, dtype=end_E.dtype, device=end_E.device), right=True)
-
-
-def _rows_times(x_GI: Tensor, matrix_EIO: Tensor, end_E: Tensor) -> Tensor:
-    if _sound(x_GI) and _sound(matrix_EIO):
-        return F.grouped_mm(x_GI, matrix_EIO, offs=end_E)
-    out_GO = x_GI.new_empty(len(x_GI), matrix_EIO.shape[2])
-    for expert, rows in _runs(end_E):
-        torch.mm(x_GI[rows], matrix_EIO[expert], out=out_GO[rows])
-    return out_GO
 
 
 def _runs(end_E: Tensor) -> Iterator[tuple[int, slice]]:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from lather.device import is_gpu, no_autocast
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
-from lather.models.lora import Adapter
+from lather.models.lora import Adapter, merged
 from lather.models.saving.recomputed import Remaking
 from lather.models.saving.rounded_weights import RoundedWeights, Rounding, rounded, to_round
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
@@ -97,12 +97,8 @@ class Linear(Deferrable, Rounding, nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
         if self.memory == "reference":
-            return F.linear(x, self.adapted_weight(), self.bias)
+            return F.linear(x, merged(self.weight, self.lora), self.bias)
         return project(x, self)[0]
-
-    def adapted_weight(self) -> Float[Tensor, "o i"]:
-        """Return the weight with its adapter merged into it."""
-        return self.weight if self.lora is None else self.lora.added_to(self.weight)
 
 
 def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:

@@ -60,9 +60,10 @@ class Adapter(nn.Module):
         self.B = nn.Parameter(weight.new_zeros(*experts, size_out, rank))
         self.scale = scale
 
-    def added_to(self, weight: Float[Tensor, "*e o i"]) -> Float[Tensor, "*e o i"]:
-        """Return the weight with the adapter merged into it, in plain autograd."""
-        return weight + self.scale * (self.B @ self.A)
+
+def merged(weight: Float[Tensor, "*e o i"], adapter: Adapter | None) -> Float[Tensor, "*e o i"]:
+    """Return the weight with its adapter, if it has one, merged into it, in plain autograd."""
+    return weight if adapter is None else weight + adapter.scale * (adapter.B @ adapter.A)
 
 
 @dataclass(frozen=True)

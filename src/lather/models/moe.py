@@ -58,67 +58,49 @@ class Arrived(Generic[Result_co]):
         return self.result
 
 
-@runtime_checkable
-class Exchange(Protocol):
+class Exchange:
     """Sends tokens to the ranks of their experts (`dispatch`) and partial sums back (`combine`); each is the other's adjoint.
+
+    This class is the exchange if all experts are on this rank: nothing is sent, and results may be the arguments themselves. Exchanges
+    between ranks are subclasses with methods of their own (`lather.parallel.expert_exchange`).
 
     Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so that other computations run until `wait`.
     The asynchronous forms of the backward pass are separate methods. Tensors that are passed to a `start_...` method must not change before
     `wait` returns.
     """
 
-    num_ranks: int
-    """Number of ranks that share the experts. With 1 nothing is sent, and results may be the arguments themselves."""
+    num_ranks = 1
+    """Number of ranks that share the experts."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """Send this rank's tokens (T, D); return the R tokens that this rank's experts receive."""
-
-    def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the weighted sums of this rank's experts (R, D); return the complete sums of this rank's tokens (T, D)."""
-
-    def start_plan(self, routing: Routing) -> Pending[Any]:
-        """Start to exchange the numbers of rows, which ranks need before they can send rows."""
-
-    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
-        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
-
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]: ...
-
-    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
-
-    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
-        """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
-
-
-class LocalExchange:
-    """The exchange if all experts are on this rank: nothing is sent."""
-
-    num_ranks = 1
-
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD, routing.experts_TK, routing.weights_TK)
 
     def combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Send the weighted sums of this rank's experts (R, D); return the complete sums of this rank's tokens (T, D)."""
         return partial_RD
 
-    def start_plan(self, routing: Routing) -> Pending[None]:
+    def start_plan(self, routing: Routing) -> Pending[Any]:
+        """Start to exchange the numbers of rows, which ranks need before they can send rows."""
         return Arrived(None)
 
-    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: None = None) -> Pending[Dispatched]:
+    def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
+        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
         return Arrived(self.dispatch(x_TD, routing))
 
     def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         return Arrived(partial_RD)
 
     def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
         return Arrived(grad_TD)
 
     def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
+        """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
         return Arrived((grad_RD, grad_weights_RK))
 
 
-LOCAL_EXCHANGE = LocalExchange()
+LOCAL_EXCHANGE = Exchange()
 
 
 class MoE(nn.Module):

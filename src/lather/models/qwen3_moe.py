@@ -15,7 +15,7 @@ from lather.models.experts import Experts
 from lather.models.hf.config_fields import CheckedFields, PublishedConfig
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
-from lather.models.rotary import Rotary, YarnConfig
+from lather.models.rotary import Rotary
 from lather.models.routing import Router
 
 
@@ -25,22 +25,14 @@ class Qwen3MoeConfig(CheckedFields):
 
     model_type: str = "qwen3_moe"
     """Hugging Face name of the model family."""
-    vocab_size: int = 4096
-    """Number of tokens in the vocabulary."""
-    hidden_size: int = 192
-    """Width of the residual stream."""
     intermediate_size: int = 512
     """Width of the feed-forward layer of dense blocks."""
     moe_intermediate_size: int = 128
     """Width of one expert's feed-forward layer."""
-    num_hidden_layers: int = 6
-    """Number of blocks, including dense ones."""
     decoder_sparse_step: int = 1
     """Every n-th block has experts, where n is this number; the other blocks are dense."""
     mlp_only_layers: tuple[int, ...] = ()
     """Numbers, from 0, of additional dense blocks."""
-    num_attention_heads: int = 6
-    """Number of query heads."""
     num_key_value_heads: int = 2
     """Number of key-value heads; it divides the number of query heads."""
     head_dim: int = 32
@@ -49,29 +41,15 @@ class Qwen3MoeConfig(CheckedFields):
     """Add biases to attention's four projections."""
     num_experts: int = 8
     """Number of experts per MoE block."""
-    num_experts_per_tok: int = 2
-    """Number of experts per token (top-k)."""
     norm_topk_prob: bool = True
     """Normalize the weights of a token's experts to a sum of 1."""
     router_aux_loss_coef: float = 0.001
     """Coefficient of the published load-balancing loss, a mean over blocks that is `num_experts_per_tok` for an even load; 0: no such
     loss."""
-    max_position_embeddings: int = 2048
-    """Maximal length of a sequence, in tokens."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: YarnConfig | None = None
-    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
-    rms_norm_eps: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
-    initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
-    tie_word_embeddings: bool = False
-    """Use the embedding as the weight of the head, too."""
 
     def __post_init__(self) -> None:
         self._require_family_and_ranges(may_be_zero=("router_aux_loss_coef",))
-        self._require_rotary("head_dim", self.rope_scaling)
+        self._require_rotary("head_dim")
         self._require_divides("num_key_value_heads", "num_attention_heads")
         self._require_at_most("num_experts_per_tok", "num_experts")
         layers = range(self.num_hidden_layers)
@@ -91,20 +69,9 @@ class Qwen3MoeConfig(CheckedFields):
 
 PUBLISHED = PublishedConfig(
     architecture="Qwen3MoeForCausalLM",
-    defaults={
-        "head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": (),
-        "attention_bias": False,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
-    },
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_dropout": (0.0,),
-        "use_sliding_window": (False,),
-        "sliding_window": (None,),
-    },
+    defaults={"head_dim": lambda fields: fields["hidden_size"] // max(fields["num_attention_heads"], 1), "norm_topk_prob": False},
+    optional=frozenset({"decoder_sparse_step", "mlp_only_layers", "attention_bias", "router_aux_loss_coef"}),
+    fixed={"use_sliding_window": (False,), "sliding_window": (None,)},
     aliases={"num_local_experts": "num_experts"},
     ignored=frozenset({"max_window_layers"}),
 )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.models.layers import Product, multiply, reset_parameters
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients
+from lather.models.saving.weight_gradients import Deferrable
 from lather.shapes import Float, Int
 
 SCORES = ("softmax", "sigmoid")
@@ -82,7 +82,7 @@ class Router(Deferrable, nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1) -> Routing:
         """Route tokens. x consists of `num_sequences` sequences of equal length, which only the balance loss at sequence level uses."""
-        logits_TE = router_logits(x_TD, self.weight, self.bias, self.weight_gradients)
+        logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         experts_TK = self._experts(scores_TE)
         weights_TK = scores_TE.gather(1, experts_TK)
@@ -97,10 +97,20 @@ class Router(Deferrable, nn.Module):
         loss = sequence_balance_loss(scores_TE, experts_TK, num_sequences) if over_E is None else balance_loss(scores_TE, over_E)
         return Routing(experts_TK, weights_TK, count_E, loss, z_loss(logits_TE) if self.takes_z_loss else None, over_E)
 
+    def logits(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t e"]:
+        """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype."""
+        product = Product(self.weight, self.bias, self.weight_gradients)
+        return multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), product)[0]
+
     def _experts(self, scores_TE: Tensor) -> Tensor:
         if self._repeated is not None:
             return self._repeated.experts_TK
-        return self._choose(scores_TE.detach()) if self._replayed_TK is None else self._replayed(scores_TE)
+        replayed_TK = self._replayed_TK
+        if replayed_TK is None:
+            return self._choose(scores_TE.detach())
+        if len(replayed_TK) != len(scores_TE):
+            raise ValueError(f"replay was given {len(replayed_TK)} tokens, but the batch has {len(scores_TE)}: give one row per token")
+        return replayed_TK.to(scores_TE.device)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         bias_E: Tensor | None = self.e_score_correction_bias
@@ -144,14 +154,6 @@ class Router(Deferrable, nn.Module):
         finally:
             self._replayed_TK = before
 
-    def _replayed(self, scores_TE: Tensor) -> Tensor:
-        assert self._replayed_TK is not None
-        if len(self._replayed_TK) != len(scores_TE):
-            raise ValueError(
-                f"replay was given {len(self._replayed_TK)} tokens, but the batch has {len(scores_TE)}: give one row per token"
-            )
-        return self._replayed_TK.to(scores_TE.device)
-
     def enable_loss_free_balancing(self) -> None:
         """Create the bias that `update_correction_bias` changes; it is part of the state dict."""
         if self.e_score_correction_bias is None:
@@ -179,18 +181,6 @@ def _check_router(num_experts: int, num_experts_per_tok: int, score: str, num_gr
     reachable = num_experts // num_groups * num_groups_per_tok
     if not 1 <= num_experts_per_tok <= reachable:
         raise ValueError(f"num_experts_per_tok = {num_experts_per_tok} is not valid: it must be from 1 to the {reachable} experts in reach")
-
-
-def router_logits(
-    x_TD: Float[Tensor, "t d"],
-    weight_ED: Float[Tensor, "e d"],
-    bias_E: Float[Tensor, " e"] | None = None,
-    queue: WeightGradients | None = None,
-) -> Float[Tensor, "t e"]:
-    """Compute x W^T + b in fp32 or wider, for any dtype of x and autocast, saving x only in its own dtype; the gradients of W and b go to
-    `queue`, if there is one."""
-    (logits_TE,) = multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), Product(weight_ED, bias_E, queue))
-    return logits_TE
 
 
 def count_rows(experts_TK: Int[Tensor, "t k"], num_experts: int) -> Int[Tensor, " e"]:
@@ -229,8 +219,8 @@ class LoadBalance:
     """Counts the rows from which the balance loss is computed: those of a micro-batch, each sequence, or the global batch.
 
     Over the global batch, the experts' shares of rows are computed from all micro-batches of the step so far, on all ranks of `group`; the
-    scores are those of the micro-batch. A step lasts from `begin_step` to `end_step` (`counting_step` calls both). Autograd may be off in
-    it, as in the forward pass of activation checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
+    scores are those of the micro-batch. `counting_step` encloses a step. Autograd may be off in it, as in the forward pass of activation
+    checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
     """
 
     def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
@@ -240,11 +230,9 @@ class LoadBalance:
         self._count_E: Tensor | None = None
         self._in_step = False
 
-    def begin_step(self) -> None:
-        self._count_E, self._in_step = None, True
-
-    def end_step(self) -> None:
-        self._count_E, self._in_step = None, False
+    def restart(self, *, in_step: bool) -> None:
+        """Forget the rows that were counted; `in_step` tells whether a step begins."""
+        self._count_E, self._in_step = None, in_step
 
     def counted(self, count_E: Int[Tensor, " e"], num_sequences: int) -> Int[Tensor, " e"] | None:
         """Add a micro-batch's rows to those of the step; return the counts from which its shares are computed. None: from each sequence."""
@@ -263,9 +251,9 @@ def counting_step(routers: Iterable[Router]) -> Iterator[None]:
     """Enclose the forward passes of one optimizer step, over which balance losses at the level of the global batch count rows."""
     balances = [router.balance for router in routers]
     for balance in balances:
-        balance.begin_step()
+        balance.restart(in_step=True)
     try:
         yield
     finally:
         for balance in balances:
-            balance.end_step()
+            balance.restart(in_step=False)

@@ -1,9 +1,12 @@
-"""The positions and documents of the tokens of a batch, and the masks and rotary tables that attention derives from them.
+"""The positions and documents of the tokens of a batch, the masks and rotary tables that attention derives from them, and the cache of
+earlier tokens.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention needs no mask. Windows and documents need one
 boolean (S + 1, S + 1) mask per distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, S) elements.
 
-Letters: B sequences, S positions, T = B * S tokens (in masks: keys), P rotary pairs.
+With a cache, a forward pass processes only new tokens, which attend to the cached ones as well; a cache is only for inference.
+
+Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a cache), P rotary pairs.
 """
 
 from __future__ import annotations
@@ -14,14 +17,50 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 from lather.device import is_gpu, to_device
 from lather.models.rotary import Rotary
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
+
+
+class KeyValueCache:
+    """The keys and values of all layers for the tokens that have been processed; of latent attention it holds the latent and its rotary key
+    (arXiv:2405.04434, section 2.1.3).
+
+    Rows of a batch may have different lengths: shorter rows are padded on the left, so that all rows end in the same slot. T is the number
+    of slots: of all cached tokens, including padding and the S new ones.
+    """
+
+    def __init__(self, padding_B: Int[Tensor, " b"] | None = None) -> None:
+        """`padding_B`: number of slots at the start of each row that hold no token; None: 0."""
+        self.padding_B = padding_B
+        self.length = 0
+        """Number of slots of every row."""
+        self._rooms: dict[tuple[nn.Module, int], Tensor] = {}
+        """The tensors (B, capacity, ...) of each layer by number; the capacity doubles when it is full."""
+
+    def extend(self, layer: nn.Module, *new_BS: Tensor) -> tuple[Tensor, ...]:
+        """Append the layer's tensors for the new tokens, (B, S, ...) each, which `length` includes already; return those of all slots,
+        (B, T, ...)."""
+        for number, x_BS in enumerate(new_BS):
+            start = self.length - x_BS.shape[1]
+            room = self._rooms.get((layer, number), x_BS[:, :0])
+            if room.shape[1] < self.length:
+                earlier = room[:, :start]
+                room = self._rooms[layer, number] = x_BS.new_empty(len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:])
+                room[:, :start] = earlier
+            room[:, start : self.length] = x_BS
+        return tuple(self._rooms[layer, number][:, : self.length] for number in range(len(new_BS)))
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        self._rooms = {key: room[rows] for key, room in self._rooms.items()}
+        if self.padding_B is not None:
+            self.padding_B = self.padding_B[rows]
 
 
 class SequenceLayout:
@@ -32,23 +71,43 @@ class SequenceLayout:
     its own document, and positions restart with each. The ends of rows are always boundaries. The values are read on the host, which waits
     for the device unless the tensor is on CPU.
 
-    Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not such boundaries.
+    With a `cache` the tokens come after those of the cache, whose length they extend, and attend to them as well.
+
+    Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not such boundaries, or if the cache does not
+    fit: outside `torch.no_grad()`, with packed documents, or with padding for another number of rows.
     """
 
-    takes_block_masks = True
-    """True if attention on CUDA may use flex attention's block masks."""
-    start = 0
-    """Number of slots before the tokens, to which they attend as well; above 0 only with a cache."""
-
-    def __init__(self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None) -> None:
-        self.batch, self.length, self.device = batch, length, device
+    def __init__(
+        self, batch: int, length: int, device: torch.device, cu_seqlens: Int[Tensor, " n"] | None = None, cache: KeyValueCache | None = None
+    ) -> None:
+        self.batch, self.length, self.device, self.cache = batch, length, device, cache
+        self.start = 0
+        """Number of slots before the tokens, to which they attend as well; above 0 only with a cache."""
+        self.padding_B: Int[Tensor, " b"] | None = None
+        """Number of slots at the start of each row of the cache that hold no token; None: 0."""
         self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
         """Position of each token in its document; (1, S) if each row is one document."""
         self.documents: Int[Tensor, "b s"] | None = None
         """Number of each token's document; None if each row is one document."""
         self._made: dict[Any, Any] = {}
-        if cu_seqlens is not None:
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens and a cache were given: a cache does not support packed documents, give one of the two")
+            self._append_to(cache)
+        elif cu_seqlens is not None:
             self._pack(cu_seqlens)
+
+    def _append_to(self, cache: KeyValueCache) -> None:
+        if torch.is_grad_enabled():
+            raise ValueError("a key-value cache is for inference: call the model inside torch.no_grad()")
+        if cache.padding_B is not None and len(cache.padding_B) != self.batch:
+            raise ValueError(f"the batch has {self.batch} rows and the cache's padding {len(cache.padding_B)}: give one number per row")
+        self.start = cache.length
+        cache.length += self.length
+        self.positions = self.positions + self.start
+        if cache.padding_B is not None:
+            self.padding_B = cache.padding_B.to(self.device)
+            self.positions = (self.positions - self.padding_B.unsqueeze(1)).clamp(min=0)
 
     def _pack(self, cu_seqlens: Tensor) -> None:
         check_boundaries(cu_seqlens, self.batch * self.length)
@@ -82,7 +141,7 @@ class SequenceLayout:
 
     def _rows_differ(self) -> bool:
         """Tell whether the rows of the batch have masks of their own."""
-        return self.documents is not None
+        return self.documents is not None or self.padding_B is not None
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
         """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T = S without a cache; row and column 0 are
@@ -113,14 +172,19 @@ class SequenceLayout:
 
     def _sees(self, window: int | None) -> Callable[..., Tensor]:
         """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas, because flex attention counts the
-        arguments, which the wrapper of a type-checked function would hide."""
+        arguments, which the wrapper of a type-checked function would hide.
+
+        A padding slot attends only to itself, so that its output is finite, and no other slot attends to it."""
         rules: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
         if window is not None:
             rules.append(lambda batch, head, query, key: key > query - window)
-        documents = self.documents
+        documents, padding_B = self.documents, self.padding_B
         if documents is not None:
             rules.append(lambda batch, head, query, key: documents[batch, query] == documents[batch, key])
-        return and_masks(*rules)
+        if padding_B is None:
+            return and_masks(*rules)
+        rules.append(lambda batch, head, query, key: key >= padding_B[batch])
+        return or_masks(and_masks(*rules), lambda batch, head, query, key: key == query)
 
     def _effective(self, window: int | None) -> int | None:
         return None if window is None or window >= self.start + self.length else window
@@ -151,11 +215,7 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
 def for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Compile a function of flex attention on CUDA, where it would otherwise allocate (S, S) tensors. On other devices its compiled form
     has no backward."""
-    return _compiled(function) if is_gpu(device) else function
+    return torch.compile(function) if is_gpu(device) else function

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.device import gpu_module, is_gpu
-from lather.kernels.combine import combine_rows_sum
+from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
@@ -66,8 +66,8 @@ def exchange_over(
     return ExpertExchange(group, num_experts, free_buffer=free_buffer, sizes_group=sizes_group)
 
 
-class ExpertExchange:
-    """`Exchange` between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
+class ExpertExchange(Exchange):
+    """The exchange between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
 
     Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
     D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
@@ -177,7 +177,7 @@ class ExpertExchange:
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         _used_here(way.row_TK)
-        sum_TD = combine_rows_sum(rows_SD, way.row_TK)
+        sum_TD = combine_forward(rows_SD, way.row_TK)
         self.free_buffer(rows_SD)
         return sum_TD
 

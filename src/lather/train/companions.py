@@ -16,9 +16,9 @@ from lather.config.toml_file import folder_of
 from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
+from lather.files import complete_folder
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
-from lather.models.hf.safetensors_folder import complete_folder
 
 COMPANION_FOLDER = "huggingface"
 """Folder in the run directory that holds the copies."""

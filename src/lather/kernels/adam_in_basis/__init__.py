@@ -13,8 +13,6 @@ from lather.kernels.adam_in_basis import reference
 from lather.kernels.backend import use_triton
 from lather.shapes import Float
 
-__all__ = ["adam_in_basis"]
-
 
 def adam_in_basis(
     g: Float[Tensor, "*dims"],

@@ -21,15 +21,7 @@ def corrections(step: int, betas: tuple[float, float], *, correct_bias: bool) ->
 
 
 def adam_in_basis(
-    g: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    correct_bias: bool,
-    nesterov: bool,
+    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, *, betas: tuple[float, float], eps: float, correct_bias: bool, nesterov: bool
 ) -> Tensor:
     """Change both moments in place and return u, in as few passes over memory as torch's operations allow."""
     beta1, beta2 = betas

@@ -22,15 +22,7 @@ BLOCK = 1024
 
 
 def adam_in_basis(
-    g: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    correct_bias: bool,
-    nesterov: bool,
+    g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, *, betas: tuple[float, float], eps: float, correct_bias: bool, nesterov: bool
 ) -> Tensor:
     """Do the same as in `reference.py`."""
     beta1, beta2 = betas

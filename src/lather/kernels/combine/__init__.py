@@ -22,8 +22,6 @@ from lather.kernels.combine import reference
 from lather.kernels.route import check_range
 from lather.shapes import Float, Int
 
-__all__ = ["combine_backward", "combine_forward", "combine_rows_sum", "validate", "weighted_combine"]
-
 
 def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
     """Return the weighted sum of each token's rows, in their dtype. It can be differentiated once, for `rows` and `weights_TK`.
@@ -39,15 +37,12 @@ def weighted_combine(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], wei
 
 
 @torch.no_grad()
-def combine_forward(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"]) -> Float[Tensor, "t d"]:
-    """Return the weighted sum of each token's rows, in their dtype, without autograd or checks."""
+def combine_forward(
+    rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"], weights_TK: Float[Tensor, "t k"] | None = None
+) -> Float[Tensor, "t d"]:
+    """Return the weighted sum of each token's rows, in their dtype, without autograd or checks. Without weights it is the plain sum, the
+    adjoint of copying tokens to rows."""
     return run(reference.combine_forward, rows, row_TK, weights_TK)
-
-
-@torch.no_grad()
-def combine_rows_sum(rows: Float[Tensor, "g d"], row_TK: Int[Tensor, "t k"]) -> Float[Tensor, "t d"]:
-    """Return the sum of each token's rows, in their dtype, without autograd or checks. It is the adjoint of copying tokens to rows."""
-    return run(reference.combine_rows_sum, rows, row_TK)
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ BLOCK = 2**17
 """Elements of one block of tokens or rows."""
 
 
-def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     wide = wide_dtype(rows_GD)
-    if rows_GD.dtype == wide:
+    if weights_TK is None or rows_GD.dtype == wide:
         return _bags(rows_GD, row_TK, weights_TK)
     out_TD = rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     if len(rows_GD) == 0:
@@ -36,10 +36,6 @@ def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tens
             total.addcmul_(picked, weight_B.to(wide).unsqueeze(1))
         out_TD[block] = total
     return out_TD
-
-
-def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
-    return _bags(rows_GD, row_TK, None)
 
 
 def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,15 @@ PAIRS = 1024
 """(token, slot) pairs of one program of the kernel that inverts `row_TK`."""
 
 
-def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    return _combine(rows_GD, row_TK, weights_TK)
-
-
-def combine_rows_sum(rows_GD: Tensor, row_TK: Tensor) -> Tensor:
-    return _combine(rows_GD, row_TK, None)
+def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    rows_GD, row_TK = rows_GD.contiguous(), row_TK.contiguous()
+    out = rows_GD.new_empty(len(row_TK), rows_GD.shape[1])
+    options = _options(rows_GD)
+    grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
+    weights = row_TK if weights_TK is None else weights_TK.contiguous()  # an unused pointer must still be valid
+    options |= {"K": row_TK.shape[1], "WEIGHTED": weights_TK is not None}
+    launch(_forward_kernel, grid, rows_GD, row_TK, weights, out, *out.shape, **options)
+    return out
 
 
 def combine_backward(grad_TD: Tensor, rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,17 +57,6 @@ def check_distinct(row_TK: Tensor, num_rows: int) -> None:
     row_TK = row_TK.contiguous()
     pair_G = pair_of_row(row_TK, num_rows)
     launch(_check_kernel, (triton.cdiv(row_TK.numel(), PAIRS),), row_TK, pair_G, row_TK.numel(), BLOCK=PAIRS)
-
-
-def _combine(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    rows_GD, row_TK = rows_GD.contiguous(), row_TK.contiguous()
-    out = rows_GD.new_empty(len(row_TK), rows_GD.shape[1])
-    options = _options(rows_GD)
-    grid = (triton.cdiv(len(out), options["ROWS"]), triton.cdiv(out.shape[1], options["BLOCK"]))
-    weights = row_TK if weights_TK is None else weights_TK.contiguous()  # an unused pointer must still be valid
-    options |= {"K": row_TK.shape[1], "WEIGHTED": weights_TK is not None}
-    launch(_forward_kernel, grid, rows_GD, row_TK, weights, out, *out.shape, **options)
-    return out
 
 
 def _options(rows_GD: Tensor) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from lather.kernels.cross_entropy import reference
 from lather.shapes import Float, Int
 from lather.torch_private import base_of
 
-__all__ = ["SpentLogits", "check_inputs", "cross_entropy_", "divided", "flat_labels"]
-
 IGNORED = -1
 """Label of a token that does not count; it replaces the caller's `ignore_index`."""
 
@@ -68,8 +66,8 @@ def cross_entropy_(
     labels_T = flat_labels(labels, logits.shape[-1], ignore_index)
     if not wants_gradient:
         logits_TV = logits.detach().reshape(-1, logits.shape[-1]) if logits.numel() else logits.new_empty(0, max(1, logits.shape[-1]))
-        token_losses = _fastest(reference.token_losses, logits_TV)
-        return divided(token_losses(logits_TV.contiguous(), labels_T, z_loss=z_loss).sum(), normalizer)
+        losses_T = _fastest(reference.token_losses, logits_TV)(logits_TV.contiguous(), labels_T, z_loss=z_loss)
+        return divided(losses_T.sum(), normalizer)
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels_T, z_loss, normalizer)  # type: ignore[no-untyped-call]
     for tensor in (logits, base_of(logits)):
         if tensor is not None:
@@ -149,7 +147,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         losses_T = torch.zeros(0, dtype=wide, device=logits.device)
         if logits.numel():
             logits_TV = gradient.view(-1, logits.shape[-1])
-            losses_T = _fastest(reference.token_losses_and_gradient_, logits_TV)(logits_TV, labels_T, scale, z_loss=z_loss)
+            losses_T = _fastest(reference.token_losses, logits_TV)(logits_TV, labels_T, scale, z_loss=z_loss)
         increment_version(logits)  # nodes that have saved the logits must raise; kernels do not increment it
         ctx.save_for_backward(gradient)
         ctx.handed_over = False

@@ -21,26 +21,18 @@ PIECE_ELEMENTS = 2**18
 """Elements of a piece, which has at least one row: 1 MiB in fp32, which stays in a core's cache."""
 
 
-def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
-    """Return the loss of each token, (T,) in fp32 or wider. The logits are not changed."""
-    losses_T = logits_TV.new_empty(len(logits_TV), dtype=wide_dtype(logits_TV))
-    for rows in blocks(logits_TV, PIECE_ELEMENTS):
-        tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
-        losses_T[rows] = losses(tile_NV.logsumexp(1), label_logits(tile_NV, labels_N), labels_N, z_loss)
-    return losses_T
-
-
-def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
-    """Return the loss of each token, and overwrite the logits with `scale` (a 0-dim tensor) times their gradient, rounded once to their
-    dtype."""
+def token_losses(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None = None, *, z_loss: float) -> Tensor:
+    """Return the loss of each token, (T,) in fp32 or wider. With `scale`, a 0-dim tensor, overwrite the logits with `scale` times their
+    gradient, rounded once to their dtype; otherwise they are not changed."""
     losses_T = logits_TV.new_empty(len(logits_TV), dtype=wide_dtype(logits_TV))
     for rows in blocks(logits_TV, PIECE_ELEMENTS):
         tile_NV, labels_N = logits_TV[rows].to(losses_T.dtype), labels_T[rows]
         logsumexp_N = tile_NV.logsumexp(1)
         losses_T[rows] = losses(logsumexp_N, label_logits(tile_NV, labels_N), labels_N, z_loss)
-        softmax_gradient_(tile_NV, labels_N, logsumexp_N, torch.where(labels_N >= 0, scale.to(losses_T.dtype), 0), z_loss)
-        if logits_TV.dtype != tile_NV.dtype:
-            logits_TV[rows] = tile_NV
+        if scale is not None:
+            softmax_gradient_(tile_NV, labels_N, logsumexp_N, torch.where(labels_N >= 0, scale.to(losses_T.dtype), 0), z_loss)
+            if logits_TV.dtype != tile_NV.dtype:
+                logits_TV[rows] = tile_NV
     return losses_T
 
 

@@ -19,17 +19,8 @@ from lather.kernels.launch import launch
 BLOCK = 4096
 
 
-def token_losses(logits_TV: Tensor, labels_T: Tensor, *, z_loss: float) -> Tensor:
+def token_losses(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None = None, *, z_loss: float) -> Tensor:
     """Do the same as in `reference.py`."""
-    return _launch(logits_TV, labels_T, None, z_loss)
-
-
-def token_losses_and_gradient_(logits_TV: Tensor, labels_T: Tensor, scale: Tensor, *, z_loss: float) -> Tensor:
-    """Do the same as in `reference.py`."""
-    return _launch(logits_TV, labels_T, scale, z_loss)
-
-
-def _launch(logits_TV: Tensor, labels_T: Tensor, scale: Tensor | None, z_loss: float) -> Tensor:
     num_tokens, vocabulary = logits_TV.shape
     losses_T = logits_TV.new_empty(num_tokens, dtype=torch.float32)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))

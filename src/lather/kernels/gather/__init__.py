@@ -20,8 +20,6 @@ from lather.kernels.gather import reference
 from lather.kernels.route import check_range
 from lather.shapes import Float, Int
 
-__all__ = ["add_rows", "gather_rows", "padded_index_gather", "validate"]
-
 
 @torch.no_grad()
 def gather_rows(x: Float[Tensor, "n d"], index: Int[Tensor, " g"], num_rows: int | None = None) -> Float[Tensor, "r d"]:
@@ -35,7 +33,7 @@ def add_rows(grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
     """Return the adjoint of gathering from `num_rows` rows: row n is the sum of the rows of `grad` with index n; -1 is dropped.
 
     Sums are computed in fp32 (fp64 for fp64), in the order of `index`, and rounded once to the dtype of `grad`, without autograd or checks.
-    If every source row was picked at most K times and these rows are known, `combine.combine_rows_sum` does the same without sorting.
+    If every source row was picked at most K times and these rows are known, `combine.combine_forward` does the same without sorting.
     """
     return run(reference.add_rows, grad, index, num_rows)
 

@@ -97,9 +97,8 @@ def _check_weight(x: Tensor, weight: Tensor) -> torch.dtype:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, but x has {tuple(x.shape)}: give (vocabulary, {x.shape[-1]})")
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}, but x is on {x.device}: move it there")
-    device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type) and torch.float64 not in (x.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device_type)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(x.device.type)
     if weight.dtype != x.dtype:
         raise TypeError(f"weight has dtype {weight.dtype}, but x has {x.dtype}: convert one, or use torch.autocast")
     return x.dtype

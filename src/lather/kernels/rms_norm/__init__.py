@@ -18,8 +18,6 @@ from lather.kernels.backend import fastest
 from lather.kernels.rms_norm import reference
 from lather.shapes import Float
 
-__all__ = ["rms_norm", "validate"]
-
 WIDEST = 16384
 """Largest number of columns for the kernels, whose programs hold a whole row; the reference handles wider rows."""
 

@@ -8,6 +8,7 @@ are one kernel each, which can read the heads as a slice of a wider tensor.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,33 +19,26 @@ from lather.kernels.backend import run
 from lather.kernels.rotary import reference
 from lather.shapes import Float
 
-__all__ = ["rotate_halves", "rotate_pairs", "validate"]
 
-
-def rotate_pairs(
-    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
+def rotate(
+    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"], *, halves: bool
 ) -> Float[Tensor, "b s h r"]:
-    """Rotate each pair of adjacent coordinates (x_2i, x_2i+1) of a head by the angle of its position. The result has the dtype of x; the
-    computation is in the dtype of the tables or a wider one.
+    """Rotate each pair of coordinates of a head by the angle of its position. The result has the dtype of x; the computation is in the
+    dtype of the tables or a wider one.
 
     It can be differentiated once, for x. Raises ValueError for shapes that do not match.
     """
-    return _turned(x_BSHR, cos_BSP, sin_BSP, halves=False)
-
-
-def rotate_halves(
-    x_BSHR: Float[Tensor, "b s h r"], cos_BSP: Float[Tensor, "#b s p"], sin_BSP: Float[Tensor, "#b s p"]
-) -> Float[Tensor, "b s h r"]:
-    """Do the same as `rotate_pairs` for each pair (x_i, x_P+i)."""
-    return _turned(x_BSHR, cos_BSP, sin_BSP, halves=True)
-
-
-def _turned(x_BSHR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, halves: bool) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the reference with the operations around it
         return reference.turn(x_BSHR, cos_BSP, sin_BSP, halves=halves)
     validate(x_BSHR, cos_BSP, sin_BSP)
     y: Tensor = _Turn.apply(x_BSHR, cos_BSP, sin_BSP, halves)  # type: ignore[no-untyped-call]
     return y
+
+
+rotate_pairs = functools.partial(rotate, halves=False)
+"""Rotates pairs of adjacent coordinates (x_2i, x_2i+1)."""
+rotate_halves = functools.partial(rotate, halves=True)
+"""Rotates pairs (x_i, x_P+i)."""
 
 
 class _Turn(torch.autograd.Function):

@@ -23,8 +23,6 @@ from lather.kernels.backend import run
 from lather.kernels.route import reference
 from lather.shapes import Int
 
-__all__ = ["Route", "check_range", "plan_route", "validate"]
-
 
 @dataclass(frozen=True)
 class Route:

@@ -12,18 +12,12 @@ from torch import Tensor
 from lather.device import is_gpu
 
 
-def num_rows(num_pairs: int, num_experts: int, alignment: int) -> int:
-    """Return G, the largest number of rows that `num_pairs` pairs can need, however the router distributes them."""
-    if alignment == 1:
-        return num_pairs
-    return -(-(num_pairs + num_experts * (alignment - 1)) // alignment) * alignment
-
-
-def rows_for(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None) -> int:
-    """Return G if `num_pairs` of the pairs have a row (None: unknown). It is at least 1 if there are pairs, so that masked reads of row 0
-    work."""
+def rows_for(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> int:
+    """Return G, the largest number of rows that `num_pairs` of the pairs (None: all of them) can need, however the router distributes them.
+    It is at least 1 if there are pairs, so that masked reads of row 0 work."""
     all_pairs = experts_TK.numel()
-    return num_rows(all_pairs if num_pairs is None else max(num_pairs, min(1, all_pairs)), num_experts, alignment)
+    most = all_pairs if num_pairs is None else max(num_pairs, min(1, all_pairs))
+    return most if alignment == 1 else -(-(most + num_experts * (alignment - 1)) // alignment) * alignment
 
 
 def plan_route(experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None) -> tuple[Tensor, ...]:

@@ -18,33 +18,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.backend import run
+from lather.kernels.backend import run, wide_dtype
 from lather.kernels.swiglu import reference
-from lather.kernels.swiglu.reference import Gate
+from lather.kernels.swiglu.reference import Gate as Gate
 from lather.shapes import Float
-
-__all__ = ["CLAMPED_SWIGLU", "SWIGLU", "Gate", "clamped_swiglu", "gate_backward", "gate_forward", "gate_gradient", "swiglu", "validate"]
 
 SWIGLU = Gate()
 CLAMPED_SWIGLU = Gate(alpha=1.702, offset=1.0, limit=7.0, interleaved=True)
 
 
-def swiglu(gate_up: Float[Tensor, "*rows f2"]) -> Float[Tensor, "*rows f"]:
-    """Return silu(gate) * up (..., F), in the input's dtype; gate is the first half of the last dim (2F), and up the second.
+def swiglu(gate_up: Float[Tensor, "*rows f2"], gate: Gate = SWIGLU) -> Float[Tensor, "*rows f"]:
+    """Return h (..., F), by default silu(gate) * up, in the input's dtype; gate is the first half of the last dim (2F), and up the second,
+    unless `gate.interleaved` is set. `CLAMPED_SWIGLU` is GPT-OSS's activation.
 
     It can be differentiated once; autograd keeps only `gate_up`. Raises ValueError for an odd last dim, TypeError for a dtype that is not
     floating point.
     """
-    return _apply(gate_up, SWIGLU)
-
-
-def clamped_swiglu(gate_up: Float[Tensor, "*rows f2"], alpha: float = 1.702, limit: float = 7.0) -> Float[Tensor, "*rows f"]:
-    """Return GPT-OSS's activation (..., F), in the input's dtype; even columns of the last dim (2F) are the gate, odd ones up.
-
-    h = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit). It can be differentiated once; autograd
-    keeps only `gate_up`. Raises ValueError for an odd last dim or a limit <= 0, TypeError for a dtype that is not floating point.
-    """
-    return _apply(gate_up, Gate(alpha, 1.0, limit, interleaved=True))
+    h: Tensor = _Gated.apply(gate_up, gate)  # type: ignore[no-untyped-call]
+    return h
 
 
 @torch.no_grad()
@@ -65,7 +56,9 @@ def gate_backward(
     Raises ValueError for shapes that do not match, TypeError for a dtype that is not floating point.
     """
     validate(gate_up, grad_h, scale)
-    return run(reference.gate_backward, grad_h, gate_up, gate, scale)
+    h = gate_up.new_empty(grad_h.shape)
+    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
+    return run(reference.gate_gradient, grad_h, gate_up, gate, scale, h, dot), h, dot
 
 
 @torch.no_grad()
@@ -86,11 +79,6 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, None]:
         return gate_gradient(grad_h, ctx.saved_tensors[0], ctx.gate), None
-
-
-def _apply(gate_up: Tensor, gate: Gate) -> Tensor:
-    h: Tensor = _Gated.apply(gate_up, gate)  # type: ignore[no-untyped-call]
-    return h
 
 
 def validate(gate_up: Tensor, grad_h: Tensor | None = None, scale: Tensor | None = None) -> None:

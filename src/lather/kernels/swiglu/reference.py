@@ -46,35 +46,25 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     return (activated * (u + gate.offset if gate.offset else u)).to(gate_up.dtype)
 
 
-def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def gate_gradient(
+    grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None, h: Tensor | None = None, dot: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to the tensors that are given."""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
-    h = gate_up.new_empty(grad_h.shape)
-    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
-    grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), _rows(h)
+    grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), None if h is None else _rows(h)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
     for block in blocks(grad_RF, BLOCK):
         grad = grad_RF[block].to(wide_dtype(gate_up))
         activated, u, d_gate, d_up = _factors(gate_up_R2F[block], gate)
-        if scale is None or dot is None:
-            torch.mul(activated, u, out=h_RF[block])
-        else:
+        if scale is not None and h_RF is not None and dot is not None:
             product, weight = activated * u, scale[block].to(grad.dtype).unsqueeze(-1)
             dot[block] = torch.linalg.vecdot(grad, product)
             torch.mul(product, weight, out=h_RF[block])
             grad = grad * weight
+        elif h_RF is not None:
+            torch.mul(activated, u, out=h_RF[block])
         torch.mul(d_gate, grad, out=out_g[block])
         torch.mul(d_up, grad, out=out_u[block])
-    return grad_gate_up, h, dot
-
-
-def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
-    grad_gate_up = gate_up.new_empty(gate_up.shape)
-    grad_RF, gate_up_R2F = _rows(grad_h), _rows(gate_up)
-    out_g, out_u = _halves(_rows(grad_gate_up), gate)
-    for block in blocks(grad_RF, BLOCK):
-        _, _, d_gate, d_up = _factors(gate_up_R2F[block], gate)
-        torch.mul(d_gate, grad_RF[block], out=out_g[block])
-        torch.mul(d_up, grad_RF[block], out=out_u[block])
     return grad_gate_up
 
 

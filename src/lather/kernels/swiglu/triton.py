@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lather.kernels.backend import wide_dtype
 from lather.kernels.launch import launch, tile, wide
 from lather.kernels.swiglu.reference import Gate
 
@@ -33,17 +32,7 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     return h
 
 
-def gate_backward(grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    h = gate_up.new_empty(grad_h.shape)
-    dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
-    return _gradient(grad_h, gate_up, gate, scale, h, dot), h, dot
-
-
-def gate_gradient(grad_h: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
-    return _gradient(grad_h, gate_up, gate)
-
-
-def _gradient(
+def gate_gradient(
     grad_h: Tensor, gate_up: Tensor, gate: Gate, scale: Tensor | None = None, h: Tensor | None = None, dot: Tensor | None = None
 ) -> Tensor:
     """Return the gradient of `gate_up`; write h, and with `scale` the gradients of the weights, to the tensors that are given."""
@@ -58,14 +47,9 @@ def _gradient(
 
 
 def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
-    return {
-        "ALPHA": gate.alpha,
-        "OFFSET": gate.offset,
-        "LIMIT": float("inf") if gate.limit is None else gate.limit,
-        "INTERLEAVED": gate.interleaved,
-        "WIDE": wide(gate_up),
-        **tile(gate_up.shape[-1] // 2, TILE),
-    }
+    limit = float("inf") if gate.limit is None else gate.limit
+    options = {"ALPHA": gate.alpha, "OFFSET": gate.offset, "LIMIT": limit, "INTERLEAVED": gate.interleaved, "WIDE": wide(gate_up)}
+    return options | tile(gate_up.shape[-1] // 2, TILE)
 
 
 @triton.jit

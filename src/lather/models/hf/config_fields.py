@@ -11,24 +11,42 @@ from lather.errors import require
 from lather.models.rotary import YarnConfig
 
 
+@dataclass(frozen=True)
 class CheckedFields:
-    """Mixin for configurations: the fields of every family that describe the model outside its blocks, and checks whose errors name the
-    field as `model.<field>`."""
+    """The fields that every family has, with the names and meanings of the published `config.json`, and checks whose errors name a field as
+    `model.<field>`."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    rope_theta: float
-    rms_norm_eps: float
-    initializer_range: float
-    tie_word_embeddings: bool
+    model_type: str = ""
+    """Hugging Face name of the model family."""
+    vocab_size: int = 4096
+    """Number of tokens in the vocabulary."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    num_hidden_layers: int = 6
+    """Number of blocks, including dense ones."""
+    num_attention_heads: int = 6
+    """Number of attention heads; of query heads, where several share a key-value head."""
+    num_experts_per_tok: int = 2
+    """Number of routed experts per token (top-k)."""
+    max_position_embeddings: int = 2048
+    """Maximal length of a sequence, in tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: YarnConfig | None = None
+    """YaRN, which adapts the rotary embedding to longer sequences; left out: no YaRN."""
+    rms_norm_eps: float = 1e-6
+    """Constant added to the mean square in RMSNorm."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as the weight of the head, too."""
 
     def _require(self, name: str, holds: bool, constraint: str) -> None:
         require(holds, f"model.{name}", getattr(self, name), constraint)
 
     def _require_family_and_ranges(self, may_be_zero: tuple[str, ...]) -> None:
         """The model's type is the family's; every integer is at least 1 and every float finite and above 0, but for some that may be 0."""
-        for one in fields(self):  # type: ignore[arg-type]  # every configuration is a dataclass
+        for one in fields(self):
             value, least = getattr(self, one.name), int(one.name not in may_be_zero)
             if one.name == "model_type":
                 self._require(one.name, value == one.default, repr(one.default))
@@ -46,9 +64,9 @@ class CheckedFields:
         multiple = getattr(self, whole)
         self._require(name, multiple % getattr(self, name) == 0, f"a divisor of {whole} ({multiple})")
 
-    def _require_rotary(self, size: str, scaling: YarnConfig | None) -> None:
+    def _require_rotary(self, size: str) -> None:
         self._require(size, getattr(self, size) % 2 == 0, "even: rotary embedding rotates pairs")
-        if scaling is not None:
+        if self.rope_scaling is not None:
             self._require("rope_theta", self.rope_theta > 1, "greater than 1 for YaRN, which divides by its logarithm")
 
 
@@ -58,10 +76,12 @@ class PublishedConfig:
 
     architecture: str
     """Name of the class in transformers."""
-    defaults: Mapping[str, Any]
-    """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
-    fixed: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields that are supported only with these values, or left out, or null; the first value is written."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that may be left out or null, and their values in that case; a function computes the value from the fields read."""
+    optional: frozenset[str] = frozenset()
+    """Fields that may be left out or null, too, if their default in the configuration is transformers'."""
     derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Fields whose values are computed from the configuration."""
     aliases: Mapping[str, str] = field(default_factory=dict)

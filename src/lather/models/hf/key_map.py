@@ -18,7 +18,7 @@ Letters: D hidden size, E experts, F expert intermediate size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,8 +95,3 @@ def _separate_experts(experts: str, part: str, stack: MappedTensor) -> list[Mapp
         for e in range(num_experts)
         for key, at in halves.items()
     ]
-
-
-def written_entries(model_type: str, shapes: Mapping[str, Shape]) -> list[MappedTensor]:
-    """Return the tensors to write for a model with these parameters, in order."""
-    return [entry for name, shape in shapes.items() for entry in published_ways(model_type, name, shape)[0]]

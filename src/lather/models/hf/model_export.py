@@ -15,35 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
+from lather.files import complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
-from lather.models.hf.key_map import Shape, written_entries
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json, write_json
-from lather.models.hf.safetensors_folder import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    Index,
-    StrPath,
-    TensorHeader,
-    TensorSource,
-    TensorToWrite,
-    complete_folder,
-    write_safetensors,
-)
+from lather.models.hf.key_map import Shape, published_ways
+from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
+from lather.models.hf.safetensors_folder import DTYPES, Index, StrPath, TensorHeader, TensorSource, TensorToWrite, write_published
 
-COMPANIONS = (
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
+COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", "generation_config.json")
 """Files of a model besides its configuration and weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BALANCING_BIAS = ".e_score_correction_bias"
@@ -97,7 +77,8 @@ def save_hugging_face(
     stored, shapes = weights.tensors, parameter_shapes(config)
     _check_source({name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes))
     published = config_to_hugging_face(config)
-    parts = {part.published: part for part in written_entries(published["model_type"], shapes)}
+    ways = [published_ways(config.model_type, name, shape) for name, shape in shapes.items()]
+    parts = {part.published: part for first, *_ in ways for part in first}
     to_write = []
     for name, part in parts.items():
         (shape,) = part.published_shapes().values()
@@ -109,12 +90,8 @@ def save_hugging_face(
             tensor = weights.read(entry, part.index[1:])
             yield tensor.T if part.is_transposed else tensor
 
-    shards = _shards(to_write, max_shard_bytes)
     with complete_folder(Path(folder)) as aside:
-        for file, shard in shards.items():
-            write_safetensors(aside / file, shard, pieces)
-        if list(shards) != [SINGLE_FILE]:
-            write_json(aside / INDEX_FILE, _index(shards))
+        write_published(aside, to_write, pieces, max_shard_bytes)
         ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
         embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
         write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
@@ -130,26 +107,6 @@ def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> 
         raise ExchangeError(
             f"{first_name(different)} of the weights does not match the configuration: give the one that they were trained with"
         )
-
-
-def _shards(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
-    """Distribute the tensors, in order, over files; return these by name."""
-    groups: list[list[TensorToWrite]] = [[]]
-    room = max_bytes
-    for tensor in tensors:
-        if groups[-1] and tensor.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(tensor)
-        room -= tensor.num_bytes
-    if len(groups) == 1:
-        return {SINGLE_FILE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
-
-
-def _index(shards: Mapping[str, list[TensorToWrite]]) -> dict[str, Any]:
-    size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    return {"metadata": {"total_size": size}, "weight_map": {tensor.name: file for file, shard in shards.items() for tensor in shard}}
 
 
 def copy_companions(source: StrPath, target: StrPath) -> list[str]:

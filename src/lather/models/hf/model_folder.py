@@ -25,16 +25,7 @@ from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import (
-    DTYPES,
-    Index,
-    SafetensorsFolder,
-    StrPath,
-    TensorHeader,
-    TensorToWrite,
-    open_published,
-    write_safetensors,
-)
+from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, StrPath, TensorHeader, open_published
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -171,10 +162,6 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
         raise ExchangeError(f"{file}: missing or damaged ({error}): {remedy}") from None
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-
-
 def open_hugging_face(folder: StrPath) -> tuple[PublishedWeights, ModelConfig]:
     """Open the weights of a Hugging Face folder, check that they match its configuration, and return both.
 
@@ -214,12 +201,6 @@ def model_from_hugging_face(
         model.lm_head.weight = model.embed_tokens.weight
     _fill(model, weights)
     return model, config
-
-
-def copy_weights(weights: PublishedWeights, file: StrPath) -> None:
-    """Write the weights in fp32 to one safetensors file, under Lather's names, with one entry per expert."""
-    tensors = [TensorToWrite(name, torch.float32, described.shape) for name, described in weights.tensors.items()]
-    write_safetensors(Path(file), tensors, lambda name: [weights.read(name)])
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files in pieces, and writes folders that appear only when they are complete.
+"""Reads and writes safetensors files in pieces, and the shards of Hugging Face folders.
 
 Source: the safetensors format: eight bytes with the length of the header (little-endian), the header in JSON (name, dtype, shape and
 offsets of each tensor), then the bytes of the tensors without gaps. The library checks headers, but it can write only tensors that are all
@@ -9,12 +9,9 @@ Tensors, or parts of them, are read only on demand.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.files import names_full_disk, reason, sync
+from lather.files import write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,7 +38,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor as the header of a file describes it."""
+    """A tensor that has not been read, as the header of a file describes it."""
 
     dtype: str
     """Name of the dtype: F32, BF16, ..."""
@@ -86,22 +83,11 @@ class SafetensorsFolder:
 
 
 @runtime_checkable
-class DescribedTensor(Protocol):
-    """The dtype and shape of a tensor that has not been read."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-@runtime_checkable
 class TensorSource(Protocol):
     """Tensors that are read on demand, such as those of a `SafetensorsFolder`."""
 
     @property
-    def tensors(self) -> Mapping[str, DescribedTensor]: ...
+    def tensors(self) -> Mapping[str, TensorHeader]: ...
 
     def read(self, name: str, index: Index = ()) -> Tensor: ...
 
@@ -182,19 +168,12 @@ class TensorToWrite:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-@runtime_checkable
-class Digest(Protocol):
-    """A hash object of `hashlib`."""
-
-    def update(self, data: Any, /) -> None: ...
-
-
 def write_safetensors(
-    file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], digest: Digest | None = None
+    file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], hashed: Callable[[Any], object] | None = None
 ) -> None:
     """Write a file; `pieces(name)` yields each tensor's values in the order of its memory, and one piece is in memory at a time.
 
-    Pieces may be on any device and of any floating dtype. `digest` is updated with all bytes. The file is synced before this returns.
+    Pieces may be on any device and of any floating dtype. `hashed` gets all bytes, in order. The file is synced before this returns.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that every tensor is aligned without gaps
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -209,8 +188,8 @@ def write_safetensors(
 
         def write(data: Any) -> None:
             out.write(data)
-            if digest is not None:
-                digest.update(data)
+            if hashed is not None:
+                hashed(data)
 
         write(len(encoded).to_bytes(8, "little"))
         write(encoded)
@@ -224,46 +203,33 @@ def write_safetensors(
         os.fsync(out.fileno())
 
 
-@contextlib.contextmanager
-def complete_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to; at the end of the context it is synced and renamed to `target`. After an exception or a kill `target`
-    does not exist.
-
-    Raises ExchangeError if `target` exists and is not an empty folder, if it cannot be written, or if another process is writing it.
-    """
-    place = Path(os.path.realpath(target))
-    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise ExchangeError(f"{target}: exists already and is not an empty folder: give another place, or delete it")
-    aside = place.with_name(f".tmp-{place.name}")
-    try:
-        aside.mkdir(parents=True, exist_ok=True)
-        lock = os.open(aside, os.O_RDONLY)
-    except OSError as error:
-        raise ExchangeError(f"{target}: cannot be written ({reason(error, place)}): give another place") from None
-    try:
-        _take(lock, aside, target)
-        try:
-            with names_full_disk(target):
-                yield aside
-                for path in (*aside.rglob("*"), aside):
-                    sync(path)
-                aside.rename(place)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
-            raise
-        sync(place.parent)
-    finally:
-        os.close(lock)
+def copy_weights(weights: TensorSource, file: StrPath) -> None:
+    """Write the tensors in fp32 to one file."""
+    tensors = [TensorToWrite(name, torch.float32, described.shape) for name, described in weights.tensors.items()]
+    write_safetensors(Path(file), tensors, lambda name: [weights.read(name)])
 
 
-def _take(lock: int, aside: Path, target: Path) -> None:
-    """Lock the folder, and delete files in it that a killed process has left."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = os.path.samestat(os.fstat(lock), os.stat(aside))
-    except OSError:  # locked, or renamed or removed meanwhile
-        is_ours = False
-    if not is_ours:
-        raise ExchangeError(f"{target}: another process is writing it: wait for it, or give another place")
-    for leftover in aside.iterdir():
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+def write_published(folder: Path, tensors: list[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], max_shard_bytes: int) -> None:
+    """Write the weights of a Hugging Face folder: one file, or shards with an index if that is larger than `max_shard_bytes`."""
+    shards = _shards(tensors, max_shard_bytes)
+    for file, shard in shards.items():
+        write_safetensors(folder / file, shard, pieces)
+    if list(shards) != [SINGLE_FILE]:
+        size = sum(tensor.num_bytes for tensor in tensors)
+        weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _shards(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
+    """Distribute the tensors, in order, over files; return these by name."""
+    groups: list[list[TensorToWrite]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if groups[-1] and tensor.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lather.torch_private import Hooks, saved_tensors_hooks_in_force
 
 Make = Callable[..., tuple[Tensor, ...]]
-Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+Place = tuple[torch.UntypedStorage, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Remaking:
@@ -31,7 +31,6 @@ class Remaking:
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self._again: dict[Place, Again] = {}
-        self._storages: list[torch.UntypedStorage] = []
         self._hooks: Hooks = (_as_it_is, _as_it_is)
 
     @contextmanager
@@ -55,8 +54,7 @@ class Remaking:
             with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            again.clear()  # the hooks live as long as the graph, but the tables are no longer needed
-            self._storages.clear()
+            again.clear()  # the hooks live as long as the graph, but the table is no longer needed
 
     def add(self, tensors: tuple[Tensor, ...], make: Make, *sources: Tensor) -> None:
         """Register `tensors`, which `make(*sources)` recomputes. The sources should be tensors that autograd saves anyway.
@@ -68,11 +66,7 @@ class Remaking:
             packed = [pack(x.detach()) for x in sources]
             group = _Group(lambda: make(*map(unpack, packed)), tensors[0].device.type)
             for number, x in enumerate(tensors):
-                self._enter(x, Again(group, number))
-
-    def _enter(self, x: Tensor, again: Again) -> None:
-        self._again[_place(x)] = again
-        self._storages.append(x.untyped_storage())
+                self._again[_place(x)] = Again(group, number)
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """Return `norm(x)`, and register it to be recomputed from x."""
@@ -118,7 +112,7 @@ class Again:
         remaking = Remaking()
         with remaking.watch():
             if torch.is_grad_enabled():
-                remaking._enter(x, self)
+                remaking._again[_place(x)] = self
             yield
 
     def kept_once_more(self) -> Again:
@@ -130,8 +124,8 @@ class Again:
 
 
 def _place(x: Tensor) -> Place:
-    """Return a key that identifies a tensor as long as its storage is alive."""
-    return id(x.untyped_storage()), int(x.storage_offset()), tuple(x.shape), x.stride()
+    """Return a key that identifies a tensor; it keeps the storage alive, so that no other one takes its place."""
+    return x.untyped_storage(), int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
 def _same_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
