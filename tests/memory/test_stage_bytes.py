@@ -32,7 +32,7 @@ def deep_config(partition: str, **parallel: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, MemoryPlan]:
-    return {name: plan(deep_config(name), 2, "cpu") for name in ("uniform", "memory")}
+    return {name: plan(deep_config(name), 2, Assumed("cpu")) for name in ("uniform", "memory")}
 
 
 def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, MemoryPlan]) -> None:

@@ -37,7 +37,6 @@ COLORS = dict(
 )
 """A color for each kind, distinguishable with any color vision."""
 OPTIMIZER = "#b39ddb"
-OTHER = "#d0d0d0"
 STRIP = 0.07
 """Height of the strip as a fraction of the panel's."""
 POINTS = 700
@@ -118,7 +117,7 @@ def kinds_of(plan: MemoryPlan) -> list[str]:
 
 def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, scale: int) -> None:
     lanes = np.arange(len(plan.ranks))
-    at_peak = [run.steps[run.peak_step].at(run.steps[run.peak_step].peak_time) for run in plan.ranks]
+    at_peak = [run.largest.at_peak for run in plan.ranks]
     left = np.zeros(len(lanes))
     for kind in KINDS:
         sizes = np.array([found.get(kind, 0) for found in at_peak]) / scale
@@ -136,15 +135,14 @@ def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, sca
 
 
 def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
-    timeline = run.steps[run.peak_step]
+    timeline = run.largest
     times = np.arange(timeline.curves.shape[1])
     panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
     at, peak = timeline.peak_time, timeline.peak / scale
     highest = 1.15 * max(peak, 0 if memory is None else memory / scale)
     panel.plot([at], [peak], "v", color="black", markersize=5)
     side = "right" if at > 0.6 * len(times) else "left"
-    when = timeline.doing_at(timeline.peak_time)
-    panel.annotate(f" {peak:.2f} {unit} in {when} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    panel.annotate(f" {peak:.2f} {unit} in {timeline.when} ", (at, peak), ha=side, va="bottom", fontsize=8)
     if memory is not None:
         panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
     _draw_strip(panel, timeline, -STRIP * highest)
@@ -181,7 +179,7 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
     notes = [verdict(plan, memory)] if memory is not None else []
     if plan.partition is not None:
         notes.append(describe_partition(plan, plan.partition))
-    if plan.device == "gpu":
+    if plan.assumed.device == "gpu":
         notes.append(needs(plan))
     return {
         "unit": unit,
