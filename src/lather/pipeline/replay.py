@@ -98,23 +98,10 @@ class Timeline:
                 computing[event.rank] += event.end - event.start
         return {rank: self.makespan - computing[rank] for rank in self.ranks}
 
-    def filled(self) -> dict[int, float]:
-        """Return, by rank, the part of its idle time that is filled with pieces of the optimizer's refreshes."""
-        filled = dict.fromkeys(self.ranks, 0.0)
-        for event in self.events:
-            if event.action.kind is Kind.REFRESH:
-                filled[event.rank] += max(0.0, min(event.end, self.end) - max(event.start, self.start))
-        return filled
-
-    def bubble_fractions(self) -> dict[int, float]:
-        """Return, by rank, idle time divided by makespan."""
-        return {rank: idle / self.makespan if self.makespan else 0.0 for rank, idle in self.idle().items()}
-
     @property
     def bubble_fraction(self) -> float:
         """Idle fraction of the time of all ranks."""
-        fractions = self.bubble_fractions().values()
-        return sum(fractions) / len(fractions) if fractions else 0.0
+        return sum(idle / self.makespan for idle in self.idle().values()) / len(self.ranks) if self.makespan else 0.0
 
 
 def replay(schedule: Schedule, durations: Durations) -> Timeline:

@@ -182,23 +182,23 @@ def sequential(num_micro_batches: int) -> Schedule:
 def forwards(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return a table of forward passes alone, for validation: every rank runs the chunk with the highest stage first."""
     require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
-    num_ranks = max(1, num_stages // 2)
-    home = [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
-    rows = [[Action(stage, Kind.UNSHARD) for stage in range(num_stages) if home[stage] == rank] for rank in range(num_ranks)]
+    rows: list[list[Action]] = [[] for _ in range(max(1, num_stages // 2))]
+    row_of = [rows[min(stage, num_stages - 1 - stage)] for stage in range(num_stages)]
+    for stage, row in enumerate(row_of):
+        row.append(Action(stage, Kind.UNSHARD))
     waiting: list[deque[int]] = [deque(range(num_micro_batches)), *(deque() for _ in range(num_stages - 1))]
     while any(waiting):
-        for stage in [max((s for s in range(num_stages) if home[s] == rank and waiting[s]), default=None) for rank in range(num_ranks)]:
-            if stage is None:
-                continue
+        highest = {min(stage, num_stages - 1 - stage): stage for stage in range(num_stages) if waiting[stage]}
+        for _, stage in sorted(highest.items()):
             micro_batch = waiting[stage].popleft()
-            rows[home[stage]].append(Action(stage, Kind.FORWARD, micro_batch))
+            row_of[stage].append(Action(stage, Kind.FORWARD, micro_batch))
             if stage + 1 < num_stages:
                 waiting[stage + 1].append(micro_batch)
-                if home[stage + 1] != home[stage]:
-                    rows[home[stage]].append(Action(stage, Kind.SEND_F, micro_batch))
-                    rows[home[stage + 1]].append(Action(stage + 1, Kind.RECV_F, micro_batch))
-    for rank, row in enumerate(rows):
-        row += [Action(stage, Kind.RESHARD) for stage in range(num_stages) if home[stage] == rank]
+                if row_of[stage + 1] is not row_of[stage]:
+                    row_of[stage].append(Action(stage, Kind.SEND_F, micro_batch))
+                    row_of[stage + 1].append(Action(stage + 1, Kind.RECV_F, micro_batch))
+    for stage, row in enumerate(row_of):
+        row.append(Action(stage, Kind.RESHARD))
     return Schedule(num_stages, num_micro_batches, tuple(map(tuple, rows)))
 
 

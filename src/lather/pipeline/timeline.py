@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
 from lather.files import names_full_disk
+from lather.pipeline.executor import Recorder
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
@@ -33,7 +34,7 @@ Moment = Any
 """Seconds on a CPU, a stream's event on a GPU."""
 
 
-class TimelineRecorder:
+class TimelineRecorder(Recorder):
     """Records the actions of one rank between `begin` and `end`; given to `Executor` as `record`."""
 
     def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
