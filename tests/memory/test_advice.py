@@ -82,7 +82,7 @@ def test_all_that_is_advised_fits_by_its_plan(advice: Advice, needed: int) -> No
     assert all(setting.changes for setting, _ in advice.settings)
     seconds = [setting.seconds for setting, _ in advice.settings]
     assert seconds == sorted(seconds)
-    assert advice.least_flops <= min(setting.work.flops for setting, _ in advice.settings)
+    assert advice.least_flops <= min(setting.estimate.work.flops for setting, _ in advice.settings)
 
 
 @pytest.mark.grid
@@ -162,7 +162,7 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
         if saved < 0:
             raise ConfigError("cannot be partitioned")
         size = size_of(config, world_size)
-        return Partition((1, 2, 2, 3), (size - saved, 1.0), size)
+        return Partition((1, 2, 2, 3), size - saved, size)
 
     with (
         patch.object(advice_module, "Estimator", MadeUp),
@@ -184,7 +184,7 @@ def test_less_is_kept_before_the_rule_changes() -> None:
     assert found.settings
     assert all(setting.config.optim.name == "soap" for setting, _ in found.settings)
     assert all(setting.config.train.recompute for setting, _ in found.settings)
-    flops = [setting.work.flops for setting, _ in found.settings]
+    flops = [setting.estimate.work.flops for setting, _ in found.settings]
     assert flops == sorted(flops)
 
 

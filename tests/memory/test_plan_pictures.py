@@ -42,7 +42,7 @@ STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP
 def plan() -> MemoryPlan:
     steps = {"building the model": timeline([1, 1], {0: "building the model"}), "a step": STEP}
     ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {}) for rank in (0, 1))
-    partition = Partition((1, 2, 3, 4), (19.0 * MIB, 19.0 * MIB), 20.0 * MIB)
+    partition = Partition((1, 2, 3, 4), 19.0 * MIB, 20.0 * MIB)
     return MemoryPlan(config_of("adamw", parallel={"pp": 2}), 2, Assumed("cpu"), ranks, partition)
 
 

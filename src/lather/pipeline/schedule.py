@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from lather.errors import require
@@ -54,7 +55,6 @@ TRANSFERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 """Kinds of transfers -> the stage at the other end, relative to the stage of the action."""
 RECEIVED_AS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
-_KINDS = {kind.value: kind for kind in Kind}
 _SINGLE = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})(\d*)")
 _PAIR = re.compile(rf"\((\w+);(\w+)\){Kind.OVERLAP}")
 
@@ -83,7 +83,7 @@ class Action:
             return cls(-1, Kind.OVERLAP, None, (cls.from_text(pair[1]), cls.from_text(pair[2])))
         if not (single := _SINGLE.fullmatch(text)):
             raise ValueError(f"{text!r} is not an action: it must look like 3F0, 0UNSHARD or (0F3;3B1){Kind.OVERLAP}")
-        return cls(int(single[1]), _KINDS[single[2]], int(single[3]) if single[3] else None)
+        return cls(int(single[1]), Kind(single[2]), int(single[3]) if single[3] else None)
 
     @property
     def chunks(self) -> tuple[Action, ...]:
@@ -131,15 +131,9 @@ class Schedule:
     def peak_live_chunks(self, rank: int) -> int:
         """Return the maximal number of live chunks of `rank`: the forward pass is done, or started in an overlap, and the input gradient is
         not done."""
-        live = peak = 0
-        for action in self.ranks[rank]:
-            for chunk in action.chunks:
-                if chunk.kind is Kind.FORWARD:
-                    live += 1
-                    peak = max(peak, live)
-                elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                    live -= 1
-        return peak
+        changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+        chunks = (chunk for action in self.ranks[rank] for chunk in action.chunks)
+        return max(accumulate(changes.get(chunk.kind, 0) for chunk in chunks), default=0)
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int, *, early_weight_gradients: bool = False) -> Schedule:
@@ -204,7 +198,7 @@ def forwards(num_stages: int, num_micro_batches: int) -> Schedule:
 
 def _from_torch(action: Any) -> Action:
     parts = tuple(map(_from_torch, action.sub_actions)) if action.sub_actions else ()
-    return Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index, parts)
+    return Action(action.stage_index, Kind(action.computation_type.value), action.microbatch_index, parts)
 
 
 def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:

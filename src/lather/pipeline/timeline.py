@@ -40,9 +40,9 @@ class TimelineRecorder(Recorder):
     def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
         """`num_ranks`: size of the default process group, which is not needed for one rank."""
         self.device, self.rank, self.num_ranks = device, rank, num_ranks
-        self._recording = False
         self._origin: Moment = 0.0
-        self._pieces: list[tuple[Action, Moment, Moment]] = []
+        self._pieces: list[tuple[Action, Moment, Moment]] | None = None
+        """Recorded pieces of actions; None while nothing is recorded."""
         self._current: tuple[Action, Moment] | None = None
 
     def begin(self) -> None:
@@ -52,20 +52,20 @@ class TimelineRecorder(Recorder):
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(()))
         self._pieces, self._current = [], None
-        self._origin, self._recording = self._now(), True
+        self._origin = self._now()
 
     def end(self) -> list[Event]:
         """Return the events since `begin` in order, with times in seconds. Waits for the device."""
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
-        pieces, self._pieces, self._recording = self._pieces, [], False
+        pieces, self._pieces = self._pieces or [], None
         return [Event(self.rank, action, self._seconds(start), self._seconds(end)) for action, start, end in pieces]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record an action around the block."""
         with gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else nullcontext():
-            if not self._recording:
+            if self._pieces is None:
                 yield
                 return
             self._current = (action, self._now())
@@ -75,7 +75,7 @@ class TimelineRecorder(Recorder):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Exclude a wait for another rank, inside an action."""
-        if not self._recording or self._current is None:
+        if self._pieces is None or self._current is None:
             yield
             return
         action, _ = self._current
@@ -84,6 +84,7 @@ class TimelineRecorder(Recorder):
         self._current = (action, self._now())
 
     def _close_piece(self) -> None:
+        assert self._pieces is not None
         assert self._current is not None
         self._pieces.append((*self._current, self._now()))
         self._current = None

@@ -30,7 +30,6 @@ from lather.planning.dry_run import data_ranks
 from lather.planning.estimate import Estimate, Estimator
 from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan
 from lather.planning.stage_bytes import memory_partition
-from lather.planning.work import Work
 from lather.planning.workers import Assumed, worker_processes
 
 FLOPS = 400e12
@@ -78,13 +77,10 @@ class Setting:
     """The partition, if layers are assigned by memory."""
 
     @property
-    def work(self) -> Work:
-        return self.estimate.work
-
-    @property
     def seconds(self) -> float:
         """Seconds of a step at the assumed rates, used only to order settings."""
-        return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
+        work = self.estimate.work
+        return work.flops / FLOPS / (1 - self.bubble) + work.sent / LINK + work.exchanged / EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def advise(
             if len(chosen) == ENOUGH:
                 break
         world = None if chosen else search.world_that_fits(lightest)
-    return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
+    return Advice(tuple(chosen), len(search.tried), min(setting.estimate.work.flops for setting in search.tried), lightest, world)
 
 
 @dataclass
@@ -173,13 +169,8 @@ class _Search:
 
     def partition_by_memory(self) -> None:
         """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest rank is as small as possible."""
-        near = [
-            setting
-            for setting in self.tried
-            if setting.config.parallel.pp > 1
-            and setting.config.parallel.partition == "uniform"
-            and self.memory < setting.estimate.needed <= self.memory / (1 - PARTITION_SAVES)
-        ]
+        uniform = [one for one in self.tried if one.config.parallel.pp > 1 and one.config.parallel.partition == "uniform"]
+        near = [one for one in uniform if self.memory < one.estimate.needed <= self.memory / (1 - PARTITION_SAVES)]
         for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_PARTITIONED]:
             changes: Changes = {**setting.changes, "parallel.partition": "memory"}
             config = changed(self.config, changes, self.world_size)
@@ -207,11 +198,8 @@ class _Search:
         own = mesh_of(self.config)
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        others = [
-            {"parallel.pp": pp, "parallel.ep": ep}
-            for pp, ep in product(sizes, sizes)
-            if experts % ep == 0 and world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine and self.has_room(pp * ep)
-        ]
+        fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine]
+        others = [{"parallel.pp": pp, "parallel.ep": ep} for pp, ep in fitting if experts % ep == 0 and self.has_room(pp * ep)]
         for changes in [own, *(one for one in others if one != own)]:
             if changed(self.config, changes, world_size) is not None:
                 yield changes

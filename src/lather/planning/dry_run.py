@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -134,11 +134,11 @@ class LedgerMode(StandInMode):
         self._set_segment()
 
     def _set_segment(self) -> None:
-        inside = [name for name in self._segments if name.startswith(SEGMENT)]
-        self.ledger.segment = inside[-1].removeprefix(SEGMENT) if inside else ""
+        innermost = next((name for name in reversed(self._segments) if name.startswith(SEGMENT)), "")
+        self.ledger.segment = innermost.removeprefix(SEGMENT)
         self.tally.refreshing = any(name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments)
 
-    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.add(Work(flops))
 
     def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
@@ -372,14 +372,10 @@ def shortened(config: Config, world_size: int) -> Config:
     return replace(config, train=train)
 
 
-@contextmanager
-def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
-    """Create a default process group whose other ranks do not exist; none for a single rank."""
-    if world_size == 1:
-        yield
-        return
-    start_fake_process_group(rank, world_size, device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _group(rank: int, world_size: int, device: torch.device) -> AbstractContextManager[object]:
+    """Create a default process group, for a block, whose other ranks do not exist; none for a single rank."""
+    stack = ExitStack()
+    if world_size > 1:
+        start_fake_process_group(rank, world_size, device)
+        stack.callback(dist.destroy_process_group)
+    return stack

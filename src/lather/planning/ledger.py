@@ -210,6 +210,11 @@ class MemoryTimeline:
         found = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Return the name of each mark, its time and that of the next one."""
+        starts = [mark.time for mark in self.marks]
+        return zip((mark.name for mark in self.marks), starts, [*starts[1:], self.curves.shape[1]], strict=True)
+
     @property
     def when(self) -> str:
         """Name of the last mark up to the peak."""

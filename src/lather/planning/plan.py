@@ -62,16 +62,11 @@ class MemoryPlan:
         is_early = self.config.parallel.early_weight_gradients
         return not is_early and re.search(r"\d[IW]\d", self.largest.largest.when) is not None
 
-    def bubbles(self, partition: Partition) -> tuple[float, float]:
-        """Return the bubble with this partition, and with the uniform one and the normal table."""
-        of_uniform = bubble_of(self.config, self.world_size, partition.uniform_layers, early=False)
-        return bubble_of(self.config, self.world_size, partition.layers), of_uniform
-
-    def bubbles_of_weight_gradients(self) -> tuple[float, float]:
-        """Return the bubble with weight gradients as early as possible, and with the normal table."""
-        layers = None if self.partition is None else self.partition.layers
-        early, normal = (bubble_of(self.config, self.world_size, layers, early=is_early) for is_early in (True, False))
-        return early, normal
+    def bubble(self, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
+        """Return the bubble with other numbers of layers on the stages, or with weight gradients as early as possible or not; None: as
+        planned."""
+        own = None if self.partition is None else self.partition.layers
+        return bubble_of(self.config, self.world_size, layers or own, early=early)
 
 
 def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
@@ -80,11 +75,9 @@ def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = 
     parallel = config.parallel
     if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
         return 0.0
-    return bubble_of_layers(
-        layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp),
-        config.num_micro_batches(data_ranks(config, world_size)),
-        early_weight_gradients=parallel.early_weight_gradients if early is None else early,
-    )
+    layers = layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp)
+    early = parallel.early_weight_gradients if early is None else early
+    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)), early_weight_gradients=early)
 
 
 def plan(config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None) -> MemoryPlan:

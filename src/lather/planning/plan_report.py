@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lather.console import titled_table
-from lather.memory.profile_report import unit_of, write_json
+from lather.memory.profile_report import first_to_last, unit_of, write_json
 from lather.pipeline.partition import SLACK, Partition
 from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.planning.dry_run import RankRun
@@ -88,17 +88,16 @@ def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
     if partition.layers == partition.uniform_layers:
         return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
-    bubble, uniform_bubble = plan.bubbles(partition)
     return (
         f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
-        f"bubble {bubble:.1%} instead of {uniform_bubble:.1%} if all layers take equally long"
+        f"bubble {plan.bubble():.1%} instead of {plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
     )
 
 
 def early_weight_gradients(plan: MemoryPlan) -> str:
     """The price of computing weight gradients as soon as they can be."""
-    bubble, normal_bubble = plan.bubbles_of_weight_gradients()
-    return f"weight gradients as early as they can be: bubble {bubble:.1%} instead of {normal_bubble:.1%} if all layers take equally long"
+    bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
+    return f"weight gradients as early as they can be: bubble {bubbles} if all layers take equally long"
 
 
 def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
@@ -108,27 +107,27 @@ def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return plain values: the bytes at the peak by kind and segment, for each step of each pipeline rank."""
+    partition, early = None, None
+    if plan.partition is not None:
+        partition = {
+            "layers": plan.partition.layers,
+            "expected": plan.partition.largest,
+            "expected_uniform": plan.partition.uniform_largest,
+            "bubble": plan.bubble(),
+            "bubble_uniform": plan.bubble(plan.partition.uniform_layers, early=False),
+        }
+    if plan.config.parallel.early_weight_gradients:
+        early = {"bubble": plan.bubble(early=True), "bubble_normal": plan.bubble(early=False)}
     return {
         "world_size": plan.world_size,
         "device": plan.assumed.device,
         "imbalance": plan.assumed.imbalance,
         "needed": plan.needed,
         "allowance": plan.allowance,
-        "partition": None if plan.partition is None else _partition_json(plan, plan.partition),
-        "early_weight_gradients": _early_json(plan) if plan.config.parallel.early_weight_gradients else None,
+        "partition": partition,
+        "early_weight_gradients": early,
         "ranks": [_rank_json(run) for run in plan.ranks],
     }
-
-
-def _partition_json(plan: MemoryPlan, partition: Partition) -> dict[str, Any]:
-    bubble, uniform_bubble = plan.bubbles(partition)
-    expected = {"expected": partition.largest, "expected_uniform": partition.uniform_largest}
-    return {"layers": partition.layers, **expected, "bubble": bubble, "bubble_uniform": uniform_bubble}
-
-
-def _early_json(plan: MemoryPlan) -> dict[str, Any]:
-    bubble, normal_bubble = plan.bubbles_of_weight_gradients()
-    return {"bubble": bubble, "bubble_normal": normal_bubble}
 
 
 def _rank_json(run: RankRun) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
 
 def layers_of(run: RankRun) -> str:
     """Return the layers of a rank as a text such as "0-11, 36-47"."""
-    return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
+    return ", ".join(first_to_last(layers) for layers in run.layers if layers)
 
 
 def _title(plan: MemoryPlan, unit: str) -> str:
@@ -186,8 +185,8 @@ def show_advice(advice: Advice, memory: int, console: Console) -> None:
 
 
 def _price(setting: Setting, least_flops: float) -> tuple[str, ...]:
-    sent = (f"{size / GIB:,.1f}" for size in (setting.work.exchanged, setting.work.sent))
-    return f"{setting.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
+    sent = (f"{size / GIB:,.1f}" for size in (setting.estimate.work.exchanged, setting.estimate.work.sent))
+    return f"{setting.estimate.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
 
 
 def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:

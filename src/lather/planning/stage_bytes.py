@@ -97,10 +97,10 @@ def phase_peaks(run: RankRun) -> Phases:
     """Return the peak of each phase of each step, with the optimizer state of the rank at this position that owns the most."""
     found: defaultdict[str, int] = defaultdict(int)
     for step, timeline in run.steps.items():
-        total, starts = timeline.total, [min(mark.time, len(timeline.total) - 1) for mark in timeline.marks]
-        for mark, start, stop in zip(timeline.marks, starts, [*starts[1:], len(total)], strict=True):
-            name = f"{step}: {mark.name}"
-            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + (0 if step == BUILDING else run.missing_state))
+        total, missing = timeline.total, 0 if step == BUILDING else run.missing_state
+        for mark, start, stop in timeline.spans():
+            name = f"{step}: {mark}"
+            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + missing)
     return dict(found)
 
 
