@@ -78,7 +78,7 @@ class Estimator:
     """
 
     def __init__(self, base: Config, assumed: Assumed, pool: ProcessPoolExecutor) -> None:
-        self._base, self._assumed, self._pool = base, assumed, pool
+        self._asked, self._assumed, self._pool = base, assumed, pool
         self._first: tuple[ParallelConfig, int] | None = None
         self._known: dict[str, _Half | str] = {}
 
@@ -101,8 +101,8 @@ class Estimator:
         """Return the dry runs of an estimate, for passes and for the optimizer: `base` on this mesh, `base` on the first mesh, and this
         configuration on the first mesh."""
         assert self._first is not None
-        runs = ((self._base, config.parallel, world_size), (self._base, *self._first), (config, *self._first))
-        plain = replace(self._base.train, recompute=(), micro_batch_size=0)
+        runs = ((self._asked, config.parallel, world_size), (self._asked, *self._first), (config, *self._first))
+        plain = replace(self._asked.train, recompute=(), micro_batch_size=0)
         passes = [(replace(like, parallel=mesh, optim=optim_config()), ranks, PASSES) for like, mesh, ranks in runs]
         return passes + [(replace(like, parallel=mesh, moe=MoEConfig(), train=plain), ranks, FIRST) for like, mesh, ranks in runs]
 
