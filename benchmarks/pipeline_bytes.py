@@ -136,7 +136,7 @@ def tape_bytes(contestant: OurRuntime, packed: Iterable[_Packed], outside: set[i
     walk = contestant.executor.walk
     assert walk is not None
     held: list[tuple[str, Tensor]] = []
-    held += [("boundary tensors", x) for x in tensors_within((walk.inputs, walk.gradients, walk.outgoing, [s[:2] for s in walk.sends]))]
+    held += [("boundary tensors", x) for x in tensors_within((walk.incoming, walk.outgoing, [s[:2] for s in walk.sends]))]
     held += [("weight gradients that wait", x) for x in tensors_within(walk.waiting)]
     held += [("routings of the step", x) for x in tensors_within(walk.output)]
     held += [("held on purpose", x) for tape in walk.tapes.values() for x in tape.held]

@@ -151,7 +151,7 @@ class OurRuntime:
         return float(sum(float(loss) for loss in output.losses))
 
 
-class _Watcher:
+class _Watcher(Recorder):
     """A recorder that calls `watch` after each action."""
 
     def __init__(self, watch: Watch) -> None:

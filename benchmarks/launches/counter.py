@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.launches import operations
 from lather.memory.live_bytes import PeakBytes
-from lather.standin.mode import StandInMode, place
-from lather.standin.operations import VIEWS, WITHOUT_KERNEL, flops
+from lather.standin.mode import StandInMode, places
+from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."
@@ -111,6 +111,9 @@ class Counter(StandInMode):
         phase.bytes_written += written
         phase.flops += flops
 
+    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
+        self.launch(f"triton {function.__name__}", *operations.kernel_traffic(function, tensors), triton=True)
+
     # --- what the device is asked for -------------------------------------------------------------------------------------------------
 
     def entered(self, name: str) -> None:
@@ -125,9 +128,11 @@ class Counter(StandInMode):
     def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
         phase = self.phase
         phase.peak_bytes = max(phase.peak_bytes, self._memory.now)
+        if name not in COPIES:
+            self._check_devices(name, inputs)
         if func.is_view or name in VIEWS:
             phase.views += 1
-        elif name not in WITHOUT_KERNEL:
+        elif name not in operations.WITHOUT_KERNEL:
             read, written = operations.traffic(func, name, args, kwargs, inputs, made)
             count = flops(func, name, args, kwargs, out)
             times = operations.launches(name, args)
@@ -136,3 +141,16 @@ class Counter(StandInMode):
                 self.note(f"{name} in fp64")
             if why := operations.WAIT_INSIDE.get(name):
                 self.wait(why)
+
+    def _check_devices(self, name: str, inputs: list[Tensor]) -> None:
+        """Note operands on the CPU: an index is copied, which the host waits for, and so may be a scalar. Torch raises for all others."""
+        for x in inputs:
+            if x.device.type == "cpu" and x.dim() and name in TAKE_INDICES:
+                self.wait("index on the CPU")
+            elif x.device.type == "cpu" and not x.dim() and name not in operations.WITHOUT_KERNEL:
+                self.note(f"scalar on the CPU in {name}")
+
+
+def place() -> str:
+    """The innermost place in Lather's own code; in backward, autograd."""
+    return next(places(), "backward: autograd")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +14,26 @@ from torch import Tensor
 from lather.memory.live_bytes import tensors_in
 from lather.standin.operations import nbytes
 
+WITHOUT_KERNEL = frozenset(
+    [
+        "device",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+        "record_stream",
+        "is_pinned",
+        "sym_size",
+        "is_same_size",
+        "resize_as_",
+        "_record_function_enter_new",
+        "_record_function_exit",
+    ]
+)
+"""Operations that only allocate or query."""
 OVERWRITE = frozenset(
     [
         "copy_",
@@ -44,6 +67,7 @@ WAIT_INSIDE = {
 """Operations that make the host wait, whoever calls them, and the reason."""
 ONE_BY_ONE = frozenset(("_linalg_eigh", "_linalg_svd", "geqrf", "linalg_householder_product", "linalg_qr"))
 """Factorisations that CUDA's libraries do matrix by matrix."""
+source_of = cache(inspect.getsource)
 
 
 def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
@@ -69,3 +93,19 @@ def traffic(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], i
 def launches(name: str, args: Sequence[Any]) -> int:
     """The least number of kernels that the operation launches."""
     return int(math.prod(args[0].shape[:-2])) if name in ONE_BY_ONE else 1
+
+
+def kernel_traffic(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """The bytes of the tensors that a Triton kernel's source loads and stores; a tensor whose name is in neither counts as loaded."""
+    source, seen = source_of(function), set[tuple[int, int]]()
+    read = written = 0
+    for name, x in tensors.items():
+        place = (id(x.untyped_storage()), int(x.storage_offset()))
+        if place in seen:
+            continue  # the same tensor, passed again for an unused pointer
+        seen.add(place)
+        stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
+        loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
+        read += nbytes(x) if loads or not stores else 0
+        written += nbytes(x) if stores else 0
+    return read, written

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from lather.config.config import Config
 from lather.planning.dry_run import BUILDING
 from lather.planning.plan import MemoryPlan, plan
+from lather.planning.workers import Assumed
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
@@ -25,7 +26,7 @@ is done twice."""
 
 def largest_error(config: Config, world_size: int, planned: MemoryPlan | None = None) -> float:
     """The relative difference of planned and real peaks of steps, the largest over pipeline ranks."""
-    planned = planned or plan(config, world_size, "cpu")
+    planned = planned or plan(config, world_size, Assumed("cpu"))
     layers = None if planned.partition is None else planned.partition.stages
     if world_size == 1:
         seen = [counted_run(0, 1, config)[0]]
@@ -56,9 +57,9 @@ def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
     normal, early = (
         run_config(recompute=recompute, length=280, parallel={"pp": 2, "schedule_memory": memory}) for memory in ("normal", "least")
     )
-    planned = plan(early, 2, "cpu")
+    planned = plan(early, 2, Assumed("cpu"))
     assert largest_error(early, 2, planned) < TOLERANCE
-    assert planned.largest.peak < 0.9 * plan(normal, 2, "cpu").largest.peak
+    assert planned.largest.peak < 0.9 * plan(normal, 2, Assumed("cpu")).largest.peak
 
 
 @pytest.mark.grid

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -19,10 +20,10 @@ from lather.pipeline.partition import Partition
 from lather.pipeline.replay import bubble_of_layers
 from lather.planning import advice as advice_module
 from lather.planning.advice import Advice, advise, as_options, changed
-from lather.planning.estimate import Bytes, Estimate, Estimator, with_layers
+from lather.planning.estimate import Estimate, Estimator, with_layers
 from lather.planning.plan import plan
 from lather.planning.work import MICRO_BATCHES, REST, Work, sent_bytes
-from lather.planning.workers import Assumed
+from lather.planning.workers import Assumed, worker_processes
 
 LAYERS = 8
 
@@ -45,10 +46,10 @@ def test_estimates_are_near_plans(mesh: dict[str, int], changes: dict[str, str])
     base = deep_config("soap", layers=LAYERS // 2 * mesh.get("pp", 1))
     config = changed(replace(base, parallel=ParallelConfig(**mesh)), changes)
     assert config is not None
-    with Estimator(base, "cpu") as estimator:
-        (estimate,) = estimator.estimates([config], 2)
+    with worker_processes() as pool:
+        (estimate,) = Estimator(base, Assumed("cpu"), pool).estimates([config], 2)
     assert estimate is not None
-    needed = plan(config.resolved(), 2, "cpu").needed
+    needed = plan(config.resolved(), 2, Assumed("cpu")).needed
     assert estimate.needed == pytest.approx(needed, rel=0.15 if changes else 0.06)  # another mesh's factor is rougher
 
 
@@ -66,12 +67,12 @@ def test_with_layers_keeps_the_pattern_of_layers() -> None:
 @pytest.fixture(scope="module")
 def needed() -> int:
     """Count the bytes that one of two ranks needs without changes."""
-    return plan(deep_config("soap").resolved(), 2, "cpu").needed
+    return plan(deep_config("soap").resolved(), 2, Assumed("cpu")).needed
 
 
 @pytest.fixture(scope="module")
 def advice(needed: int) -> Advice:
-    return advise(deep_config("soap"), 2, int(0.7 * needed), "cpu")
+    return advise(deep_config("soap"), 2, Assumed("cpu", memory=int(0.7 * needed)))
 
 
 @pytest.mark.grid
@@ -81,7 +82,7 @@ def test_all_that_is_advised_fits_by_its_plan(advice: Advice, needed: int) -> No
     assert all(setting.changes for setting, _ in advice.settings)
     seconds = [setting.seconds for setting, _ in advice.settings]
     assert seconds == sorted(seconds)
-    assert advice.least_flops <= min(setting.work.flops for setting, _ in advice.settings)
+    assert advice.least_flops <= min(setting.estimate.work.flops for setting, _ in advice.settings)
 
 
 @pytest.mark.grid
@@ -89,13 +90,13 @@ def test_what_is_advised_is_a_configuration(advice: Advice, tmp_path: Path) -> N
     setting, found = advice.settings[0]
     file = tmp_path / "advised.toml"
     file.write_text(config_to_toml(setting.config), "utf-8")
-    assert plan(load_config(file).resolved(), 2, "cpu").needed == found.needed
+    assert plan(load_config(file).resolved(), 2, Assumed("cpu")).needed == found.needed
 
 
 @pytest.mark.grid
 def test_nothing_fits(needed: int) -> None:
     config = deep_config("muon")
-    advice = advise(config, 2, needed // 50, "cpu")
+    advice = advise(config, 2, Assumed("cpu", memory=needed // 50))
     assert not advice.settings
     assert advice.lightest.estimate.needed > needed // 50
 
@@ -110,7 +111,7 @@ def test_command_prints_a_table_and_writes_the_first(needed: int, tmp_path: Path
     assert "does not fit" in printed
     assert "settings that fit" in printed
     assert f"written: {out}" in printed
-    assert plan(load_config(out).resolved(), 2, "cpu").needed <= 0.7 * needed
+    assert plan(load_config(out).resolved(), 2, Assumed("cpu")).needed <= 0.7 * needed
 
 
 @pytest.mark.parametrize("option", [["--write", "x.toml"], ["--advice", "always"]])
@@ -134,14 +135,8 @@ class MadeUp:
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Take the arguments that an estimator takes."""
 
-    def __enter__(self) -> "MadeUp":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        """End nothing."""
-
     def estimates(self, configs: list[Config], world_size: int) -> list[Estimate]:
-        return [Estimate(Bytes({"all": float(size_of(config, world_size))}), 0.0, work_of(config)) for config in configs]
+        return [Estimate(np.array([size_of(config, world_size)], float), 0.0, work_of(config)) for config in configs]
 
 
 def size_of(config: Config, world_size: int) -> int:
@@ -157,7 +152,7 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
     """Advise two ranks with two-sided SOAP. Whole plans need `off` bytes more than estimates, and `saved` less with layers partitioned by
     memory. If `only_early`, plans are too large for all but pipelines whose weight gradients come early."""
 
-    def planned(config: Config, world_size: int, *args: object, partition: Partition | None, **kwargs: object) -> SimpleNamespace:
+    def planned(config: Config, world_size: int, assumed: Assumed, partition: Partition | None) -> SimpleNamespace:
         assert (partition is not None) == (config.parallel.partition == "memory")
         needed = size_of(config, world_size) + off - (0 if partition is None else saved)
         too_large = only_early and not config.parallel.early_weight_gradients
@@ -167,7 +162,7 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
         if saved < 0:
             raise ConfigError("cannot be partitioned")
         size = size_of(config, world_size)
-        return Partition((1, 2, 2, 3), (size - saved, 1.0), size)
+        return Partition((1, 2, 2, 3), size - saved, size)
 
     with (
         patch.object(advice_module, "Estimator", MadeUp),
@@ -175,7 +170,7 @@ def advised(memory: int, off: int = 0, saved: int = 0, *, only_early: bool = Fal
         patch.object(advice_module, "memory_partition", partitioned),
         patch.object(advice_module._Search, "has_room", lambda search, parts: True),
     ):
-        return advise(deep_config("soap"), 2, memory, "cpu")
+        return advise(deep_config("soap"), 2, Assumed("cpu", memory=memory))
 
 
 def test_meshes_come_first_and_what_fits_as_it_is_stays() -> None:
@@ -189,7 +184,7 @@ def test_less_is_kept_before_the_rule_changes() -> None:
     assert found.settings
     assert all(setting.config.optim.name == "soap" for setting, _ in found.settings)
     assert all(setting.config.train.recompute for setting, _ in found.settings)
-    flops = [setting.work.flops for setting, _ in found.settings]
+    flops = [setting.estimate.work.flops for setting, _ in found.settings]
     assert flops == sorted(flops)
 
 
@@ -278,7 +273,7 @@ def test_changes_read_as_options() -> None:
 def test_bytes_that_experts_exchange() -> None:
     """Rows of hidden size travel to the other rank's experts and back, and so do their gradients, in fp32."""
     config = config_of("muon", parallel={"ep": 2}, batch_size=2)
-    run = plan(config, 2, "cpu").ranks[0]
+    run = plan(config, 2, Assumed("cpu")).ranks[0]
     model, tokens = config.model, 32
     pairs = tokens * model.num_experts_per_tok
     least, most = (4 * rows * model.hidden_size * 4 * model.num_hidden_layers for rows in (tokens, 2 * pairs))
@@ -311,7 +306,7 @@ def test_bytes_sent_by_operation() -> None:
 
 
 def test_work_grows_with_micro_batches() -> None:
-    one, four = (plan(config_of("muon", batch_size=size), 1, "cpu").ranks[0].work for size in (4, 16))
+    one, four = (plan(config_of("muon", batch_size=size), 1, Assumed("cpu")).ranks[0].work for size in (4, 16))
     assert four[MICRO_BATCHES].flops == pytest.approx(4 * one[MICRO_BATCHES].flops)
     assert four[REST].flops == one[REST].flops
     model = config_of("muon").model

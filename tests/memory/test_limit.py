@@ -11,6 +11,7 @@ import pytest
 from limited_run import NOT_ENOUGH, limited_config
 
 from lather.planning.plan import plan
+from lather.planning.workers import Assumed
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -23,7 +24,7 @@ ENVIRONMENT = {
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_run_needs_what_its_plan_says() -> None:
-    needed = plan(limited_config(), 1, "cpu").needed
+    needed = plan(limited_config(), 1, Assumed("cpu")).needed
     statuses = []
     for share in (1.05, 0.95):
         command = [sys.executable, str(HERE / "limited_run.py"), str(int(share * needed))]

@@ -17,10 +17,10 @@ from benchmarks import plans
 from lather.cli import main
 from lather.config.config import CheckpointConfig
 from lather.models.families import FAMILIES, build_model
-from lather.planning.dry_run import BUILDING, FIRST, Load, RankRun, shortened
+from lather.planning.dry_run import BUILDING, FIRST, Load, RankRun, dry_run, shortened
 from lather.planning.ledger import KINDS, Ledger
 from lather.planning.plan import MemoryPlan, plan
-from lather.planning.workers import Assumed, dry_run, worker_processes
+from lather.planning.workers import Assumed, worker_processes
 
 OUTER = ("embed_tokens", "lm_head")
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def parameters() -> dict[str, nn.Parameter]:
 @pytest.fixture(scope="module")
 def planned() -> MemoryPlan:
     """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16 products."""
-    return plan(config_of("soap", precision="bf16"), 1)
+    return plan(config_of("soap", precision="bf16"), 1, Assumed())
 
 
 def test_every_kind_from_first_principles(planned: MemoryPlan) -> None:
@@ -68,7 +68,7 @@ def test_activations_of_a_forward_from_first_principles() -> None:
     head             the input of its product (D), inverse root of the norm, logsumexp, the label in int64; the loss
     """
     layers, tokens, heads, groups, width, size, experts, chosen = SIZES["num_hidden_layers"], 32, 2, 2, 32, 64, 4, 2
-    timeline = plan(config_of("adamw"), 1).ranks[0].steps["a step"]
+    timeline = plan(config_of("adamw"), 1, Assumed()).ranks[0].steps["a step"]
     times = {mark.name: mark.time for mark in timeline.marks}
     before, after = (timeline.segments_at(times[name]) for name in ("0F0", "0B0"))
     attention = 2 * (heads + groups) * width + size + heads + 2 + heads + groups + experts + 2 * chosen + 1 + 2 * chosen
@@ -84,7 +84,7 @@ def test_activations_of_a_forward_from_first_principles() -> None:
 def test_what_travels_are_micro_batches_of_activations(precision: str, width: int) -> None:
     """Micro-batches have 32 tokens of 64 elements. There are at most two sends under way, a receive for each of the rank's stages, and in
     bf16 the copy that is sent next. Besides, numbers of rows per expert, of 8 bytes each, may be on their way."""
-    for run in plan(config_of("adamw", parallel={"pp": 2}, precision=precision), 2).ranks:
+    for run in plan(config_of("adamw", parallel={"pp": 2}, precision=precision), 2, Assumed()).ranks:
         timeline = run.steps["a step"]
         tensors, rest = np.divmod(timeline.curves[KINDS.index("communication")], 32 * 64 * width)
         assert 3 <= tensors.max() <= 4 + (precision == "bf16")
@@ -96,7 +96,7 @@ def test_gathered_parameters_are_whole() -> None:
     norm, head."""
     elements = sum(p.numel() for p in parameters().values())
     outside = sum(p.numel() for name, p in parameters().items() if not name.startswith("layers"))
-    timeline = plan(config_of("adamw"), 2).ranks[0].steps["a step"]
+    timeline = plan(config_of("adamw"), 2, Assumed()).ranks[0].steps["a step"]
     gathered = timeline.curves[KINDS.index("gathered parameters")]
     forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
     assert gathered[forward] == 4 * elements
@@ -125,7 +125,7 @@ def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size:
     state."""
     config = config_of("soap", parallel={"ep": world_size // 2 or 1})
     at_once, copied = (
-        plan(replace(config, checkpoint=CheckpointConfig(asynchronous=flag)), world_size, "cpu").largest for flag in (False, True)
+        plan(replace(config, checkpoint=CheckpointConfig(asynchronous=flag)), world_size, Assumed("cpu")).largest for flag in (False, True)
     )
     assert at_once.checkpoint_bytes == copied.checkpoint_bytes
     for step in ("a checkpoint", "a step"):
@@ -140,12 +140,12 @@ def test_an_asynchronous_checkpoint_has_copies_of_all_that_it_writes(world_size:
 @pytest.fixture(scope="module")
 def alone() -> RankRun:
     """AdamW in one process on a CPU."""
-    return plan(config_of("adamw"), 1, "cpu").largest
+    return plan(config_of("adamw"), 1, Assumed("cpu")).largest
 
 
 def test_sharding_divides_parameters_gradients_and_state(alone: RankRun) -> None:
     whole = alone.steps["a step"]
-    shared = plan(config_of("adamw", parallel={"ep": 2}), 4, "cpu").largest.steps["a step"]
+    shared = plan(config_of("adamw", parallel={"ep": 2}), 4, Assumed("cpu")).largest.steps["a step"]
     for kind in ("parameters", "optimizer moments"):
         row = KINDS.index(kind)
         ratio = whole.curves[row].max() / shared.curves[row].max()
@@ -164,7 +164,7 @@ def test_a_part_is_whole_until_it_is_sharded(alone: RankRun) -> None:
 
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:
     """Only the tokens and labels of 8 bytes grow, and a few numbers of each micro-batch."""
-    few, many = (plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, "cpu") for size in (6, 24))
+    few, many = (plan(config_of("adamw", parallel={"pp": 2}, batch_size=size), 2, Assumed("cpu")) for size in (6, 24))
     for one, other in zip(few.ranks, many.ranks, strict=True):
         assert other.peak - one.peak == 18 * 2 * 8 * 32
 

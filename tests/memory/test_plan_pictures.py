@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
+from planned_configs import config_of
 
 from lather.errors import UserError
 from lather.pipeline import picture
@@ -19,6 +21,7 @@ from lather.planning.dry_run import RankRun
 from lather.planning.ledger import KINDS, Mark, MemoryTimeline
 from lather.planning.plan import MemoryPlan
 from lather.planning.plan_picture import Doing, doings, draw, figure_of, kinds_of, page_data, write_page
+from lather.planning.workers import Assumed
 
 MIB = 2**20
 FORWARD, BACKWARD = picture.COLORS[Kind.FORWARD], picture.COLORS[Kind.BACKWARD]
@@ -39,7 +42,8 @@ STEP = timeline([0, 3, 9, 5, 2, 0], {0: "a step", 1: "0F1", 2: "(0F2;3B0)OVERLAP
 def plan() -> MemoryPlan:
     steps = {"building the model": timeline([1, 1], {0: "building the model"}), "a step": STEP}
     ranks = tuple(RankRun(rank, rank, (range(rank, 1 + rank), range(3 - rank, 4 - rank)), steps, {}, {}) for rank in (0, 1))
-    return MemoryPlan(2, "cpu", 1.0, ranks, Partition((1, 2, 3, 4), (19.0 * MIB, 19.0 * MIB), 20.0 * MIB), 8)
+    partition = Partition((1, 2, 3, 4), 19.0 * MIB, 20.0 * MIB)
+    return MemoryPlan(config_of("adamw", parallel={"pp": 2}), 2, Assumed("cpu"), ranks, partition)
 
 
 def test_the_strip_has_actions_and_phases_from_start_to_end() -> None:
@@ -110,7 +114,7 @@ def test_bars_and_curves_are_as_long_as_the_peaks(plan: MemoryPlan) -> None:
 
 
 def test_the_picture_grows_with_the_ranks(plan: MemoryPlan, tmp_path: Path) -> None:
-    one = MemoryPlan(2, "cpu", 1.0, plan.ranks[:1])
+    one = replace(plan, ranks=plan.ranks[:1])
     sizes = []
     for number, found in enumerate((one, plan)):
         draw(found, 15 * MIB, "a run", tmp_path / f"{number}.png")

@@ -32,7 +32,7 @@ def deep_config(partition: str, **parallel: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, MemoryPlan]:
-    return {name: plan(deep_config(name), 2, "cpu") for name in ("uniform", "memory")}
+    return {name: plan(deep_config(name), 2, Assumed("cpu")) for name in ("uniform", "memory")}
 
 
 def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, MemoryPlan]) -> None:
@@ -50,7 +50,7 @@ def test_the_largest_rank_is_smaller_and_as_large_as_expected(plans: dict[str, M
 def test_the_partition_is_shown_with_its_price(plans: dict[str, MemoryPlan]) -> None:
     found = plans["memory"]
     assert found.partition is not None
-    bubble, uniform_bubble = found.bubbles(found.partition)
+    bubble, uniform_bubble = found.bubble(), found.bubble(found.partition.uniform_layers)
     assert uniform_bubble > bubble > 0  # each rank has three layers, instead of two and four
     line = describe_partition(found, found.partition)
     assert " ".join(map(str, found.partition.layers)) in line

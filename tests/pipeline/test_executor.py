@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
 from lather.pipeline import executor as executor_module
-from lather.pipeline.executor import Executor
+from lather.pipeline.executor import Executor, Recorder
 from lather.pipeline.schedule import Action, Kind
 from lather.pipeline.segments import MicroBatch
 from lather.pipeline.tape import Cut
@@ -184,7 +184,7 @@ class TrackedWork:
         return 0 if storage is None else storage.nbytes()
 
 
-class Watch:
+class Watch(Recorder):
     """A recorder that checks the walk after every action; `problems` must stay empty."""
 
     def __init__(self, executor: Executor) -> None:
@@ -214,7 +214,7 @@ class Watch:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
             assert action.micro_batch is not None
             key = (action.stage, action.micro_batch)
-            arriving: Any = (walk.inputs if action.kind is Kind.RECV_F else walk.gradients)[key]
+            arriving: Any = walk.incoming[action.kind, key]
             self.received[(action.kind, *key)] = weakref.ref(arriving.buffer.untyped_storage())
         if action.kind is Kind.BACKWARD_INPUT:
             assert action.micro_batch is not None

@@ -123,6 +123,5 @@ def test_idle_time_is_the_time_without_computation() -> None:
     timeline = Timeline(tuple(Event(rank, Action.from_text(text), start, end) for rank, text, start, end in rows))
     assert timeline.makespan == 6.0
     assert timeline.idle() == {0: 3.0, 1: 5.0}
-    assert timeline.bubble_fractions() == {0: 0.5, 1: 5 / 6}
     assert timeline.bubble_fraction == pytest.approx(8 / 12)
     assert Timeline(()).bubble_fraction == 0

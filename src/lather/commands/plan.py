@@ -20,6 +20,7 @@ from lather.planning import plan_report
 from lather.planning.advice import advise, as_options
 from lather.planning.plan import plan
 from lather.planning.plan_picture import draw, write_page
+from lather.planning.workers import Assumed
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def plan_command(arguments: list[str]) -> int:
         if not path.absolute().parent.is_dir() or path.is_dir():
             raise UserError(f"{path}: cannot be written: name a file in a folder that exists")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
-    found = plan(parsed.config.resolved(), parsed.world, parsed.device, imbalance=parsed.imbalance, memory=memory)
+    assumed = Assumed(parsed.device, parsed.imbalance, memory)
+    found = plan(parsed.config.resolved(), parsed.world, assumed)
     if parsed.json:
         plan_report.write(found, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
@@ -80,18 +82,16 @@ def plan_command(arguments: list[str]) -> int:
     plan_report.show(found, memory, console)
     fits = memory is None or found.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
-        _advise(parsed, memory, console)
+        _advise(parsed, assumed, memory, console)
     return int(not fits)
 
 
-def _advise(parsed: PlanArguments, memory: int, console: Console) -> None:
+def _advise(parsed: PlanArguments, assumed: Assumed, memory: int, console: Console) -> None:
     """Search for settings that fit and print them; write the configuration of the first one if asked to."""
     found = advise(
         parsed.config,
         parsed.world,
-        memory,
-        parsed.device,
-        imbalance=parsed.imbalance,
+        assumed,
         machine=parsed.machine,
         say=lambda what: console.print(what, style="dim", highlight=False),
     )

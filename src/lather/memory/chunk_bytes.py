@@ -64,8 +64,8 @@ class ModelChunks:
     """Final norm, head and loss. The embedding keeps only its tokens, which belong to the batch."""
     boundary: int
     """Bytes of the activation that a stage passes to the next, or of its gradient."""
-    travels: int | None = None
-    """The same bytes in the dtype in which it is sent to another rank; None: unchanged."""
+    travels: int
+    """The same bytes in the dtype in which it is sent to another rank."""
     tables: int = 0
     """Masks and rotary tables of a chunk; 0 if all micro-batches share them."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -62,9 +61,9 @@ class PeakBytes(TorchDispatchMode):
         self._enter(out, self._alive)
         return out
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.bytes = max(self.bytes, self.now)
-        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, values: Any, among: Storages) -> None:
         """Record the storages in `values` that are new, while they live."""

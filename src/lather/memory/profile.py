@@ -39,6 +39,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from lather.memory.live_bytes import tensors_in
 
 Kind = Literal["weight", "weight copy", "activation"]
+KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
 BLOCK_SEGMENTS = ("attend_and_route", "dispatch", "run_experts", "combine", "aggregate")
 """Methods of a `lather.models.decoder.Block`; a module that has all of them is a block."""
@@ -142,6 +143,14 @@ class SavedTensors:
     def segments(self) -> tuple[str, ...]:
         """Return the segments in the order of a forward pass."""
         return tuple(segment for segment in SEGMENTS if any(one.segment == segment for one in self.storages))
+
+    def by_segment(self, layer: str | None = None) -> dict[str, int]:
+        """Return the bytes of activations of a layer, or of the model, in each of the model's segments."""
+        return {segment: self.bytes("activation", layer=layer, segment=segment) for segment in self.segments()}
+
+    def by_kind(self, layer: str | None = None) -> dict[str, int]:
+        """Return the bytes of a layer, or of the model, of each kind."""
+        return {kind: self.bytes(kind, layer=layer) for kind in KINDS}
 
 
 def profile_saved_tensors(model: nn.Module, run: Callable[[], Any], *, num_tokens: int = 0) -> SavedTensors:
@@ -309,9 +318,7 @@ def _summary(group: Sequence[_Saved], names: Mapping[int, str], weight: str) -> 
     here = f"{first.place.layer} {first.place.segment}"
     places = dict.fromkeys(f"{one.place.layer} {one.place.segment}" for one in group)
     return SavedStorage(
-        layer=first.place.layer,
-        segment=first.place.segment,
-        module=first.place.module,
+        **dataclasses.asdict(first.place),
         saved_by=names.get(id(first), ""),
         shape=tuple(first.tensor.shape),
         dtype=str(first.tensor.dtype).removeprefix("torch."),

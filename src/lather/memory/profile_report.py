@@ -23,15 +23,13 @@ from rich.console import Console
 from lather.console import titled_table
 from lather.errors import UserError
 from lather.files import reason
-from lather.memory.profile import SEGMENTS, Kind, SavedStorage, SavedTensors
+from lather.memory.profile import KINDS, SEGMENTS, SavedStorage, SavedTensors
 
 COLORS = dict(zip(SEGMENTS, ("0.35", "#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "0.65", "#aa3377", "#bbbbbb"), strict=True))
 """A color for each segment, distinguishable with any color vision."""
 
 BACKWARD = re.compile(r"Backward\d*(?=\.|$)")
 """Suffix that autograd adds to an operation's name."""
-
-KINDS: tuple[Kind, ...] = ("activation", "weight copy", "weight")
 
 # --- JSON ---------------------------------------------------------------------------------------------------------------------------
 
@@ -41,19 +39,16 @@ def to_json(profile: SavedTensors) -> dict[str, Any]:
     return {
         "num_tokens": profile.num_tokens,
         "activation_bytes_per_token": profile.per_token(profile.bytes("activation")),
-        "bytes": {kind: profile.bytes(kind) for kind in KINDS},
-        "activation_bytes_per_segment": {segment: profile.bytes("activation", segment=segment) for segment in profile.segments()},
+        "bytes": profile.by_kind(),
+        "activation_bytes_per_segment": profile.by_segment(),
         "layers": {layer: _layer_json(profile, layer) for layer in profile.layers()},
         "storages": [dataclasses.asdict(one) for one in profile.storages],
     }
 
 
 def _layer_json(profile: SavedTensors, layer: str) -> dict[str, Any]:
-    segments = {segment: profile.bytes("activation", layer=layer, segment=segment) for segment in profile.segments()}
-    return {
-        "bytes": {kind: profile.bytes(kind, layer=layer) for kind in KINDS},
-        "activation_bytes_per_segment": {segment: size for segment, size in segments.items() if size},
-    }
+    segments = {segment: size for segment, size in profile.by_segment(layer).items() if size}
+    return {"bytes": profile.by_kind(layer), "activation_bytes_per_segment": segments}
 
 
 def write_json(document: Mapping[str, Any], out: Path) -> None:
@@ -150,14 +145,8 @@ def print_tensors(profile: SavedTensors, console: Console) -> None:
                 segment = line.segment
                 table.add_row(segment, "", "", "", _size(profile.bytes(layer=layers[0], segment=segment)), style="bold")
             shape = " x ".join("n" if size < 0 else str(size) for size in line.shape) or "scalar"
-            table.add_row(
-                f"  {BACKWARD.sub('', line.saved_by)}",
-                f"{count} of {shape}" if count > 1 else shape,
-                line.dtype,
-                line.kind,
-                _size(line.bytes),
-                line.weight or _shortened(line.also_saved_in),
-            )
+            saved_by, also = f"  {BACKWARD.sub('', line.saved_by)}", line.weight or _shortened(line.also_saved_in)
+            table.add_row(saved_by, f"{count} of {shape}" if count > 1 else shape, line.dtype, line.kind, _size(line.bytes), also)
         console.print(table)
 
 
@@ -168,17 +157,16 @@ def _shortened(places: Sequence[str]) -> str:
 
 def print_totals(profile: SavedTensors, console: Console) -> None:
     """Print MiB of activations per layer and segment, of weights and copies per layer, and totals."""
-    segments = [segment for segment in profile.segments() if profile.bytes("activation", segment=segment)]
-    table = titled_table("kept for backward, each storage once", ["MiB"], (*segments, "activations", "weight copies", "weights"))
+    totals = {segment: size for segment, size in profile.by_segment().items() if size}
+    table = titled_table("kept for backward, each storage once", ["MiB"], (*totals, "activations", "weight copies", "weights"))
     table.columns[0].no_wrap = True
     for layers in alike(profile):
-        sizes = [profile.bytes("activation", layer=layers[0], segment=segment) for segment in segments]
-        kinds = [profile.bytes(kind, layer=layers[0]) for kind in KINDS]
-        table.add_row(name_of(layers) + (" (each)" if len(layers) > 1 else ""), *map(in_mib, (*sizes, *kinds)))
+        sizes = profile.by_segment(layers[0])
+        numbers = [*(sizes[segment] for segment in totals), *profile.by_kind(layers[0]).values()]
+        table.add_row(name_of(layers) + (" (each)" if len(layers) > 1 else ""), *map(in_mib, numbers))
     table.add_section()
-    totals = [profile.bytes("activation", segment=segment) for segment in segments]
-    table.add_row("model", *map(in_mib, (*totals, *(profile.bytes(kind) for kind in KINDS))), style="bold")
-    per_token = (_kib(profile.per_token(size)) for size in (*totals, profile.bytes("activation")))
+    table.add_row("model", *map(in_mib, (*totals.values(), *profile.by_kind().values())), style="bold")
+    per_token = (_kib(profile.per_token(size)) for size in (*totals.values(), profile.bytes("activation")))
     table.add_row("KiB per token", *per_token, "", "")
     console.print(table)
 
@@ -249,14 +237,8 @@ def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: 
     for index, (mode, profile) in enumerate(profiles.items()):
         total = profile.bytes("activation")
         ratio = f"\n{total / base:.2f} x" if mode != baseline and base else ""
-        axes.annotate(
-            f"{profile.per_token(total) / scale:,.2f} {unit}{ratio}",
-            (index, sum(sizes[index].values()) / scale),
-            (0, 4),
-            ha="center",
-            va="bottom",
-            textcoords="offset points",
-        )
+        text, top = f"{profile.per_token(total) / scale:,.2f} {unit}{ratio}", sum(sizes[index].values()) / scale
+        axes.annotate(text, (index, top), (0, 4), ha="center", va="bottom", textcoords="offset points")
     axes.set_xticks(range(len(profiles)), list(profiles))
     axes.set_ylabel(f"{unit} of activations per token")
     axes.set_title(title, fontsize=10)
@@ -265,7 +247,7 @@ def draw_comparison(profiles: Mapping[str, SavedTensors], baseline: str, title: 
 
 def _per_token(profile: SavedTensors, layer: str | None) -> dict[str, float]:
     """Return the bytes of activations per token in each segment, of a layer or of the model."""
-    return {segment: profile.per_token(profile.bytes("activation", layer=layer, segment=segment)) for segment in profile.segments()}
+    return {segment: profile.per_token(size) for segment, size in profile.by_segment(layer).items()}
 
 
 def _stack(axes: Axes, sizes: Sequence[Mapping[str, float]], *, headroom: float, labels: bool = False) -> tuple[str, int]:

@@ -10,18 +10,23 @@ action.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from lather.console import titled_table
-from lather.memory.chunk_bytes import ChunkBytes, ModelChunks
+from lather.memory.chunk_bytes import ModelChunks
 from lather.memory.profile_report import first_to_last, in_mib
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY
-from lather.pipeline.schedule import Action, Kind, Schedule
+from lather.pipeline.schedule import Kind, Schedule
+
+Alive = tuple[str, int]
+"""Something that may be alive: "kept" or "waiting" of a chunk in a stage, or one of the following."""
+BOUNDARY, SENT, RECEIVED = ("boundary", -1), ("sent", -1), ("received", -1)
+"""A tensor that passes to the next stage, on this rank until it is sent; one that is being sent; one that was received."""
 
 
 @dataclass(frozen=True)
@@ -55,67 +60,53 @@ class RankBytes:
 def rank_bytes(schedule: Schedule, chunks: ModelChunks, layers: Sequence[range]) -> list[RankBytes]:
     """Return the bytes of all pipeline ranks; `layers` are those of every stage."""
     of_stage = chunks.of_stages(layers)
+    sizes = {BOUNDARY: chunks.boundary, SENT: chunks.travels, RECEIVED: chunks.travels}
+    for stage, chunk in enumerate(of_stage):
+        sizes["kept", stage], sizes["waiting", stage] = chunk.kept, chunk.waiting
     found = []
     for rank in range(schedule.num_ranks):
-        walk = _BytesWalk(schedule, rank, of_stage, chunks.boundary, chunks.boundary if chunks.travels is None else chunks.travels)
-        for action in schedule.ranks[rank]:
-            walk.do(action)
-        peak, stages = walk.at_peak, []
+        peak, at_peak = 0, Counter[Alive]()
+        for alive in alive_after_actions(schedule, rank):
+            now = sum(number * sizes[what] for what, number in alive.items())
+            if now > peak:
+                peak, at_peak = now, alive.copy()
+        stages = []
         for stage in schedule.stages_of(rank):
-            chunk = of_stage[stage]
-            stages.append(StageBytes(stage, tuple(layers[stage]), chunk.kept, chunk.waiting, peak["kept", stage], peak["waiting", stage]))
-        boundaries = peak["boundary", -1] + peak["travels", -1]
-        found.append(RankBytes(rank, tuple(stages), schedule.peak_live_chunks(rank), boundaries, walk.peak))
+            kept, waiting = of_stage[stage].kept, of_stage[stage].waiting
+            stages.append(StageBytes(stage, tuple(layers[stage]), kept, waiting, at_peak["kept", stage], at_peak["waiting", stage]))
+        boundaries = sum(at_peak[what] for what in (BOUNDARY, SENT, RECEIVED))
+        found.append(RankBytes(rank, tuple(stages), schedule.peak_live_chunks(rank), boundaries, peak))
     return found
 
 
-class _BytesWalk:
-    """Tracks the bytes of a rank, action by action."""
+def alive_after_actions(schedule: Schedule, rank: int) -> Iterator[Counter[Alive]]:
+    """Count what is alive on a rank after each of its actions; yields the same object each time."""
+    own, alive = schedule.stages_of(rank), Counter[Alive]()
 
-    def __init__(self, schedule: Schedule, rank: int, of_stage: Sequence[ChunkBytes], boundary: int, travels: int) -> None:
-        """`boundary` and `travels`: bytes of a tensor that passes to the next stage on this rank, and of one that is sent or received."""
-        self.schedule, self.own = schedule, schedule.stages_of(rank)
-        self.sizes: dict[tuple[str, int], int] = {("boundary", -1): boundary, ("travels", -1): travels}
-        for stage, chunk in enumerate(of_stage):
-            self.sizes["kept", stage], self.sizes["waiting", stage] = chunk.kept, chunk.waiting
-        self.alive: Counter[tuple[str, int]] = Counter()
-        self.sends: deque[Action] = deque()
-        self.peak, self.at_peak = 0, Counter[tuple[str, int]]()
+    def passes(given: int, read: int) -> None:
+        """Record that a chunk's result for stage `given` was made, and that of stage `read` was read; the model's ends have none."""
+        alive[BOUNDARY] += 0 <= given < schedule.num_stages
+        if 0 <= read < schedule.num_stages:
+            alive[BOUNDARY if read in own else RECEIVED] -= 1
 
-    def do(self, action: Action) -> None:
+    for action in schedule.ranks[rank]:
         for chunk in action.chunks:
-            self._do(chunk)
-        now = sum(number * self.sizes[what] for what, number in self.alive.items())
-        if now > self.peak:
-            self.peak, self.at_peak = now, Counter(self.alive)
-
-    def _do(self, action: Action) -> None:
-        kind, stage, last = action.kind, action.stage, self.schedule.num_stages - 1
-        if kind is Kind.FORWARD:
-            self.alive["kept", stage] += 1  # includes its input, which was a boundary
-            self.alive["boundary", -1] += stage < last
-            self._taken_from(stage - 1)
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            self.alive["kept", stage] -= 1
-            self.alive["waiting", stage] += kind is Kind.BACKWARD_INPUT
-            self.alive["boundary", -1] += stage > 0
-            self._taken_from(stage + 1)
-        elif kind is Kind.BACKWARD_WEIGHT:
-            self.alive["waiting", stage] -= 1
-        elif kind in (Kind.RECV_F, Kind.RECV_B):
-            self.alive["travels", -1] += 1
-        elif kind in (Kind.SEND_F, Kind.SEND_B):
-            self.alive["boundary", -1] -= 1
-            self.alive["travels", -1] += 1
-            self.sends.append(action)
-            if len(self.sends) > MOST_SENDS_UNDER_WAY:
-                self.sends.popleft()
-                self.alive["travels", -1] -= 1
-
-    def _taken_from(self, stage: int) -> None:
-        """Record that the output of this stage has been read."""
-        if 0 <= stage < self.schedule.num_stages:
-            self.alive["boundary" if stage in self.own else "travels", -1] -= 1
+            kind, stage = chunk.kind, chunk.stage
+            if kind is Kind.FORWARD:
+                alive["kept", stage] += 1  # includes its input, which was a boundary
+                passes(stage + 1, stage - 1)
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                alive["kept", stage] -= 1
+                alive["waiting", stage] += kind is Kind.BACKWARD_INPUT
+                passes(stage - 1, stage + 1)
+            elif kind is Kind.BACKWARD_WEIGHT:
+                alive["waiting", stage] -= 1
+            elif kind in (Kind.RECV_F, Kind.RECV_B):
+                alive[RECEIVED] += 1
+            elif kind in (Kind.SEND_F, Kind.SEND_B):
+                alive[BOUNDARY] -= 1
+                alive[SENT] = min(alive[SENT] + 1, MOST_SENDS_UNDER_WAY)
+        yield alive
 
 
 def to_json(levers: Mapping[str, Sequence[RankBytes]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lather.models.saving.weight_gradients import DeferredGradient, WeightGradie
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline import overlap
 from lather.pipeline.model_part import Stage
-from lather.pipeline.schedule import COMPUTE, Action, Kind, Schedule
+from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import ChunkTape, MicroBatch, RoutingSummary, Segments, Steps
 
 MOST_SENDS_UNDER_WAY = 2
@@ -37,12 +37,12 @@ complete, and sent tensors must not accumulate."""
 Key = tuple[int, int]
 """Stage and micro-batch."""
 
-Arrival = tuple[bool, Key]
-"""Whether a gradient (or else an input) arrives, and its stage and micro-batch."""
+Passing = tuple[Kind, Key]
+"""A tensor that passes between stages, by the action that receives it or sends it; also where both stages are on one rank and there is no
+such action."""
 
 
-@runtime_checkable
-class Recorder(Protocol):
+class Recorder:
     """Records the actions of a rank; a method that a subclass does not define records nothing."""
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
@@ -113,10 +113,10 @@ class Executor:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.group = group
         self.units = dict(zip(self.stages, units or [[] for _ in stages], strict=True))
-        self.record = record or _NoRecord()
+        self.record = record or Recorder()
         self.filler: Filler | None = None
         """Optional work for idle time, set by its owner: on a CPU it is done while the rank waits, on a GPU beside the other streams."""
-        self.last_waits: dict[tuple[int, Arrival], float] = {}
+        self.last_waits: dict[tuple[int, Passing], float] = {}
         """Seconds that the rank waited for each input in the last step with this number of micro-batches, as an estimate for the next
         step."""
         self.walk: _Walk | None = None
@@ -181,10 +181,6 @@ class Executor:
                     raise ValueError(f"{name} of micro-batch {number} have shape {tuple(x.shape)}: every micro-batch must have {expected}")
 
 
-class _NoRecord(Recorder):
-    """Records nothing."""
-
-
 @dataclass
 class _Arriving:
     """A receive that was started."""
@@ -200,13 +196,12 @@ class _Walk:
         self.executor, self.micro_batches, self.schedule = executor, micro_batches, schedule
         self.stages, self.segments = executor.stages, executor.segments
         self.output = StepOutput()
-        self.inputs: dict[Key, Tensor | _Arriving] = {}
-        self.gradients: dict[Key, Tensor | _Arriving] = {}
-        """Gradients of outputs."""
+        self.incoming: dict[Passing, Tensor | _Arriving] = {}
+        """Inputs (RECV_F) and gradients of outputs (RECV_B) that were not read yet."""
         self.tapes: dict[Key, ChunkTape] = {}
         self.waiting: dict[Key, list[DeferredGradient]] = {}
         """Deferred weight gradients."""
-        self.outgoing: dict[tuple[Kind, Key], Tensor] = {}
+        self.outgoing: dict[Passing, Tensor] = {}
         self.sends: deque[tuple[dist.Work, Tensor, ChunkTape | None]] = deque()
 
     def wait_for_input(self, action: Action) -> None:
@@ -218,20 +213,20 @@ class _Walk:
             for unit in self.executor.units[chunk.stage]:
                 unit.wait()
         first = action.chunks[0]
-        arrivals, key = self.inputs if first.kind is Kind.FORWARD else self.gradients, _key(first)
-        if isinstance(arriving := arrivals.get(key), _Arriving):
-            arrivals[key] = self._received(arriving, (arrivals is self.gradients, key))
+        passing = (Kind.RECV_F if first.kind is Kind.FORWARD else Kind.RECV_B, _key(first))
+        if isinstance(arriving := self.incoming.get(passing), _Arriving):
+            self.incoming[passing] = self._received(arriving, passing)
 
     def do(self, action: Action) -> None:
         if action.kind == Kind.OVERLAP:
             forward, backward = action.parts
-            results = overlap.run_both(self._forward(forward), self._backward(backward, defer=False))
-            self._pass_on(forward, results[0])
-            self._pass_back(backward, results[1])
+            results = overlap.run_both(self._forward(forward), self._backward(backward))
+            self._pass(Kind.SEND_F, forward, results[0])
+            self._pass(Kind.SEND_B, backward, results[1])
         elif action.kind == Kind.FORWARD:
-            self._pass_on(action, overlap.run(self._forward(action)))
+            self._pass(Kind.SEND_F, action, overlap.run(self._forward(action)))
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            self._pass_back(action, overlap.run(self._backward(action, defer=action.kind == Kind.BACKWARD_INPUT)))
+            self._pass(Kind.SEND_B, action, overlap.run(self._backward(action)))
         elif action.kind == Kind.BACKWARD_WEIGHT:
             WeightGradients.run(self.waiting.pop(_key(action)))
         elif action.kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
@@ -242,7 +237,7 @@ class _Walk:
     def finish(self) -> None:
         while self.sends:
             self._finish_oldest_send()
-        for left in (self.inputs, self.gradients, self.tapes, self.waiting, self.outgoing):
+        for left in (self.incoming, self.tapes, self.waiting, self.outgoing):
             assert not left
 
     def _forward(self, action: Action) -> Steps[Tensor]:
@@ -251,33 +246,28 @@ class _Walk:
         if torch.is_grad_enabled():
             self.tapes[key] = tape
         routings = self.output.routings.setdefault(key, [])
-        return (yield from self.segments.forward(self.stages[action.stage], self._take(self.inputs, key), tape, routings))
+        return (yield from self.segments.forward(self.stages[action.stage], self._take((Kind.RECV_F, key)), tape, routings))
 
-    def _pass_on(self, action: Action, result: Tensor) -> None:
-        """Pass an output to the next stage, on this rank or another; the output of the last stage is the loss."""
+    def _backward(self, action: Action) -> Steps[Tensor | None]:
+        key, defer = _key(action), action.kind == Kind.BACKWARD_INPUT
+        grad_BSD = yield from self.segments.backward(self.tapes.pop(key), self._take((Kind.RECV_B, key)), defer=defer)
+        if defer:
+            self.waiting[key] = self.segments.weight_gradients.take()
+        return grad_BSD
+
+    def _pass(self, sends: Kind, action: Action, x: Tensor | None) -> None:
+        """Pass an output to the next stage, or the gradient of an input to the previous one, on this rank or another. The output of the
+        last stage is the loss; the first stage has no gradient (None)."""
         stage, micro_batch = _key(action)
-        if stage == self.schedule.num_stages - 1:
-            self.output.losses.append(result)
-        elif stage + 1 in self.stages:
-            self.inputs[stage + 1, micro_batch] = result
-        else:
-            self.outgoing[Kind.SEND_F, (stage, micro_batch)] = result
-
-    def _backward(self, action: Action, *, defer: bool) -> Steps[Tensor | None]:
-        key = _key(action)
-        return (yield from self.segments.backward(self.tapes.pop(key), self._take(self.gradients, key), defer=defer))
-
-    def _pass_back(self, action: Action, grad_BSD: Tensor | None) -> None:
-        """Pass the gradient of an input to the previous stage, on this rank or another."""
-        stage, micro_batch = _key(action)
-        if action.kind == Kind.BACKWARD_INPUT:
-            self.waiting[stage, micro_batch] = self.segments.weight_gradients.take()
-        if grad_BSD is None:
+        to = stage + TRANSFERS[sends]
+        if x is None:
             return
-        if stage - 1 in self.stages:
-            self.gradients[stage - 1, micro_batch] = grad_BSD
+        if to == self.schedule.num_stages:
+            self.output.losses.append(x)
+        elif to in self.stages:
+            self.incoming[RECEIVED_AS[sends], (to, micro_batch)] = x
         else:
-            self.outgoing[Kind.SEND_B, (stage, micro_batch)] = grad_BSD
+            self.outgoing[sends, (stage, micro_batch)] = x
 
     def _transfer(self, action: Action) -> None:
         key = _key(action)
@@ -289,8 +279,7 @@ class _Walk:
             return
         like = self.executor.activation
         buffer = torch.empty(like.shape, dtype=like.travels_as or like.dtype, device=like.device)
-        arriving = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action)))
-        (self.inputs if action.kind == Kind.RECV_F else self.gradients)[key] = arriving
+        self.incoming[action.kind, key] = _Arriving(buffer, self._start(dist.irecv, buffer, self.schedule.peer_of(action)))
 
     def _start(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.Work:
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.executor.group, group_peer=peer)])
@@ -322,20 +311,20 @@ class _Walk:
             else:
                 unit.reduce_gradients()
 
-    def _take(self, arrivals: dict[Key, Tensor | _Arriving], key: Key) -> Tensor | None:
+    def _take(self, passing: Passing) -> Tensor | None:
         """Remove and return the tensor that arrived; None for the input of the first stage and the gradient of the last."""
-        x = arrivals.pop(key, None)
+        x = self.incoming.pop(passing, None)
         if not isinstance(x, _Arriving):
             return x
         with self.executor.record.waiting():
-            return self._received(x, (arrivals is self.gradients, key))
+            return self._received(x, passing)
 
-    def _received(self, arriving: _Arriving, arrival: Arrival) -> Tensor:
+    def _received(self, arriving: _Arriving, passing: Passing) -> Tensor:
         """Return the received tensor. On a CPU, do pieces of the filler's work as long as the wait of the last step suggests that there is
         time; on a GPU only the stream waits, not the host."""
         executor = self.executor
         if executor.filler and not executor.is_on_gpu:
-            key, start = (self.schedule.num_micro_batches, arrival), time.perf_counter()
+            key, start = (self.schedule.num_micro_batches, passing), time.perf_counter()
             expected_end = start + executor.last_waits.get(key, 0.0)
             arrived = in_thread(arriving.work.wait)
             while executor.filler and time.perf_counter() + executor.filler.next_seconds() <= expected_end and not arrived.done():

@@ -30,17 +30,17 @@ def run(chunk: Generator[None, None, F]) -> F:
 
 def run_both(forward: Generator[None, None, F], backward: Generator[None, None, B]) -> tuple[F, B]:
     """Run two chunks in turns, the forward pass first, and return their results. If one raises, the other is closed."""
-    results: dict[int, object] = {}
-    chunks: dict[int, Generator[None, None, object]] = {0: forward, 1: backward}
+    results: dict[Generator[None, None, object], object] = {}
+    running: list[Generator[None, None, object]] = [forward, backward]
     try:
-        while chunks:
-            for number, chunk in list(chunks.items()):
+        while running:
+            for chunk in tuple(running):
                 try:
                     next(chunk)
                 except StopIteration as end:
-                    results[number] = end.value
-                    del chunks[number]
+                    results[chunk] = end.value
+                    running.remove(chunk)
     finally:
-        for chunk in chunks.values():
+        for chunk in running:
             chunk.close()
-    return results[0], results[1]  # type: ignore[return-value]
+    return results[forward], results[backward]  # type: ignore[return-value]

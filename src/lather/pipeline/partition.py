@@ -54,8 +54,8 @@ class Partition:
 
     layers: tuple[int, ...]
     """Number of layers of each stage."""
-    rank_peaks: tuple[float, ...]
-    """Peak of each pipeline rank, bytes."""
+    largest: float
+    """Peak of the largest pipeline rank, bytes."""
     uniform_largest: float
     """Peak of the largest rank under the uniform partition, bytes."""
 
@@ -69,10 +69,6 @@ class Partition:
         """Numbers of layers under the uniform partition."""
         return uniform(sum(self.layers), len(self.layers))
 
-    @property
-    def largest(self) -> float:
-        return max(self.rank_peaks)
-
 
 def stages_of(layers: Sequence[int]) -> tuple[range, ...]:
     """Return the layers of every stage, from the numbers of layers."""
@@ -84,13 +80,9 @@ def uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
     embedding, or the final norm and head. Raises ConfigError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ConfigError(f"{num_layers} layers do not fill {num_stages} pipeline stages, two to a rank: lower parallel.pp")
-    layers = [num_layers // num_stages] * num_stages
-    for _ in range(num_layers % num_stages):
-        least = min(layers)
-        inner = (stage for stage in range(1, num_stages - 1) if layers[stage] == least)
-        edges = (stage for stage in (0, num_stages - 1) if layers[stage] == least)
-        layers[next(inner, next(edges, 0))] += 1
-    return tuple(layers)
+    least, rest = divmod(num_layers, num_stages)
+    inner_first = [*range(1, num_stages - 1), 0, num_stages - 1]
+    return tuple(least + (stage in inner_first[:rest]) for stage in range(num_stages))
 
 
 def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
@@ -102,20 +94,21 @@ def smallest_peak(ranks: Sequence[RankPeaks]) -> Partition:
     even = uniform(num_layers, 2 * len(ranks))
     least, _ = _search(ranks, lambda peaks, sizes: peaks, np.maximum)
     limit = least * (1 + SLACK)
-    uniform_largest = max(_peaks(ranks, even))
+    uniform_largest = largest_peak(ranks, even)
     if uniform_largest <= limit:
-        return Partition(even, _peaks(ranks, even), uniform_largest)
+        return Partition(even, uniform_largest, uniform_largest)
 
     def squares(peaks: Array, sizes: Array) -> Array:
         return np.where(peaks <= limit, sizes, np.inf)
 
     _, layers = _search(ranks, squares, np.add)
-    return Partition(layers, _peaks(ranks, layers), uniform_largest)
+    return Partition(layers, largest_peak(ranks, layers), uniform_largest)
 
 
-def _peaks(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> tuple[float, ...]:
+def largest_peak(ranks: Sequence[RankPeaks], layers: Sequence[int]) -> float:
+    """Return the peak of the largest rank with these numbers of layers."""
     stages = stages_of(layers)
-    return tuple(peaks.peak(stages[rank], stages[-1 - rank]) for rank, peaks in enumerate(ranks))
+    return max(peaks.peak(stages[rank], stages[-1 - rank]) for rank, peaks in enumerate(ranks))
 
 
 def _search(

@@ -36,12 +36,7 @@ REFRESH = "#b39ddb"
 OTHER = "#8a8a8a"
 DARK = {"#2f6db3", "#3a8f54"}
 """Colors that need white numbers."""
-LABELS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, input",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-}
+LABELS = dict(zip(COLORS, ("forward", "backward", "backward, input", "backward, weights"), strict=True))
 
 IDLE: dict[str, Any] = {"facecolor": "#f7f7f7", "edgecolor": "#cfcfcf", "hatch": "////"}
 

@@ -98,23 +98,10 @@ class Timeline:
                 computing[event.rank] += event.end - event.start
         return {rank: self.makespan - computing[rank] for rank in self.ranks}
 
-    def filled(self) -> dict[int, float]:
-        """Return, by rank, the part of its idle time that is filled with pieces of the optimizer's refreshes."""
-        filled = dict.fromkeys(self.ranks, 0.0)
-        for event in self.events:
-            if event.action.kind is Kind.REFRESH:
-                filled[event.rank] += max(0.0, min(event.end, self.end) - max(event.start, self.start))
-        return filled
-
-    def bubble_fractions(self) -> dict[int, float]:
-        """Return, by rank, idle time divided by makespan."""
-        return {rank: idle / self.makespan if self.makespan else 0.0 for rank, idle in self.idle().items()}
-
     @property
     def bubble_fraction(self) -> float:
         """Idle fraction of the time of all ranks."""
-        fractions = self.bubble_fractions().values()
-        return sum(fractions) / len(fractions) if fractions else 0.0
+        return sum(idle / self.makespan for idle in self.idle().values()) / len(self.ranks) if self.makespan else 0.0
 
 
 def replay(schedule: Schedule, durations: Durations) -> Timeline:
@@ -126,15 +113,13 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
     ended: dict[tuple[Kind, int, int], float] = {}
     clocks, positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
     events: list[list[Event]] = [[] for _ in schedule.ranks]
-    waiting = set(range(schedule.num_ranks))
-    while waiting:
-        stalled = True
-        for rank in sorted(waiting):
-            actions = schedule.ranks[rank]
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for rank, actions in enumerate(schedule.ranks):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
-                ready = _ready(schedule, action, ended, durations.transfer)
-                if ready is None:
+                if (ready := _ready(schedule, action, ended, durations.transfer)) is None:
                     break
                 start = max(clocks[rank], ready)
                 clocks[rank] = end = start + (0.0 if action.kind in TRANSFERS else durations.of(action))
@@ -143,13 +128,9 @@ def replay(schedule: Schedule, durations: Durations) -> Timeline:
                     if chunk.micro_batch is not None and chunk.kind in COMPUTE:
                         ended.update(((kind, chunk.stage, chunk.micro_batch), end) for kind in gives(chunk.kind))
                 positions[rank] += 1
-                stalled = False
-            else:
-                waiting.discard(rank)
-        if stalled:
-            raise ValueError(
-                f"the table deadlocks: {[str(schedule.ranks[rank][positions[rank]]) for rank in sorted(waiting)]} wait for each other"
-            )
+                goes_on = True
+    if stuck := [str(actions[at]) for actions, at in zip(schedule.ranks, positions, strict=True) if at < len(actions)]:
+        raise ValueError(f"the table deadlocks: {stuck} wait for each other")
     return Timeline(tuple(event for row in events for event in row))
 
 

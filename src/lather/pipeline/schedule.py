@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from lather.errors import require
@@ -54,7 +55,6 @@ TRANSFERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 """Kinds of transfers -> the stage at the other end, relative to the stage of the action."""
 RECEIVED_AS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
-_KINDS = {kind.value: kind for kind in Kind}
 _SINGLE = re.compile(rf"(\d+)({'|'.join(kind for kind in Kind if kind is not Kind.OVERLAP)})(\d*)")
 _PAIR = re.compile(rf"\((\w+);(\w+)\){Kind.OVERLAP}")
 
@@ -83,7 +83,7 @@ class Action:
             return cls(-1, Kind.OVERLAP, None, (cls.from_text(pair[1]), cls.from_text(pair[2])))
         if not (single := _SINGLE.fullmatch(text)):
             raise ValueError(f"{text!r} is not an action: it must look like 3F0, 0UNSHARD or (0F3;3B1){Kind.OVERLAP}")
-        return cls(int(single[1]), _KINDS[single[2]], int(single[3]) if single[3] else None)
+        return cls(int(single[1]), Kind(single[2]), int(single[3]) if single[3] else None)
 
     @property
     def chunks(self) -> tuple[Action, ...]:
@@ -131,15 +131,9 @@ class Schedule:
     def peak_live_chunks(self, rank: int) -> int:
         """Return the maximal number of live chunks of `rank`: the forward pass is done, or started in an overlap, and the input gradient is
         not done."""
-        live = peak = 0
-        for action in self.ranks[rank]:
-            for chunk in action.chunks:
-                if chunk.kind is Kind.FORWARD:
-                    live += 1
-                    peak = max(peak, live)
-                elif chunk.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                    live -= 1
-        return peak
+        changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+        chunks = (chunk for action in self.ranks[rank] for chunk in action.chunks)
+        return max(accumulate(changes.get(chunk.kind, 0) for chunk in chunks), default=0)
 
 
 def dualpipev(num_ranks: int, num_micro_batches: int, *, early_weight_gradients: bool = False) -> Schedule:
@@ -182,29 +176,29 @@ def sequential(num_micro_batches: int) -> Schedule:
 def forwards(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return a table of forward passes alone, for validation: every rank runs the chunk with the highest stage first."""
     require(num_micro_batches >= 1, "number of micro-batches", num_micro_batches, "at least 1")
-    num_ranks = max(1, num_stages // 2)
-    home = [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
-    rows = [[Action(stage, Kind.UNSHARD) for stage in range(num_stages) if home[stage] == rank] for rank in range(num_ranks)]
+    rows: list[list[Action]] = [[] for _ in range(max(1, num_stages // 2))]
+    row_of = [rows[min(stage, num_stages - 1 - stage)] for stage in range(num_stages)]
+    for stage, row in enumerate(row_of):
+        row.append(Action(stage, Kind.UNSHARD))
     waiting: list[deque[int]] = [deque(range(num_micro_batches)), *(deque() for _ in range(num_stages - 1))]
     while any(waiting):
-        for stage in [max((s for s in range(num_stages) if home[s] == rank and waiting[s]), default=None) for rank in range(num_ranks)]:
-            if stage is None:
-                continue
+        highest = {min(stage, num_stages - 1 - stage): stage for stage in range(num_stages) if waiting[stage]}
+        for _, stage in sorted(highest.items()):
             micro_batch = waiting[stage].popleft()
-            rows[home[stage]].append(Action(stage, Kind.FORWARD, micro_batch))
+            row_of[stage].append(Action(stage, Kind.FORWARD, micro_batch))
             if stage + 1 < num_stages:
                 waiting[stage + 1].append(micro_batch)
-                if home[stage + 1] != home[stage]:
-                    rows[home[stage]].append(Action(stage, Kind.SEND_F, micro_batch))
-                    rows[home[stage + 1]].append(Action(stage + 1, Kind.RECV_F, micro_batch))
-    for rank, row in enumerate(rows):
-        row += [Action(stage, Kind.RESHARD) for stage in range(num_stages) if home[stage] == rank]
+                if row_of[stage + 1] is not row_of[stage]:
+                    row_of[stage].append(Action(stage, Kind.SEND_F, micro_batch))
+                    row_of[stage + 1].append(Action(stage + 1, Kind.RECV_F, micro_batch))
+    for stage, row in enumerate(row_of):
+        row.append(Action(stage, Kind.RESHARD))
     return Schedule(num_stages, num_micro_batches, tuple(map(tuple, rows)))
 
 
 def _from_torch(action: Any) -> Action:
     parts = tuple(map(_from_torch, action.sub_actions)) if action.sub_actions else ()
-    return Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index, parts)
+    return Action(action.stage_index, Kind(action.computation_type.value), action.microbatch_index, parts)
 
 
 def needs(schedule: Schedule, kind: Kind, stage: int) -> tuple[tuple[Kind, int], ...]:

@@ -282,7 +282,7 @@ class Segments:
     ) -> tuple[Cut, Outputs]:
         """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the inputs, if any."""
         if self.autocast is not None:
-            function = _in_precision(function, self.autocast)
+            function = inside(partial(torch.autocast, inputs[0].device.type, dtype=self.autocast), function)
         with record_function(f"lather.segment.{name}"):
             if name in self.recompute:
                 return Cut.run(function, inputs, recompute=again)
@@ -325,14 +325,3 @@ def _loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
     """Return the gradients of `_losses`; None for a loss with weight 0."""
     weights = (batch.balance_weight, batch.z_weight)
     return [torch.full_like(loss, weight) if weight else None for loss, weight in zip(losses, weights, strict=False)]
-
-
-def _in_precision(function: Callable[..., Outputs], dtype: torch.dtype) -> Callable[..., Outputs]:
-    """Enable autocast inside the function only: around a generator's `yield` it would stay enabled for other code that runs meanwhile."""
-
-    def run(*inputs: Tensor) -> Outputs:
-        device = inputs[0].device.type
-        with torch.autocast(device, dtype=dtype):
-            return function(*inputs)
-
-    return run

@@ -89,7 +89,8 @@ class Cut:
 
 
 def inside(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Return the function wrapped in a context that is created for each call."""
+    """Return the function wrapped in a context that is created for each call. (Around a generator's `yield` the context would stay open for
+    other code that runs meanwhile.)"""
 
     def run(*inputs: Tensor) -> Outputs:
         with context():

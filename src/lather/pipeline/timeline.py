@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
 from lather.files import names_full_disk
+from lather.pipeline.executor import Recorder
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import Action
 
@@ -33,15 +34,15 @@ Moment = Any
 """Seconds on a CPU, a stream's event on a GPU."""
 
 
-class TimelineRecorder:
+class TimelineRecorder(Recorder):
     """Records the actions of one rank between `begin` and `end`; given to `Executor` as `record`."""
 
     def __init__(self, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
         """`num_ranks`: size of the default process group, which is not needed for one rank."""
         self.device, self.rank, self.num_ranks = device, rank, num_ranks
-        self._recording = False
         self._origin: Moment = 0.0
-        self._pieces: list[tuple[Action, Moment, Moment]] = []
+        self._pieces: list[tuple[Action, Moment, Moment]] | None = None
+        """Recorded pieces of actions; None while nothing is recorded."""
         self._current: tuple[Action, Moment] | None = None
 
     def begin(self) -> None:
@@ -51,20 +52,20 @@ class TimelineRecorder:
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(()))
         self._pieces, self._current = [], None
-        self._origin, self._recording = self._now(), True
+        self._origin = self._now()
 
     def end(self) -> list[Event]:
         """Return the events since `begin` in order, with times in seconds. Waits for the device."""
         if is_gpu(self.device):
             gpu_module(self.device).synchronize(self.device)
-        pieces, self._pieces, self._recording = self._pieces, [], False
+        pieces, self._pieces = self._pieces or [], None
         return [Event(self.rank, action, self._seconds(start), self._seconds(end)) for action, start, end in pieces]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record an action around the block."""
         with gpu_module(self.device).nvtx.range(str(action)) if is_gpu(self.device) else nullcontext():
-            if not self._recording:
+            if self._pieces is None:
                 yield
                 return
             self._current = (action, self._now())
@@ -74,7 +75,7 @@ class TimelineRecorder:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Exclude a wait for another rank, inside an action."""
-        if not self._recording or self._current is None:
+        if self._pieces is None or self._current is None:
             yield
             return
         action, _ = self._current
@@ -83,6 +84,7 @@ class TimelineRecorder:
         self._current = (action, self._now())
 
     def _close_piece(self) -> None:
+        assert self._pieces is not None
         assert self._current is not None
         self._pieces.append((*self._current, self._now()))
         self._current = None

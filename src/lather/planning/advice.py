@@ -12,7 +12,7 @@ which are no prediction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -25,14 +25,12 @@ from lather.config.rule_fields import name_of
 from lather.errors import ConfigError
 from lather.models.families import build_model
 from lather.optim.options import options_of
-from lather.pipeline.partition import Partition, uniform
-from lather.pipeline.replay import bubble_of_layers
+from lather.pipeline.partition import Partition
 from lather.planning.dry_run import data_ranks
-from lather.planning.estimate import Bytes, Estimate, Estimator
-from lather.planning.plan import MemoryPlan, allowance_for, plan
+from lather.planning.estimate import Estimate, Estimator
+from lather.planning.plan import MemoryPlan, allowance_for, bubble_of, plan
 from lather.planning.stage_bytes import memory_partition
-from lather.planning.work import Work
-from lather.planning.workers import Assumed, Device
+from lather.planning.workers import Assumed, worker_processes
 
 FLOPS = 400e12
 """Assumed flops per second of a device."""
@@ -79,13 +77,10 @@ class Setting:
     """The partition, if layers are assigned by memory."""
 
     @property
-    def work(self) -> Work:
-        return self.estimate.work
-
-    @property
     def seconds(self) -> float:
         """Seconds of a step at the assumed rates, used only to order settings."""
-        return self.work.flops / FLOPS / (1 - self.bubble) + self.work.sent / LINK + self.work.exchanged / EXCHANGE
+        work = self.estimate.work
+        return work.flops / FLOPS / (1 - self.bubble) + work.sent / LINK + work.exchanged / EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -105,16 +100,9 @@ class Advice:
 
 
 def advise(
-    config: Config,
-    world_size: int,
-    memory: int,
-    device: Device = "gpu",
-    *,
-    imbalance: float = 1.0,
-    machine: int = 8,
-    say: Callable[[str], None] = lambda what: None,
+    config: Config, world_size: int, assumed: Assumed, *, machine: int = 8, say: Callable[[str], None] = lambda what: None
 ) -> Advice:
-    """Search settings with which `world_size` ranks of `memory` bytes can train this model.
+    """Search settings with which `world_size` ranks, whose memory `assumed` says, can train this model.
 
     Args:
         config: not resolved, so that defaults that depend on the rule can follow another rule.
@@ -123,9 +111,9 @@ def advise(
 
     Raises ConfigError if no mesh of this many ranks can run the batch, or if no setting can be estimated.
     """
-    with Estimator(config, device, imbalance=imbalance, memory=memory) as estimator:
-        assumed = Assumed(device, imbalance, memory)
-        search = _Search(config, world_size, memory, assumed, machine, estimator, say)
+    assert assumed.memory is not None
+    with worker_processes() as pool:
+        search = _Search(config, world_size, assumed.memory, assumed, machine, Estimator(config, assumed, pool), say)
         search.run()
         lightest = min(search.tried, key=lambda setting: setting.estimate.needed)
         best = sorted(search.fitting(), key=lambda setting: setting.seconds)
@@ -135,15 +123,15 @@ def advise(
         for setting in best:
             for one in (setting, search.with_early_weight_gradients(setting)):
                 say(f"planning {as_options(one.changes) or 'the given configuration'}")
-                found = plan(one.config.resolved(), world_size, device, imbalance=imbalance, memory=memory, partition=one.partition)
-                if found.needed <= memory:
+                found = plan(one.config.resolved(), world_size, assumed, one.partition)
+                if found.needed <= assumed.memory:
                     chosen.append((one, found))
-                if found.needed <= memory or not found.peaks_where_weight_gradients_wait:
+                if found.needed <= assumed.memory or not found.peaks_where_weight_gradients_wait:
                     break
             if len(chosen) == ENOUGH:
                 break
         world = None if chosen else search.world_that_fits(lightest)
-    return Advice(tuple(chosen), len(search.tried), min(setting.work.flops for setting in search.tried), lightest, world)
+    return Advice(tuple(chosen), len(search.tried), min(setting.estimate.work.flops for setting in search.tried), lightest, world)
 
 
 @dataclass
@@ -181,16 +169,11 @@ class _Search:
 
     def partition_by_memory(self) -> None:
         """Retry the fastest pipelines that nearly fit, with layers assigned so that the largest rank is as small as possible."""
-        near = [
-            setting
-            for setting in self.tried
-            if setting.config.parallel.pp > 1
-            and setting.config.parallel.partition == "uniform"
-            and self.memory < setting.estimate.needed <= self.memory / (1 - PARTITION_SAVES)
-        ]
+        uniform = [one for one in self.tried if one.config.parallel.pp > 1 and one.config.parallel.partition == "uniform"]
+        near = [one for one in uniform if self.memory < one.estimate.needed <= self.memory / (1 - PARTITION_SAVES)]
         for setting in sorted(near, key=lambda setting: setting.seconds)[:MOST_PARTITIONED]:
             changes: Changes = {**setting.changes, "parallel.partition": "memory"}
-            config = changed(self.config, changes)
+            config = changed(self.config, changes, self.world_size)
             assert config is not None
             self.say(f"assigning layers by memory: {as_options(setting.changes) or 'the given configuration'}")
             try:
@@ -199,7 +182,10 @@ class _Search:
                 self.say(f"not assigned: {error}")
                 continue
             if partition is not None and partition.largest < partition.uniform_largest:
-                self.tried.append(_partitioned(setting, changes, config, partition, self.world_size, self.assumed.device))
+                peak = setting.estimate.peak * (partition.largest / partition.uniform_largest)
+                estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(float(peak.sum()), self.assumed.device))
+                bubble = bubble_of(config, self.world_size, partition.layers)
+                self.tried.append(Setting(changes, config, estimate, bubble, partition))
 
     def is_enough(self) -> bool:
         return len(self.fitting()) >= ENOUGH
@@ -209,16 +195,13 @@ class _Search:
 
     def meshes(self, world_size: int) -> Iterator[Changes]:
         """Yield the meshes that can run the model and the batch, the configured one first."""
-        own = {"parallel.pp": self.config.parallel.pp, "parallel.ep": self.config.parallel.ep}
+        own = mesh_of(self.config)
         experts = num_routed_experts(self.config.model)
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        others = [
-            {"parallel.pp": pp, "parallel.ep": ep}
-            for pp, ep in product(sizes, sizes)
-            if experts % ep == 0 and world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine and self.has_room(pp * ep)
-        ]
+        fitting = [(pp, ep) for pp, ep in product(sizes, sizes) if world_size % (pp * ep) == 0 and max(pp, ep) <= self.machine]
+        others = [{"parallel.pp": pp, "parallel.ep": ep} for pp, ep in fitting if experts % ep == 0 and self.has_room(pp * ep)]
         for changes in [own, *(one for one in others if one != own)]:
-            if self.changed(changes, world_size) is not None:
+            if changed(self.config, changes, world_size) is not None:
                 yield changes
 
     def has_room(self, parts: int) -> bool:
@@ -253,66 +236,44 @@ class _Search:
         """Estimate the settings that were not tried yet; keep them if they are for this number of ranks."""
         world_size = world_size or self.world_size
         known = {repr(setting.config) for setting in self.tried if world_size == self.world_size}
-        new: list[tuple[Changes, Config]] = []
-        for changes in several:
-            config = self.changed(changes, world_size)
-            if config is not None and repr(config) not in known:
-                known.add(repr(config))
-                new.append((changes, config))
+        possible = ((changes, changed(self.config, changes, world_size)) for changes in several)
+        new = {repr(config): (changes, config) for changes, config in possible if config is not None and repr(config) not in known}
         self.say(f"trying {name}: {len(new)} settings")
-        estimates = self.estimator.estimates([config for _, config in new], world_size)
+        estimates = self.estimator.estimates([config for _, config in new.values()], world_size)
         found = [
-            Setting(self._differences(changes), config, estimate, bubble_of(config, world_size))
-            for (changes, config), estimate in zip(new, estimates, strict=True)
+            Setting(differences(changes, self.config), config, estimate, bubble_of(config, world_size))
+            for (changes, config), estimate in zip(new.values(), estimates, strict=True)
             if estimate is not None
         ]
         if world_size == self.world_size:
             self.tried += found
         return found
 
-    def changed(self, changes: Changes, world_size: int) -> Config | None:
-        """Return the configuration with other values; None if they contradict each other, or if this many ranks cannot divide the batch."""
-        config = changed(self.config, changes)
-        try:
-            if config is not None:
-                config.num_micro_batches(data_ranks(config, world_size))
-        except ConfigError:
-            return None
-        return config
-
-    def _differences(self, changes: Changes) -> Changes:
-        return {name: value for name, value in changes.items() if value != _value(self.config, name)}
-
     def with_early_weight_gradients(self, setting: Setting) -> Setting:
         """The same setting of a pipeline with weight gradients as early as they can be. Estimates, which are of the first rank, do not show
         what this saves: it is tried where a plan does."""
         changes = {**setting.changes, "parallel.schedule_memory": "least"}
-        config = changed(self.config, changes)
+        config = changed(self.config, changes, self.world_size)
         return setting if config is None else replace(setting, changes=changes, config=config, bubble=bubble_of(config, self.world_size))
 
     def world_that_fits(self, lightest: Setting) -> int | None:
         kept = {name: value for name, value in lightest.changes.items() if not name.startswith("parallel.")}
         world_size = 2 * self.world_size
         while world_size <= LARGEST_WORLD * self.world_size:
-            own = {"parallel.pp": lightest.config.parallel.pp, "parallel.ep": lightest.config.parallel.ep}
-            found = self.try_all(f"{world_size} ranks", [own | kept], world_size)
+            found = self.try_all(f"{world_size} ranks", [mesh_of(lightest.config) | kept], world_size)
             if any(setting.estimate.needed <= self.memory for setting in found):
                 return world_size
             world_size *= 2
         return None
 
 
-def _partitioned(setting: Setting, changes: Changes, config: Config, partition: Partition, world_size: int, device: Device) -> Setting:
-    """Return the setting with this partition; its estimate shrinks by the factor by which the largest rank does."""
-    factor = partition.largest / partition.uniform_largest
-    peak = Bytes({kind: size * factor for kind, size in setting.estimate.peak.kinds.items()})
-    estimate = replace(setting.estimate, peak=peak, allowance=allowance_for(peak.total, device))
-    return Setting(changes, config, estimate, bubble_of(config, world_size, partition.layers), partition)
+def mesh_of(config: Config) -> Changes:
+    return {"parallel.pp": config.parallel.pp, "parallel.ep": config.parallel.ep}
 
 
-def changed(config: Config, changes: Changes) -> Config | None:
-    """Return the configuration with other values, not resolved; None if they contradict each other. Another rule comes with its own default
-    options and rates."""
+def changed(config: Config, changes: Changes, world_size: int | None = None) -> Config | None:
+    """Return the configuration with other values, not resolved; None if they contradict each other, or if `world_size` ranks cannot divide
+    the batch. Another rule comes with its own default options and rates."""
     try:
         if (rule := changes.get("optim.name")) is not None:
             shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
@@ -322,26 +283,22 @@ def changed(config: Config, changes: Changes) -> Config | None:
             if name != "optim.name":
                 section, _, key = name.partition(".")
                 sections.setdefault(section, {})[key] = value
-        return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+        config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+        if world_size is not None:
+            config.num_micro_batches(data_ranks(config, world_size))
     except ValueError:
         return None
+    return config
+
+
+def differences(changes: Changes, config: Config) -> Changes:
+    """Return the changes to values that the configuration does not have."""
+    sections = {name: name.partition(".") for name in changes}
+    own = {name: getattr(getattr(config, section), key, None) for name, (section, _, key) in sections.items()}
+    return {name: value for name, value in changes.items() if value != own[name]}
 
 
 def as_options(changes: Changes) -> str:
     """Write changes as command-line options."""
     parts = [f"--{name.replace('_', '-')} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
     return " ".join(parts)
-
-
-def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = None) -> float:
-    """Return the bubble of a step with these numbers of layers on the stages; None: equally many."""
-    if config.parallel.resolved_schedule != "dualpipev" or config.parallel.pp == 1:
-        return 0.0
-    layers = layers or uniform(config.model.num_hidden_layers, 2 * config.parallel.pp)
-    number = config.num_micro_batches(data_ranks(config, world_size))
-    return bubble_of_layers(layers, number, early_weight_gradients=config.parallel.early_weight_gradients)
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return asdict(getattr(config, section)).get(key)

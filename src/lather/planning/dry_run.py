@@ -10,11 +10,15 @@ Letters: T tokens of a micro-batch, K experts per token, E experts of the model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,10 +39,13 @@ from lather.pipeline.executor import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.planning.ledger import Ledger, MemoryTimeline
 from lather.planning.work import Work, WorkTally
-from lather.standin.device import module
+from lather.planning.workers import Assumed
+from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import flops
 from lather.torch_private import start_fake_process_group
+
+T = TypeVar("T")
 
 SETTLES = {
     Kind.UNSHARD: "gathered parameters",
@@ -92,6 +99,16 @@ class RankRun:
         """The first step with the largest peak."""
         return max(self.steps, key=lambda name: self.steps[name].peak)
 
+    @property
+    def largest(self) -> MemoryTimeline:
+        """The timeline of this step."""
+        return self.steps[self.peak_step]
+
+    @property
+    def missing_state(self) -> int:
+        """Bytes of optimizer state that the rank at this position that owns the most has, and this rank does not."""
+        return max(self.state_bytes.values(), default=0) - self.state_bytes.get(self.rank, 0)
+
 
 class LedgerMode(StandInMode):
     """Runs operations on the stand-in device and records them in a ledger."""
@@ -103,8 +120,7 @@ class LedgerMode(StandInMode):
 
     def __enter__(self) -> LedgerMode:
         self._around.enter_context(self.ledger.following_sizes())
-        module.taken = lambda: self.ledger.bytes_now
-        self._around.callback(setattr, module, "taken", lambda: 0)
+        self._around.enter_context(patch.object(module, "taken", lambda: self.ledger.bytes_now))
         return super().__enter__()
 
     def entered(self, name: str) -> None:
@@ -118,11 +134,11 @@ class LedgerMode(StandInMode):
         self._set_segment()
 
     def _set_segment(self) -> None:
-        inside = [name for name in self._segments if name.startswith(SEGMENT)]
-        self.ledger.segment = inside[-1].removeprefix(SEGMENT) if inside else ""
+        innermost = next((name for name in reversed(self._segments) if name.startswith(SEGMENT)), "")
+        self.ledger.segment = innermost.removeprefix(SEGMENT)
         self.tally.refreshing = any(name.startswith(OPTIMIZER) and name.endswith("refresh") for name in self._segments)
 
-    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.add(Work(flops))
 
     def ran(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor], out: Any) -> None:
@@ -137,9 +153,11 @@ class LedgerMode(StandInMode):
 class Bookkeeper(Recorder):
     """Labels the bytes in a ledger during a step, action by action."""
 
+    engine: Engine
+    """Set by its owner before the first action."""
+
     def __init__(self, ledger: Ledger, tally: WorkTally) -> None:
         self.ledger, self.tally = ledger, tally
-        self.engine: Engine | None = None
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -155,19 +173,24 @@ class Bookkeeper(Recorder):
 
     def label_step(self) -> None:
         """Label the current gradients and rounded weights."""
-        assert self.engine is not None
         self.ledger.label("gradients", [local(p.grad) for p in self.engine.part.parameters() if p.grad is not None])
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
-
-    def label_parameters(self) -> None:
-        assert self.engine is not None
-        self.ledger.label("parameters", [local(x) for x in (*self.engine.part.parameters(), *self.engine.part.buffers())])
 
     def label_state(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             for name, x in state.items():
                 if isinstance(x, Tensor):
                     self.ledger.label(kind_of_state(name), [local(x)])
+
+    def save(self, optimizer: torch.optim.Optimizer, staging: Staging | None) -> int:
+        """Collect the tensors of the rank's checkpoint without writing them; return their bytes. `staging` copies them to the stand-in
+        device, which is then a CPU, and keeps the copies."""
+        pieces = TrainingState(self.engine.parameters, self.engine.part, optimizer, self.engine.mesh).pieces()
+        written = {piece.key: piece.value for piece in pieces if piece.counts}
+        if staging is not None:
+            with self.engine.mesh.device:
+                self.ledger.label("checkpoint copies", staging.copy(written).values())
+        return sum(x.nbytes for x in written.values())
 
 
 def kind_of_state(name: str) -> str:
@@ -257,85 +280,67 @@ def batch_of(config: Config, sequences: int) -> Batch:
     return replace(batch, begins_BS=begins_BS) if config.data.apart else batch
 
 
-def run_rank(
+def dry_run(
     config: Config,
     world_size: int,
+    assumed: Assumed,
     rank: int,
-    device: torch.device,
     *,
-    imbalance: float = 1.0,
     do: Collection[str] = (FIRST, SAVE, STEP),
     layers: Sequence[Sequence[int]] | None = None,
 ) -> RankRun:
-    """Dry-run one of `world_size` ranks of a training run and return its memory. Call this in a process without a process group.
+    """Run one of `world_size` ranks of a training run and return its memory, in a process that is used for this call alone.
 
     `do`: which of FIRST, SAVE, PASSES and STEP to run after the model is built. `layers`: layers of every stage; None: equally many.
     """
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels would read values
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    module.memory = assumed.memory or module.memory
     data_size = data_ranks(config, world_size)
     number = config.num_micro_batches(data_size)
     tokens_of_all = config.train.sequence_length * config.train.batch_size // data_size
     config = shortened(config, world_size)
+    load = Load(config, tokens_of_all // number, assumed.imbalance)
     ledger, tally = Ledger(), WorkTally(number / config.num_micro_batches(data_size))
-    bookkeeper = Bookkeeper(ledger, tally)
-    load = Load(config, tokens_of_all // number, imbalance)
+    bookkeeper, device = Bookkeeper(ledger, tally), standin(assumed.device)
     with _group(rank, world_size, device), LedgerMode(ledger, load, tally):
         mesh = Mesh.build(config.parallel, device)
         ledger.mark(BUILDING)
         engine = bookkeeper.engine = build_engine(config, mesh, record=bookkeeper, layers=layers)
-        bookkeeper.label_parameters()
+        ledger.label("parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())])
         found = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
         batch = batch_of(config, config.train.batch_size // data_size)
         left_out = torch.empty(2, tokens_of_all - batch.inputs_BS.numel(), dtype=torch.long, device=device)
         ledger.label("activations", [left_out])
 
-        def record(name: str, work: Callable[[], object]) -> None:
+        def record(name: str, work: Callable[[], T]) -> T:
             start = ledger.time
             tally.restart()
             ledger.mark(name)
-            work()
+            result = work()
             bookkeeper.label_state(optimizer)
             found[name] = ledger.timeline(start)
+            return result
 
         has_bases = refresh_at_every_step(optimizer)
         if FIRST in do:
             record(FIRST, lambda: step_without_passes(engine, optimizer))
             if has_bases and not optimizer.counters["refreshes_done"]:  # type: ignore[attr-defined]
                 record(f"{FIRST}, again", lambda: step_without_passes(engine, optimizer))
-        checkpoints = Checkpoints(engine, optimizer, copied=config.checkpoint.asynchronous and not is_gpu(device))
-        if SAVE in do:
-            record(SAVE, lambda: ledger.label("checkpoint copies", checkpoints.save()))
+        staging = Staging(torch.device("cpu")) if config.checkpoint.asynchronous and not is_gpu(device) else None
+        checkpoint_bytes = record(SAVE, lambda: bookkeeper.save(optimizer, staging)) if SAVE in do else 0
         if PASSES in do:
             record(PASSES, lambda: engine.launch_gradients(batch))
         if STEP in do:
-            step = TrainStep(engine, optimizer, config.train.max_grad_norm)
-            record(STEP, lambda: step(batch, 1e-3))
+            step = partial(TrainStep(engine, optimizer, config.train.max_grad_norm), batch, 1e-3)
+            record(STEP, step)
             if any(group.get("async_refresh") for group in optimizer.param_groups):
-                record("a step beside refreshes", lambda: step(batch, 1e-3))
+                record("a step beside refreshes", step)
         owned = _state_of_ranks(optimizer, rank, config.parallel.ep) if isinstance(optimizer, MatrixOptimizer) else {}
         own_layers = tuple(engine.part.share.layers_of_stage[stage] for stage in engine.part.share.own_stages)
-        return RankRun(rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoints.num_bytes)
-
-
-class Checkpoints:
-    """Makes a rank's checkpoints without writing them."""
-
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, *, copied: bool) -> None:
-        """`copied`: copy them to the stand-in device, which is then a CPU; the copies are kept until the end of the run."""
-        self.engine, self.optimizer, self.copied = engine, optimizer, copied
-        self.num_bytes = 0
-        self._staging = Staging(torch.device("cpu"))
-
-    def save(self) -> Iterable[Tensor]:
-        """Collect the tensors that the rank would write; return their copies."""
-        state = TrainingState(self.engine.parameters, self.engine.part, self.optimizer, self.engine.mesh)
-        pieces = state.pieces()
-        written = {piece.key: piece.value for piece in pieces if piece.counts}
-        self.num_bytes = sum(x.nbytes for x in written.values())
-        if not self.copied:
-            return ()
-        with self.engine.mesh.device:
-            return self._staging.copy(written).values()
+        return RankRun(rank, mesh.pp_rank, own_layers, found, dict(tally.found), owned, checkpoint_bytes)
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, rank: int, expert_ranks: int) -> dict[int, int]:
@@ -367,14 +372,10 @@ def shortened(config: Config, world_size: int) -> Config:
     return replace(config, train=train)
 
 
-@contextmanager
-def _group(rank: int, world_size: int, device: torch.device) -> Iterator[None]:
-    """Create a default process group whose other ranks do not exist; none for a single rank."""
-    if world_size == 1:
-        yield
-        return
-    start_fake_process_group(rank, world_size, device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _group(rank: int, world_size: int, device: torch.device) -> AbstractContextManager[object]:
+    """Create a default process group, for a block, whose other ranks do not exist; none for a single rank."""
+    stack = ExitStack()
+    if world_size > 1:
+        start_fake_process_group(rank, world_size, device)
+        stack.callback(dist.destroy_process_group)
+    return stack

@@ -8,40 +8,28 @@ other; the results of dry runs are cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lather.config.config import Config, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
 from lather.errors import ConfigError
-from lather.planning.dry_run import BUILDING, FIRST, PASSES, RankRun
+from lather.planning.dry_run import BUILDING, FIRST, PASSES, RankRun, dry_run
 from lather.planning.ledger import KINDS
 from lather.planning.plan import allowance_for
 from lather.planning.work import REFRESH, Work
-from lather.planning.workers import Assumed, Device, dry_run, worker_processes
+from lather.planning.workers import Assumed
 
-WORK = tuple(one.name for one in fields(Work))
-STATE = tuple(kind for kind in KINDS if kind.startswith("optimizer"))
+Bytes = npt.NDArray[np.float64]
+"""(kinds,): bytes of each of `KINDS`."""
 
-
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes by kind."""
-
-    kinds: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.kinds.values())
-
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes({kind: self.kinds.get(kind, 0) + other.kinds.get(kind, 0) for kind in {**self.kinds, **other.kinds}})
-
-    def __mul__(self, factor: float) -> Bytes:
-        return Bytes({kind: size * factor for kind, size in self.kinds.items()})
+IS_STATE = np.array([kind.startswith("optimizer") for kind in KINDS])
+IS_ACTIVATION = np.array([kind == "activations" for kind in KINDS])
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Estimate:
 
     @property
     def needed(self) -> float:
-        return self.peak.total + self.allowance
+        return float(self.peak.sum()) + self.allowance
 
 
 @dataclass(frozen=True)
@@ -68,102 +56,74 @@ class _Half:
     rest: Work
     refresh: Work
 
-    def scaled(self, own: _Half, base: _Half, kinds: Sequence[str]) -> _Half:
+    def scaled(self, own: _Half, base: _Half, kinds: npt.NDArray[np.bool_]) -> _Half:
         """Return a copy whose bytes of these kinds, and whose work, are multiplied by the ratios of `own` to `base`."""
 
-        def bytes_(of: Callable[[_Half], Bytes]) -> Bytes:
-            mine, theirs, others = (of(half).kinds for half in (self, own, base))
-            factor = _ratio(sum(theirs.get(kind, 0.0) for kind in kinds), sum(others.get(kind, 0.0) for kind in kinds))
-            return Bytes({kind: size * (factor if kind in kinds else 1.0) for kind, size in mine.items()})
+        def bytes_(name: str) -> Bytes:
+            mine, theirs, others = (np.asarray(getattr(half, name)) for half in (self, own, base))
+            return np.where(kinds, mine * _ratio(theirs[kinds].sum(), others[kinds].sum()), mine)
 
-        def work(of: Callable[[_Half], Work]) -> Work:
-            mine, theirs, others = of(self), of(own), of(base)
-            return Work(*(getattr(mine, name) * _ratio(getattr(theirs, name), getattr(others, name)) for name in WORK))
+        def work(name: str) -> Work:
+            mine, theirs, others = (astuple(getattr(half, name)) for half in (self, own, base))
+            return Work(*(one * _ratio(*ratio) for one, *ratio in zip(mine, theirs, others, strict=True)))
 
-        peak, state = bytes_(lambda half: half.peak), bytes_(lambda half: half.state)
-        return _Half(peak, self.building, state, work(lambda half: half.rest), work(lambda half: half.refresh))
+        return _Half(bytes_("peak"), self.building, bytes_("state"), work("rest"), work("refresh"))
 
 
 class Estimator:
-    """Estimates configurations that differ from `base` in mesh, kept activations and optimizer. A context manager, since it has processes.
+    """Estimates configurations that differ from `base` in mesh, kept activations and optimizer, with the processes of `pool`.
 
     Every mesh is run with the activations and the optimizer of `base`. How other activations, or another optimizer, change bytes and work
     is measured on one mesh, the first that is asked about, and assumed to be the same factor on all meshes.
     """
 
-    def __init__(self, base: Config, device: Device = "gpu", *, imbalance: float = 1.0, memory: int | None = None) -> None:
-        self._asked, self._device = base, device
-        self._first: tuple[Config, int] | None = None
-        self._run = partial(_half, assumed=Assumed(device, imbalance, memory))
-        self._known: dict[tuple[str, int, str], _Half | str] = {}
-
-    def __enter__(self) -> Self:
-        self._pool = worker_processes()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    def __init__(self, base: Config, assumed: Assumed, pool: ProcessPoolExecutor) -> None:
+        self._asked, self._assumed, self._pool = base, assumed, pool
+        self._first: tuple[ParallelConfig, int] | None = None
+        self._known: dict[str, _Half | str] = {}
 
     def estimates(self, configs: Sequence[Config], world_size: int) -> list[Estimate | None]:
         """Return an estimate for each configuration; None if a dry run failed, for example because an operation refuses its sizes."""
         if self._first is None and configs:
-            self._first = (configs[0], world_size)
-        wanted = {self._key(*part): part for config in configs for part in self._parts(config, world_size)}
-        jobs = {key: self._pool.submit(self._run, *part) for key, part in wanted.items() if key not in self._known}
+            self._first = (configs[0].parallel, world_size)
+        parts = [self._parts(config, world_size) for config in configs]
+        new = {repr(part): part for several in parts for part in several if repr(part) not in self._known}
+        jobs = {key: self._pool.submit(_half, self._assumed, *part) for key, part in new.items()}
         self._known |= {key: job.result() for key, job in jobs.items()}
-        return [self._estimate(config, world_size) for config in configs]
+        return [self._estimate(config, several) for config, several in zip(configs, parts, strict=True)]
 
     @property
     def failures(self) -> list[str]:
         """Messages of the dry runs that failed."""
         return [half for half in self._known.values() if isinstance(half, str)]
 
-    def _parts(self, config: Config, world_size: int) -> tuple[tuple[Config, int, str], ...]:
+    def _parts(self, config: Config, world_size: int) -> list[tuple[Config, int, str]]:
         """Return the dry runs of an estimate, for passes and for the optimizer: `base` on this mesh, `base` on the first mesh, and this
         configuration on the first mesh."""
         assert self._first is not None
-        mesh, (first, first_world) = config.parallel, self._first
+        runs = ((self._asked, config.parallel, world_size), (self._asked, *self._first), (config, *self._first))
+        plain = replace(self._asked.train, recompute=(), micro_batch_size=0)
+        passes = [(replace(like, parallel=mesh, optim=optim_config()), ranks, PASSES) for like, mesh, ranks in runs]
+        return passes + [(replace(like, parallel=mesh, moe=MoEConfig(), train=plain), ranks, FIRST) for like, mesh, ranks in runs]
 
-        def passes(like: Config, mesh: ParallelConfig, world_size: int) -> tuple[Config, int, str]:
-            return replace(like, parallel=mesh, optim=optim_config()), world_size, PASSES
-
-        def optimizer(like: Config, mesh: ParallelConfig, world_size: int) -> tuple[Config, int, str]:
-            plain = replace(self._asked.train, recompute=(), micro_batch_size=0)
-            return replace(like, parallel=mesh, moe=MoEConfig(), train=plain), world_size, FIRST
-
-        return tuple(
-            half(like, where, ranks)
-            for half in (passes, optimizer)
-            for like, where, ranks in (
-                (self._asked, mesh, world_size),
-                (self._asked, first.parallel, first_world),
-                (config, first.parallel, first_world),
-            )
-        )
-
-    @staticmethod
-    def _key(config: Config, world_size: int, name: str) -> tuple[str, int, str]:
-        return repr(config), world_size, name
-
-    def _estimate(self, config: Config, world_size: int) -> Estimate | None:
-        halves = [self._known[self._key(*part)] for part in self._parts(config, world_size)]
-        if any(isinstance(half, str) for half in halves):
+    def _estimate(self, config: Config, parts: Sequence[tuple[Config, int, str]]) -> Estimate | None:
+        halves = [half for part in parts if isinstance(half := self._known[repr(part)], _Half)]
+        if len(halves) < len(parts):
             return None
-        passes, base_passes, own_passes, optimizer, base_optimizer, own_optimizer = (half for half in halves if isinstance(half, _Half))
-        passes = passes.scaled(own_passes, base_passes, ("activations",))
-        optimizer = optimizer.scaled(own_optimizer, base_optimizer, STATE)
-        peaks = (passes.peak + optimizer.state, optimizer.peak, optimizer.building)
-        peak = max(peaks, key=lambda peak: peak.total)
+        passes, base_passes, own_passes, optimizer, base_optimizer, own_optimizer = halves
+        passes = passes.scaled(own_passes, base_passes, IS_ACTIVATION)
+        optimizer = optimizer.scaled(own_optimizer, base_optimizer, IS_STATE)
+        peak = max((passes.peak + optimizer.state, optimizer.peak, optimizer.building), key=np.sum)
         frequency = getattr(config.optim, "precondition_frequency", 1)
         work = passes.rest + optimizer.rest + optimizer.refresh * (1 / frequency)
-        return Estimate(peak, allowance_for(peak.total, self._device), work)
+        return Estimate(peak, allowance_for(float(peak.sum()), self._assumed.device), work)
 
 
 def _ratio(one: float, other: float) -> float:
     return one / other if other else 1.0
 
 
-def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _Half | str:
+def _half(assumed: Assumed, config: Config, world_size: int, name: str) -> _Half | str:
     """Run one half of an estimate in a process of its own; return the error's message if it cannot be run."""
     stages = 2 * config.parallel.pp if config.parallel.resolved_schedule == "dualpipev" else 1
     sizes = (1, 2) if stages > 1 else (2, 4)
@@ -180,20 +140,13 @@ def _half(config: Config, world_size: int, name: str, *, assumed: Assumed) -> _H
 
 def _summary(run: RankRun, name: str) -> _Half:
     steps = [timeline for step, timeline in run.steps.items() if step.startswith(name)]
-    timeline = max(steps, key=lambda timeline: timeline.peak)
-    last = steps[-1].at(-1)
-    state = {kind: float(last.get(kind, 0)) for kind in STATE}
-    most = max(run.state_bytes.values(), default=0) - run.state_bytes.get(run.rank, 0)
-    state[STATE[0]] += most  # plan for the owner with the largest state
-    building = run.steps[BUILDING]
+    peak, building = (one.curves[:, one.peak_time] for one in (max(steps, key=lambda one: one.peak), run.steps[BUILDING]))
+    state = np.zeros_like(peak)
+    if name == FIRST:
+        state[IS_STATE] = steps[-1].curves[IS_STATE, -1]
+        state[IS_STATE.argmax()] += run.missing_state  # plan for the owner with the largest state
     rest = sum((work for when, work in run.work.items() if when != REFRESH), Work())
-    return _Half(
-        Bytes(dict(timeline.at(timeline.peak_time))),
-        Bytes(dict(building.at(building.peak_time))),
-        Bytes(state if name == FIRST else {}),
-        rest,
-        run.work.get(REFRESH, Work()),
-    )
+    return _Half(peak, building, state, rest, run.work.get(REFRESH, Work()))
 
 
 def with_layers(config: Config, number: int) -> Config:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import numpy as np
@@ -124,8 +125,7 @@ class Ledger:
     @contextmanager
     def following_sizes(self) -> Iterator[None]:
         """Record `resize_` of storages when it happens, inside the block."""
-        cls: Any = torch.UntypedStorage
-        own = cls.resize_
+        own = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
             out = own(storage, size)
@@ -133,13 +133,8 @@ class Ledger:
                 self._resized(known[1], size, self.time + 1)
             return out
 
-        cls.resize_ = resize_
-        try:
+        with patch.object(torch.UntypedStorage, "resize_", resize_):
             yield
-        finally:
-            del cls.resize_
-            if cls.resize_ is not own:
-                cls.resize_ = own
 
     # --- what is found ----------------------------------------------------------------------------------------------------------------
 
@@ -147,21 +142,21 @@ class Ledger:
     def bytes_now(self) -> int:
         return sum(record.size for _, record in self._alive.values())
 
-    def timeline(self, start: int = 0, stop: int | None = None) -> MemoryTimeline:
-        """Return the bytes of each kind from `start` to `stop`; by default until now."""
-        stop = self.time if stop is None else stop
-        curves = np.zeros((len(KINDS), stop - start + 1), np.int64)
+    def timeline(self, start: int = 0) -> MemoryTimeline:
+        """Return the bytes of each kind from `start` until now."""
+        length = self.time - start + 1
+        curves = np.zeros((len(KINDS), length), np.int64)
         segments: dict[str, np.ndarray[Any, Any]] = {}
         for record in self.records:
             kind = record.kind or ("communication" if record.travels else "temporaries")
             rows = [curves[KINDS.index(kind)]]
             if kind == "activations":
-                rows.append(segments.setdefault(record.segment or "between segments", np.zeros(stop - start + 1, np.int64)))
+                rows.append(segments.setdefault(record.segment or "between segments", np.zeros(length, np.int64)))
             for time, change in record.changes:
-                if time <= stop:
+                if time <= self.time:  # not what was freed after the last operation
                     for row in rows:
                         row[max(0, time - start)] += change
-        marks = [Mark(mark.time - start, mark.name) for mark in self.marks if start <= mark.time <= stop]
+        marks = [Mark(mark.time - start, mark.name) for mark in self.marks if mark.time >= start]
         return MemoryTimeline(np.cumsum(curves, axis=1), {name: np.cumsum(row) for name, row in segments.items()}, marks)
 
 
@@ -189,6 +184,11 @@ class MemoryTimeline:
         """Bytes at the peak."""
         return int(self.total.max())
 
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes at the peak of each kind that is present."""
+        return self.at(self.peak_time)
+
     def thinned(self, points: int) -> MemoryTimeline:
         """Return a copy with at most `points` times; each interval keeps its time with the most bytes, so that the peak stays."""
         length = self.curves.shape[1]
@@ -209,6 +209,16 @@ class MemoryTimeline:
         """Return the bytes of activations by segment, largest first."""
         found = {name: int(row[time]) for name, row in self.segments.items() if row[time]}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Return the name of each mark, its time and that of the next one."""
+        starts = [mark.time for mark in self.marks]
+        return zip((mark.name for mark in self.marks), starts, [*starts[1:], self.curves.shape[1]], strict=True)
+
+    @property
+    def when(self) -> str:
+        """Name of the last mark up to the peak."""
+        return self.doing_at(self.peak_time)
 
     def doing_at(self, time: int) -> str:
         """Return the name of the last mark up to this time."""

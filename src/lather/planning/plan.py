@@ -10,40 +10,37 @@ assumed, not measured.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lather.config.config import Config, check_parallel
-from lather.pipeline.partition import Partition
+from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
-from lather.planning.dry_run import RankRun, data_ranks
+from lather.planning.dry_run import RankRun, data_ranks, dry_run
 from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed, Device, thinned_dry_run, worker_processes
+from lather.planning.workers import Assumed, Device, worker_processes
 
 CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
 FRAGMENTATION = 0.03
 """Allowance on a GPU, as a fraction of the peak, for memory that the allocator holds but cannot use."""
 
+POINTS = 1500
+"""Points of each timeline's curves that are kept."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """The planned memory of a run."""
 
+    config: Config
     world_size: int
-    device: Device
-    imbalance: float
+    assumed: Assumed
     ranks: tuple[RankRun, ...]
     """The rank with the largest peak at each pipeline position."""
     partition: Partition | None = None
     """The partition, if layers were assigned by memory."""
-    num_micro_batches: int = 1
-    """Micro-batches of a data rank in a step."""
-    asynchronous: bool = False
-    """Whether checkpoints are written from copies while training continues."""
-    early_weight_gradients: bool = False
-    """Whether weight gradients are computed as early as possible (`parallel.schedule_memory`)."""
 
     @property
     def largest(self) -> RankRun:
@@ -52,7 +49,7 @@ class MemoryPlan:
     @property
     def allowance(self) -> int:
         """Bytes in addition to the largest rank's peak."""
-        return allowance_for(self.largest.peak, self.device)
+        return allowance_for(self.largest.peak, self.assumed.device)
 
     @property
     def needed(self) -> int:
@@ -62,76 +59,51 @@ class MemoryPlan:
     @property
     def peaks_where_weight_gradients_wait(self) -> bool:
         """Whether the largest rank needs most while it leaves weight gradients for later, which `parallel.schedule_memory` can change."""
-        timeline = self.largest.steps[self.largest.peak_step]
-        doing = timeline.doing_at(timeline.peak_time)
-        return not self.early_weight_gradients and re.search(r"\d[IW]\d", doing) is not None
+        is_early = self.config.parallel.early_weight_gradients
+        return not is_early and re.search(r"\d[IW]\d", self.largest.largest.when) is not None
 
-    def bubbles(self, partition: Partition) -> tuple[float, float]:
-        """Return the fraction of a step in which a pipeline rank waits, if all layers take equally long: with this partition, and with the
-        uniform one."""
-        return self._bubble(partition.layers, self.early_weight_gradients), self._bubble(partition.uniform_layers, False)
-
-    def bubbles_of_weight_gradients(self) -> tuple[float, float]:
-        """Return the same fraction with the layers of this plan: with weight gradients as early as possible, and with the normal table."""
-        own = [run.layers for run in self.ranks]
-        layers = (*(len(first) for first, _ in own), *(len(second) for _, second in reversed(own)))
-        return self._bubble(layers, True), self._bubble(layers, False)
-
-    def _bubble(self, layers: tuple[int, ...], early: bool) -> float:
-        return bubble_of_layers(layers, self.num_micro_batches, early_weight_gradients=early)
+    def bubble(self, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
+        """Return the bubble with other numbers of layers on the stages, or with weight gradients as early as possible or not; None: as
+        planned."""
+        own = None if self.partition is None else self.partition.layers
+        return bubble_of(self.config, self.world_size, layers or own, early=early)
 
 
-def plan(
-    config: Config,
-    world_size: int,
-    device: Device = "gpu",
-    *,
-    imbalance: float = 1.0,
-    memory: int | None = None,
-    partition: Partition | None = None,
-) -> MemoryPlan:
+def bubble_of(config: Config, world_size: int, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
+    """Return the fraction of a step in which a pipeline rank waits, if all layers take equally long, with these numbers of layers on the
+    stages; None: equally many. `early`: weight gradients are computed as early as possible; None: as configured."""
+    parallel = config.parallel
+    if parallel.resolved_schedule != "dualpipev" or parallel.pp == 1:
+        return 0.0
+    layers = layers or uniform(config.model.num_hidden_layers, 2 * parallel.pp)
+    early = parallel.early_weight_gradients if early is None else early
+    return bubble_of_layers(layers, config.num_micro_batches(data_ranks(config, world_size)), early_weight_gradients=early)
+
+
+def plan(config: Config, world_size: int, assumed: Assumed, partition: Partition | None = None) -> MemoryPlan:
     """Plan the memory of `world_size` ranks that train with this configuration.
 
-    Args:
-        device: kind of device that the ranks have.
-        imbalance: rows of the experts of the busiest rank, relative to an even load.
-        memory: bytes of a GPU; the optimizer sizes its batches by the free part. None: an H200's.
-        partition: result of `memory_partition` for these arguments, if known; None: it is computed.
-
-    Raises ConfigError if the ranks cannot be divided as the configuration says.
+    `partition`: result of `memory_partition` for these arguments, if known; None: it is computed. Raises ConfigError if the ranks cannot be
+    divided as the configuration says.
     """
     check_parallel(config, world_size)
-    assumed = Assumed(device, imbalance, memory)
     if partition is None:
         partition = memory_partition(config, world_size, assumed)
-    per_position = world_size // config.parallel.pp
-    firsts = [position * per_position for position in range(config.parallel.pp)]
-    layers = None if partition is None else partition.stages
-    run = partial(thinned_dry_run, config, world_size, assumed, layers=layers)
+    firsts = range(0, world_size, world_size // config.parallel.pp)
+    run = partial(_thinned_dry_run, config, world_size, assumed, None if partition is None else partition.stages)
     with worker_processes() as pool:
         runs = list(pool.map(run, firsts))
-        runs += pool.map(run, list(_others(runs)))
-    by_position = [max((run for run in runs if run.pp_rank == position), key=lambda run: run.peak) for position in range(len(firsts))]
-    number = config.num_micro_batches(data_ranks(config, world_size))
-    return MemoryPlan(
-        world_size,
-        device,
-        imbalance,
-        tuple(by_position),
-        partition,
-        number,
-        asynchronous=config.checkpoint.asynchronous,
-        early_weight_gradients=config.parallel.early_weight_gradients,
-    )
+        others = [max(one.state_bytes, key=one.state_bytes.__getitem__) for one in runs if one.missing_state]
+        runs += pool.map(run, others)
+    at_position = [[run for run in runs if run.pp_rank == position] for position in range(config.parallel.pp)]
+    largest = tuple(max(several, key=lambda run: run.peak) for several in at_position)
+    return MemoryPlan(config, world_size, assumed, largest, partition)
 
 
-def _others(runs: list[RankRun]) -> Iterator[int]:
-    """Yield, for each position, the rank with the most optimizer state if it is not the one that was run."""
-    for run in runs:
-        own = run.state_bytes.get(run.rank, 0)
-        rank = max(run.state_bytes, key=lambda rank: run.state_bytes[rank], default=run.rank)
-        if run.state_bytes.get(rank, 0) > own:
-            yield rank
+def _thinned_dry_run(config: Config, world_size: int, assumed: Assumed, layers: Sequence[range] | None, rank: int) -> RankRun:
+    """Dry-run a rank, and keep `POINTS` points of each timeline, including its peak."""
+    found = dry_run(config, world_size, assumed, rank, layers=layers)
+    return replace(found, steps={name: timeline.thinned(POINTS) for name, timeline in found.steps.items()})
 
 
 def allowance_for(peak: float, device: Device) -> int:

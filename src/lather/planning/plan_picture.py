@@ -28,16 +28,9 @@ from lather.planning.ledger import KINDS, MemoryTimeline
 from lather.planning.plan import MemoryPlan
 from lather.planning.plan_report import describe_partition, layers_of, needs, verdict
 
-COLORS = dict(
-    zip(
-        KINDS,
-        ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "#88aa99", "0.78"),
-        strict=True,
-    )
-)
+_HUES = ("0.35", "#332288", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ddddaa", "#ee6677", "#aa3377", "#88aa99", "0.78")
+COLORS = dict(zip(KINDS, _HUES, strict=True))
 """A color for each kind, distinguishable with any color vision."""
-OPTIMIZER = "#b39ddb"
-OTHER = "#d0d0d0"
 STRIP = 0.07
 """Height of the strip as a fraction of the panel's."""
 POINTS = 700
@@ -58,21 +51,17 @@ class Doing:
 
 def doings(timeline: MemoryTimeline) -> Iterator[Doing]:
     """Yield the schedule's actions, in the colors of `lather plot --schedule`, and the optimizer's phases."""
-    length = timeline.curves.shape[1]
-    starts = [min(mark.time, length) for mark in timeline.marks]
-    actions = [_action(mark.name) for mark in timeline.marks]
-    stages = sorted({chunk.stage for action in actions if action is not None for chunk in action.chunks})
-    spans = zip(timeline.marks, actions, starts, [*starts[1:], length], strict=True)
-    for name, same in groupby(spans, key=lambda span: span[0].name):
-        (_, action, start, stop), *rest = same
-        stop = rest[-1][3] if rest else stop
-        if stop == start:
+    actions = {mark.name: _action(mark.name) for mark in timeline.marks}
+    first_stage = min((chunk.stage for action in actions.values() if action is not None for chunk in action.chunks), default=0)
+    for name, several in groupby(timeline.spans(), key=lambda span: span[0]):
+        spans = [(start, stop) for _, start, stop in several]
+        (start, _), (_, stop) = spans[0], spans[-1]
+        if start >= stop:
             continue
-        if action is not None:
-            colors = tuple(picture.COLORS[chunk.kind][chunk.stage > stages[0]] for chunk in action.chunks)
-            yield Doing(start, stop, name, colors)
+        if (action := actions[name]) is not None:
+            yield Doing(start, stop, name, tuple(picture.COLORS[chunk.kind][chunk.stage > first_stage] for chunk in action.chunks))
         elif name.startswith("optimizer"):
-            yield Doing(start, stop, name, (OPTIMIZER,))
+            yield Doing(start, stop, name, (picture.REFRESH,))
 
 
 def _action(name: str) -> Action | None:
@@ -111,14 +100,13 @@ def figure_of(plan: MemoryPlan, memory: int | None, title: str) -> Figure:
 
 def kinds_of(plan: MemoryPlan) -> list[str]:
     """Return the kinds of bytes that occur in the plan."""
-    return [
-        kind for kind in KINDS if any(timeline.curves[KINDS.index(kind)].any() for run in plan.ranks for timeline in run.steps.values())
-    ]
+    timelines = [timeline for run in plan.ranks for timeline in run.steps.values()]
+    return [kind for row, kind in enumerate(KINDS) if any(timeline.curves[row].any() for timeline in timelines)]
 
 
 def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, scale: int) -> None:
     lanes = np.arange(len(plan.ranks))
-    at_peak = [run.steps[run.peak_step].at(run.steps[run.peak_step].peak_time) for run in plan.ranks]
+    at_peak = [run.largest.at_peak for run in plan.ranks]
     left = np.zeros(len(lanes))
     for kind in KINDS:
         sizes = np.array([found.get(kind, 0) for found in at_peak]) / scale
@@ -136,15 +124,14 @@ def _draw_bars(panel: Axes, plan: MemoryPlan, memory: int | None, unit: str, sca
 
 
 def _draw_rank(panel: Axes, run: RankRun, memory: int | None, unit: str, scale: int) -> None:
-    timeline = run.steps[run.peak_step]
+    timeline = run.largest
     times = np.arange(timeline.curves.shape[1])
     panel.stackplot(times, timeline.curves / scale, colors=[COLORS[kind] for kind in KINDS], step="post", linewidth=0)
     at, peak = timeline.peak_time, timeline.peak / scale
     highest = 1.15 * max(peak, 0 if memory is None else memory / scale)
     panel.plot([at], [peak], "v", color="black", markersize=5)
     side = "right" if at > 0.6 * len(times) else "left"
-    when = timeline.doing_at(timeline.peak_time)
-    panel.annotate(f" {peak:.2f} {unit} in {when} ", (at, peak), ha=side, va="bottom", fontsize=8)
+    panel.annotate(f" {peak:.2f} {unit} in {timeline.when} ", (at, peak), ha=side, va="bottom", fontsize=8)
     if memory is not None:
         panel.axhline(memory / scale, color="black", linestyle="--", linewidth=0.8)
     _draw_strip(panel, timeline, -STRIP * highest)
@@ -181,7 +168,7 @@ def page_data(plan: MemoryPlan, memory: int | None) -> dict[str, Any]:
     notes = [verdict(plan, memory)] if memory is not None else []
     if plan.partition is not None:
         notes.append(describe_partition(plan, plan.partition))
-    if plan.device == "gpu":
+    if plan.assumed.device == "gpu":
         notes.append(needs(plan))
     return {
         "unit": unit,

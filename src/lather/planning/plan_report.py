@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from lather.console import titled_table
-from lather.memory.profile_report import unit_of, write_json
+from lather.memory.profile_report import first_to_last, unit_of, write_json
 from lather.pipeline.partition import SLACK, Partition
 from lather.planning.advice import EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
 from lather.planning.dry_run import RankRun
-from lather.planning.ledger import MemoryTimeline
+from lather.planning.ledger import KINDS
 from lather.planning.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
 from lather.version import describe_version
 
@@ -38,24 +38,23 @@ def show(plan: MemoryPlan, memory: int | None, console: Console) -> None:
     table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
     for run in plan.ranks:
-        timeline = run.steps[run.peak_step]
-        at_peak = timeline.at(timeline.peak_time)
+        at_peak = run.largest.at_peak
         cells = [_in(sum(at_peak.get(kind, 0) for kind in kinds), scale) for kinds in COLUMNS.values()]
-        table.add_row(str(run.rank), layers_of(run), *cells, _in(run.peak, scale), f"{run.peak_step}, {_when(timeline)}")
+        table.add_row(str(run.rank), layers_of(run), *cells, _in(run.peak, scale), f"{run.peak_step}, {run.largest.when}")
     console.print(table)
-    largest = plan.largest
-    timeline = largest.steps[largest.peak_step]
+    timeline = plan.largest.largest
     segments = ", ".join(f"{name} {_in(size, scale)}" for name, size in timeline.segments_at(timeline.peak_time).items())
-    console.print(f"activations of rank {largest.rank} at its peak, by the segment that made them: {segments or 'none'}", highlight=False)
+    lines = [f"activations of rank {plan.largest.rank} at its peak, by the segment that made them: {segments or 'none'}"]
     if plan.partition is not None:
-        console.print(describe_partition(plan, plan.partition), highlight=False)
-    if plan.early_weight_gradients:
-        console.print(early_weight_gradients(plan), highlight=False)
-    console.print(checkpoint(plan), highlight=False)
-    if plan.device == "gpu":
-        console.print(needs(plan), highlight=False)
+        lines.append(describe_partition(plan, plan.partition))
+    if plan.config.parallel.early_weight_gradients:
+        lines.append(early_weight_gradients(plan))
+    lines.append(checkpoint(plan))
+    if plan.assumed.device == "gpu":
+        lines.append(needs(plan))
     if memory is not None:
-        console.print(verdict(plan, memory), highlight=False)
+        lines.append(verdict(plan, memory))
+    console.print("\n".join(lines), highlight=False)
 
 
 def needs(plan: MemoryPlan) -> str:
@@ -71,9 +70,9 @@ def checkpoint(plan: MemoryPlan) -> str:
     most = max(plan.ranks, key=lambda run: run.checkpoint_bytes)
     unit, scale = unit_of(most.checkpoint_bytes)
     text = f"a checkpoint has at most {_in(most.checkpoint_bytes, scale)} {unit} from a rank, rank {most.rank}"
-    if not plan.asynchronous:
+    if not plan.config.checkpoint.asynchronous:
         return f"{text}, and takes no further memory"
-    return f"{text}, and takes as much {'of its memory' if plan.device == 'cpu' else 'memory of the host'} while it is written"
+    return f"{text}, and takes as much {'of its memory' if plan.assumed.device == 'cpu' else 'memory of the host'} while it is written"
 
 
 def verdict(plan: MemoryPlan, memory: int) -> str:
@@ -89,17 +88,16 @@ def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     counts, least, even = " ".join(map(str, partition.layers)), _in(partition.largest, scale), _in(partition.uniform_largest, scale)
     if partition.layers == partition.uniform_layers:
         return f"layers by stage {counts}: equally many, as no other partition has a largest rank that is {SLACK:.0%} smaller"
-    bubble, uniform_bubble = plan.bubbles(partition)
     return (
         f"layers by stage {counts}: the largest rank is expected to have {least} {unit}, with equally many {even}; "
-        f"bubble {bubble:.1%} instead of {uniform_bubble:.1%} if all layers take equally long"
+        f"bubble {plan.bubble():.1%} instead of {plan.bubble(partition.uniform_layers, early=False):.1%} if all layers take equally long"
     )
 
 
 def early_weight_gradients(plan: MemoryPlan) -> str:
     """The price of computing weight gradients as soon as they can be."""
-    bubble, normal_bubble = plan.bubbles_of_weight_gradients()
-    return f"weight gradients as early as they can be: bubble {bubble:.1%} instead of {normal_bubble:.1%} if all layers take equally long"
+    bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
+    return f"weight gradients as early as they can be: bubble {bubbles} if all layers take equally long"
 
 
 def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
@@ -109,27 +107,27 @@ def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return plain values: the bytes at the peak by kind and segment, for each step of each pipeline rank."""
+    partition, early = None, None
+    if plan.partition is not None:
+        partition = {
+            "layers": plan.partition.layers,
+            "expected": plan.partition.largest,
+            "expected_uniform": plan.partition.uniform_largest,
+            "bubble": plan.bubble(),
+            "bubble_uniform": plan.bubble(plan.partition.uniform_layers, early=False),
+        }
+    if plan.config.parallel.early_weight_gradients:
+        early = {"bubble": plan.bubble(early=True), "bubble_normal": plan.bubble(early=False)}
     return {
         "world_size": plan.world_size,
-        "device": plan.device,
-        "imbalance": plan.imbalance,
+        "device": plan.assumed.device,
+        "imbalance": plan.assumed.imbalance,
         "needed": plan.needed,
         "allowance": plan.allowance,
-        "partition": None if plan.partition is None else _partition_json(plan, plan.partition),
-        "early_weight_gradients": _early_json(plan) if plan.early_weight_gradients else None,
+        "partition": partition,
+        "early_weight_gradients": early,
         "ranks": [_rank_json(run) for run in plan.ranks],
     }
-
-
-def _partition_json(plan: MemoryPlan, partition: Partition) -> dict[str, Any]:
-    bubble, uniform_bubble = plan.bubbles(partition)
-    expected = {"expected": partition.largest, "expected_uniform": partition.uniform_largest}
-    return {"layers": partition.layers, **expected, "bubble": bubble, "bubble_uniform": uniform_bubble}
-
-
-def _early_json(plan: MemoryPlan) -> dict[str, Any]:
-    bubble, normal_bubble = plan.bubbles_of_weight_gradients()
-    return {"bubble": bubble, "bubble_normal": normal_bubble}
 
 
 def _rank_json(run: RankRun) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
         "steps": {
-            name: {"peak": one.peak, "when": _when(one), "kinds": one.at(one.peak_time), "segments": one.segments_at(one.peak_time)}
+            name: {"peak": one.peak, "when": one.when, "kinds": one.at_peak, "segments": one.segments_at(one.peak_time)}
             for name, one in run.steps.items()
         },
     }
@@ -148,17 +146,17 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
 
 def layers_of(run: RankRun) -> str:
     """Return the layers of a rank as a text such as "0-11, 36-47"."""
-    return ", ".join(f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in run.layers if layers)
+    return ", ".join(first_to_last(layers) for layers in run.layers if layers)
 
 
 def _title(plan: MemoryPlan, unit: str) -> str:
-    load = "an even load of the experts" if plan.imbalance == 1 else f"{plan.imbalance:g} times an even load of the busiest rank's experts"
+    load = (
+        "an even load of the experts"
+        if plan.assumed.imbalance == 1
+        else f"{plan.assumed.imbalance:g} times an even load of the busiest rank's experts"
+    )
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    return f"{ranks}, each on a {plan.device.upper()}, {load}; {unit} at the peak"
-
-
-def _when(timeline: MemoryTimeline) -> str:
-    return timeline.doing_at(timeline.peak_time)
+    return f"{ranks}, each on a {plan.assumed.device.upper()}, {load}; {unit} at the peak"
 
 
 def _in(size: float, scale: int) -> str:
@@ -187,13 +185,13 @@ def show_advice(advice: Advice, memory: int, console: Console) -> None:
 
 
 def _price(setting: Setting, least_flops: float) -> tuple[str, ...]:
-    sent = (f"{size / GIB:,.1f}" for size in (setting.work.exchanged, setting.work.sent))
-    return f"{setting.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
+    sent = (f"{size / GIB:,.1f}" for size in (setting.estimate.work.exchanged, setting.estimate.work.sent))
+    return f"{setting.estimate.work.flops / least_flops - 1:.1%}", *sent, f"{setting.bubble:.1%}"
 
 
 def _show_infeasible(advice: Advice, memory: int, console: Console) -> None:
     lightest = advice.lightest
-    kinds = sorted(lightest.estimate.peak.kinds.items(), key=lambda item: -item[1])[:2]
+    kinds = sorted(zip(KINDS, lightest.estimate.peak, strict=True), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
     console.print(
         f"nothing fits in {memory / GIB:.2f} GiB, of {advice.number_tried} settings tried; the lightest, "

@@ -20,8 +20,8 @@ from lather.errors import ConfigError
 from lather.memory.block_samples import block_kinds
 from lather.models.families import build_model
 from lather.pipeline.partition import Partition, RankPeaks, smallest_peak
-from lather.planning.dry_run import BUILDING, RankRun
-from lather.planning.workers import Assumed, dry_run, worker_processes
+from lather.planning.dry_run import BUILDING, RankRun, dry_run
+from lather.planning.workers import Assumed, worker_processes
 
 Phases = Mapping[str, int]
 """Bytes at the peak of each phase."""
@@ -95,13 +95,12 @@ def _phase_peaks(config: Config, world_size: int, assumed: Assumed, sample: _Sam
 
 def phase_peaks(run: RankRun) -> Phases:
     """Return the peak of each phase of each step, with the optimizer state of the rank at this position that owns the most."""
-    most = max(run.state_bytes.values(), default=0) - run.state_bytes.get(run.rank, 0)
     found: defaultdict[str, int] = defaultdict(int)
     for step, timeline in run.steps.items():
-        total, starts = timeline.total, [min(mark.time, len(timeline.total) - 1) for mark in timeline.marks]
-        for mark, start, stop in zip(timeline.marks, starts, [*starts[1:], len(total)], strict=True):
-            name = f"{step}: {mark.name}"
-            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + (0 if step == BUILDING else most))
+        total, missing = timeline.total, 0 if step == BUILDING else run.missing_state
+        for mark, start, stop in timeline.spans():
+            name = f"{step}: {mark}"
+            found[name] = max(found[name], int(total[start : max(stop, start + 1)].max()) + missing)
     return dict(found)
 
 

@@ -7,7 +7,7 @@ creates them. Streams and events exist but order nothing; they report waits of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,8 +23,16 @@ HOPPER = (9, 0)
 """Compute capability that the device reports."""
 
 
+def returning(value: object) -> Callable[..., Any]:
+    """Return a method that ignores its arguments and always returns the value."""
+    return lambda self, *args, **options: value
+
+
 class StandInStream:
     """A queue that is always empty."""
+
+    wait_stream = wait_event = returning(None)
+    query = returning(True)
 
     def __init__(self, device: object = None, priority: int = 0) -> None: ...
 
@@ -35,34 +43,21 @@ class StandInStream:
     def synchronize(self) -> None:
         module.waited("stream.synchronize()")
 
-    def wait_stream(self, other: StandInStream) -> None: ...
-
-    def wait_event(self, event: StandInEvent) -> None: ...
-
     def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
         return event or StandInEvent()
-
-    def query(self) -> bool:
-        return True
 
 
 class StandInEvent:
     """An event that has always occurred already."""
 
+    record = wait = returning(None)
+    query = returning(True)
+    elapsed_time = returning(0.0)
+
     def __init__(self, enable_timing: bool = False, **options: bool) -> None: ...
-
-    def record(self, stream: StandInStream | None = None) -> None: ...
-
-    def wait(self, stream: StandInStream | None = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def synchronize(self) -> None:
         module.waited("event.synchronize()")
-
-    def elapsed_time(self, other: StandInEvent) -> float:
-        return 0.0
 
 
 class StandIn:
@@ -70,6 +65,16 @@ class StandIn:
 
     Stream, Event = StandInStream, StandInEvent
     nvtx = SimpleNamespace(range=lambda *_: nullcontext(), range_push=lambda *_: 0, range_pop=lambda: 0, mark=lambda *_: None)
+    device = stream = device_of = returning(nullcontext())
+    is_available = is_initialized = is_bf16_supported = returning(True)
+    _is_in_bad_fork = returning(False)
+    current_stream = default_stream = returning(StandInStream())
+    current_device = returning(0)
+    device_count = returning(1)
+    get_device_capability = returning(HOPPER)
+    get_amp_supported_dtype = returning([torch.bfloat16, torch.float16])
+    set_device = set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = returning(None)
+    """There is one device, and it has no state."""
 
     def __init__(self) -> None:
         self.waited: Callable[[str], None] = lambda what: None
@@ -80,25 +85,9 @@ class StandIn:
         """Bytes of the device; those of an H200."""
         self.taken: Callable[[], int] = lambda: 0
         """Returns the number of bytes in use."""
-        self._current = StandInStream()
-
-    def device(self, chosen: object) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    stream = device_of = device
-
-    def current_stream(self, device: object = None) -> StandInStream:
-        return self._current
-
-    default_stream = current_stream
 
     def synchronize(self, device: object = None) -> None:
         self.waited("synchronize()")
-
-    def set_device(self, device: object = None) -> None:
-        """Change nothing: there is one device, and it has no state."""
-
-    set_stream = empty_cache = reset_peak_memory_stats = manual_seed_all = set_device
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)  # as many bytes as CUDA's
@@ -112,32 +101,12 @@ class StandIn:
         """Return free bytes and total bytes."""
         return max(0, self.memory - self.taken()), self.memory
 
-    def get_device_capability(self, device: object = None) -> tuple[int, int]:
-        return HOPPER
-
     def get_device_name(self, device: object = None) -> str:
         return standin().type
 
     def get_device_properties(self, device: object = None) -> Any:
         sizes = {"multi_processor_count": 132, "total_memory": self.memory, "L2_cache_size": 50 * 2**20}
         return SimpleNamespace(name=standin().type, major=HOPPER[0], minor=HOPPER[1], **sizes)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_bf16_supported = is_available
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
 
 module = StandIn()

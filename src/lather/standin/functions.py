@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from lather.standin.mode import StandInMode
 
 NARROW = (torch.bfloat16, torch.float16)
-source_of = cache(inspect.getsource)
 
 
 class Functions(TorchFunctionMode):
@@ -83,11 +81,6 @@ class Functions(TorchFunctionMode):
         return y
 
 
-def unmarked_for_streams() -> AbstractContextManager[object]:
-    """Ignore `record_stream`, since torch accepts only its own streams."""
-    return patch.object(Tensor, "record_stream", lambda x, stream: None)
-
-
 def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
     """Count launches of Triton kernels instead of compiling and launching them."""
     try:
@@ -97,9 +90,8 @@ def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        if missing := [
-            name for name in self.arg_names if name not in bound and self.signature.parameters[name].default is inspect.Parameter.empty
-        ]:
+        needed = [name for name, one in self.signature.parameters.items() if one.default is inspect.Parameter.empty]
+        if missing := [name for name in needed if name not in bound]:
             raise TypeError(f"{self.fn.__name__} is launched without {missing}")
         tensors = {name: x for name, x in bound.items() if isinstance(x, Tensor)}
         if wrong := {name: str(x.device) for name, x in tensors.items() if not mode.is_here(x)}:
@@ -107,25 +99,9 @@ def counted_triton(mode: StandInMode) -> AbstractContextManager[object]:
         blocks = grid(bound) if callable(grid) else grid
         if min(blocks) < 1 or blocks[0] >= 2**31 or max(blocks[1:], default=1) > 65535:
             raise RuntimeError(f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses")
-        read, written = _traffic(source_of(self.fn), tensors)
-        mode.launch(f"triton {self.fn.__name__}", read, written, triton=True)
+        mode.launch_triton(self.fn, tensors)
 
     return patch.object(JITFunction, "run", run)
-
-
-def _traffic(source: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the bytes of the tensors that a kernel's source loads and stores; a tensor whose name is in neither counts as loaded."""
-    read, written, seen = 0, 0, set[tuple[int, int]]()
-    for name, x in tensors.items():
-        place = (id(x.untyped_storage()), int(x.storage_offset()))
-        if place in seen:
-            continue  # the same tensor, passed again for an unused pointer
-        seen.add(place)
-        stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
-        loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
-        read += operations.nbytes(x) if loads or not stores else 0
-        written += operations.nbytes(x) if stores else 0
-    return read, written
 
 
 def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
@@ -143,18 +119,8 @@ def counted_compile(mode: StandInMode) -> AbstractContextManager[object]:
     return patch.object(torch, "compile", compiled)
 
 
-def _flex_attention(
-    mode: StandInMode,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    block_mask: object,
-    scale: float,
-    enable_gqa: bool,
-    return_aux: Any = None,
-    **options: Any,
-) -> Any:
+def _flex_attention(mode: StandInMode, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, return_aux: Any = None, **options: Any) -> Any:
+    """Launch flex attention; its other options, such as the block mask, change neither shapes nor flops."""
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 from weakref import WeakValueDictionary
@@ -25,7 +24,7 @@ from torch import Tensor
 import lather
 from lather.memory.live_bytes import tensors_in
 from lather.standin import device, operations
-from lather.standin.functions import Functions, counted_compile, counted_triton, unmarked_for_streams
+from lather.standin.functions import Functions, counted_compile, counted_triton
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
 SOURCE = os.path.dirname(lather.__file__) + os.sep
@@ -50,13 +49,14 @@ class StandInMode(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         told = patch.multiple(device.module, waited=self.wait, peak=lambda: self.peak_bytes)
-        for context in (told, fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked_for_streams(), Functions(self)):
+        unmarked = patch.object(Tensor, "record_stream", lambda x, stream: None)  # torch accepts only its own streams
+        for context in (told, fake_tensors_behave(), counted_triton(self), counted_compile(self), unmarked, Functions(self)):
             self._around.enter_context(context)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._around.close()
 
     def is_here(self, x: object) -> bool:
@@ -76,8 +76,11 @@ class StandInMode(TorchDispatchMode):
     def note(self, what: str) -> None:
         """Called for something remarkable, such as a slow path."""
 
-    def launch(self, name: str, read: int, written: int, *, flops: int = 0, times: int = 1, triton: bool = False) -> None:
+    def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         """Called when a kernel is launched that is not one of torch's operations."""
+
+    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Called when a Triton kernel is launched with these tensors, by the names of its parameters."""
 
     def entered(self, name: str) -> None:
         """Called when a `record_function` range begins."""
@@ -102,16 +105,14 @@ class StandInMode(TorchDispatchMode):
             self.entered(args[0])
         elif name == "_record_function_exit":
             self.left()
-        tensors = list(tensors_in([args, kwargs]))
         made_here = torch.device(kwargs.get("device") or "cpu").type == self.device.type
-        if not made_here and not any(isinstance(x, self.fake) for x in tensors):
+        if not made_here and not any(isinstance(x, self.fake) for x in tensors_in([args, kwargs])):
             return self._on_cpu(func, name, args, kwargs)
         if name == "_local_scalar_dense":
             self.wait("item()")
             return self._values(args[0]).item()
         if name in operations.COPIES:
             return self._copied(func, name, args, kwargs)
-        self._check_devices(name, tensors)
         return self._run(func, name, args, kwargs)
 
     def _on_cpu(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -149,18 +150,9 @@ class StandInMode(TorchDispatchMode):
             return torch.full(x.shape, bool(getattr(x, "lather_truth", None)))
         return torch.ones(x.shape, dtype=x.dtype) if x.is_floating_point() else self.integers(x).to(x.dtype)
 
-    def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Report tensors on the CPU among operands on the device: an index is copied, which the host waits for, and so may be a scalar.
-        Torch raises for all others."""
-        for x in tensors:
-            if x.device.type == "cpu" and x.dim() and name in operations.TAKE_INDICES:
-                self.wait("index on the CPU")
-            elif x.device.type == "cpu" and not x.dim() and name not in operations.WITHOUT_KERNEL:
-                self.note(f"scalar on the CPU in {name}")
-
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         operands: list[Any]
-        operands, kwargs = operations.mapped(self._faked, (list(args), kwargs))
+        operands, kwargs = operations.mapped(lambda x: x if isinstance(x, self.fake) else self._mode.from_tensor(x), (list(args), kwargs))
         with self._mode:
             out = self._of_flags(name, operands)
             if out is None:
@@ -187,14 +179,6 @@ class StandInMode(TorchDispatchMode):
             return [index]
         count = self.trues(index)
         return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
-
-    def _faked(self, x: Tensor) -> Tensor:
-        return x if isinstance(x, self.fake) else self._mode.from_tensor(x)
-
-
-def place() -> str:
-    """Return the innermost place in Lather's own code; in backward, autograd."""
-    return next(places(), "backward: autograd")
 
 
 def places() -> Iterator[str]:

@@ -14,26 +14,6 @@ from lather.memory.live_bytes import tensors_in
 
 VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
 """Views whose schema does not say so; of all others torch says it (`func.is_view`)."""
-WITHOUT_KERNEL = frozenset(
-    [
-        "device",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-        "record_stream",
-        "is_pinned",
-        "sym_size",
-        "is_same_size",
-        "resize_as_",
-        "_record_function_enter_new",
-        "_record_function_exit",
-    ]
-)
-"""Operations that only allocate or query."""
 COPIES = frozenset(("_to_copy", "copy_"))
 RANDOM = frozenset(("normal_", "uniform_", "random_", "bernoulli_"))
 SHAPES: dict[str, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ from lather.pipeline.partition import Partition
 from lather.planning.dry_run import RankRun, kind_of_state
 from lather.planning.plan import MemoryPlan, plan
 from lather.planning.stage_bytes import memory_partition
-from lather.planning.workers import Assumed, Device
+from lather.planning.workers import Assumed
 
 FILE = "memory.json"
 TOLERANCE = 0.05
@@ -52,7 +52,7 @@ class MemoryCheck:
         self._memory = device_memory(mesh.device)
         if self.is_on and mesh.rank == 0:
             thread = ThreadPoolExecutor(1, "memory-plan")
-            self._plan = thread.submit(plan, config, mesh.size, device_kind(mesh.device), memory=self._memory, partition=partition)
+            self._plan = thread.submit(plan, config, mesh.size, assumed_for(mesh.device), partition)
             thread.shutdown(wait=False)
 
     def before_first_step(self) -> None:
@@ -111,13 +111,14 @@ def agreed_partition(config: Config, mesh: Mesh) -> Partition | None:
     if config.parallel.partition == "uniform" or mesh.pp == 1:
         return None
     return on_rank_0(
-        lambda: memory_partition(config, mesh.size, Assumed(device_kind(mesh.device), memory=device_memory(mesh.device))),
+        lambda: memory_partition(config, mesh.size, assumed_for(mesh.device)),
         mesh.control_group,
     )
 
 
-def device_kind(device: torch.device) -> Device:
-    return "gpu" if is_gpu(device) else "cpu"
+def assumed_for(device: torch.device) -> Assumed:
+    """Return the assumptions of a plan for ranks with such devices."""
+    return Assumed("gpu" if is_gpu(device) else "cpu", memory=device_memory(device))
 
 
 def device_memory(device: torch.device) -> int | None:
