@@ -19,7 +19,7 @@ from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch.lifeline import UNWIND_SECONDS
-from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
+from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
@@ -42,19 +42,15 @@ def train_command(arguments: list[str]) -> int:
     world = World.of_environment(os.environ)
     try:
         config, nproc = _read(arguments)
-        if world is not None and nproc is not None:
-            raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
         check_parallel(config, world.size if world else nproc or 1)
         check_finetuning(config)
         options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
+        return run_ranks(run_worker, (config,), world, nproc, options)
     except UserError:
         if world is None or world.local_rank == 0:
             raise
         time.sleep(UNWIND_SECONDS)  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
         return 2
-    if world is not None:
-        return join(run_worker, (config,), world, options)
-    return launch(run_worker, (config,), nproc or 1, options)
 
 
 def _read(arguments: list[str]) -> tuple[Config, int | None]:

@@ -74,7 +74,19 @@ def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
     return rest, int(number)
 
 
-def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions | None = None) -> int:
+def run_ranks(worker: Worker, args: tuple[Any, ...], world: World | None, nproc: int | None, options: GroupOptions) -> int:
+    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine.
+
+    Raises ConfigError if both say how many ranks there are, and as `launch` and `join` do.
+    """
+    if world is None:
+        return launch(worker, args, nproc or 1, options)
+    if nproc is not None:
+        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+    return join(worker, args, world, options)
+
+
+def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions = GroupOptions()) -> int:
     """Run `worker` in `nproc` ranks on this machine and return the result of rank 0. Call it from the main thread.
 
     `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this process, without a process group.
@@ -87,7 +99,6 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     """
     if nproc == 1:
         return worker(*args, World())
-    options = options or GroupOptions()
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     processes = _Processes()
@@ -109,13 +120,12 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     return _show(hub.cause or Failure(rank, "died", _exit_text(processes.ranks[rank].exitcode), time.time()))
 
 
-def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions | None = None) -> int:
+def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions = GroupOptions()) -> int:
     """Run `worker` in this process, one of the ranks that another launcher has started, and return its result.
 
     If any rank fails, all ranks exit, with status 1, or 2 after a UserError; the first rank of each machine shows the error. Raises
     ConfigError as `check_connections` does.
     """
-    options = options or GroupOptions()
     check_connections(options.device, os.environ)
     assert world.address is not None
     host, _ = world.address
