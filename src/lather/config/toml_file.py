@@ -54,8 +54,6 @@ def load_run(run_dir: Path) -> Config:
     """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error names the file and the key."""
     path = run_dir / "config.toml"
     mapping = _read(path)
-    if not is_old(mapping):
-        return load_config(path)
     with _naming(path):
         return config_of_run(mapping)
 
