@@ -153,12 +153,17 @@ class History:
     def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
         """Return the history of a run that resumes after `step` steps with these changes and these values. The changes replace those
         recorded at that step or later."""
-        kept = tuple(row for row in self.rows if row.step < step)
         at_step = tuple(row for row in self.rows if row.step >= step)
         fork = History(at_step).forked_from
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        new = (Row(step, changes, now, fork),) if changes or fork else ()
-        return History((*kept, *(at_step if at_step == new else new)), values)
+        new = (Row(step, changes, _now(), fork),) if changes or fork else ()
+        return History((*self._before(step), *(at_step if at_step == new else new)), values)
+
+    def forked(self, name: str, step: int, values: Values) -> History:
+        """Return the history of a fork after `step` steps with these values, from the run and step `name`."""
+        return History((*self._before(step), Row(step, {}, _now(), name)), values)
+
+    def _before(self, step: int) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.step < step)
 
     def phases(self, batch_size: int) -> list[MixturePhase]:
         """Return the data mixtures of the run, the current one included, each with the first sample to which it applies."""
@@ -168,6 +173,10 @@ class History:
             MixturePhase(step * batch_size, tuple(mixture["data.weights"]), max(1, len(mixture["data.path"])))
             for step, mixture in zip([0, *steps], values, strict=True)
         ]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _row(mapping: Mapping[str, Any]) -> Row:
