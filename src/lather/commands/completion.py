@@ -61,18 +61,17 @@ complete -o default -F _lather lather
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def completion_command(arguments: list[str]) -> int:
+def completion_command(arguments: list[str]) -> None:
     """Print the script with which a shell completes Lather's commands and options."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
-        return 0
+        return
     (shell, *rest), shells = arguments, FOLLOWING["completion"]
     if shell not in shells or rest:
         raise UserError(f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}")
     commands = (*COMMANDS, *(f"data {name}" for name in FOLLOWING["data"]))
     options = {command: {option.name: option for option in options_of(command)} for command in commands}
     print(_fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options), end="")
-    return 0
 
 
 def options_of(command: str) -> Iterator[CommandOption]:

@@ -70,7 +70,7 @@ class ExportArguments:
     """With --adapter: name or folder of the base model, for PEFT; left out: the folder of init_from."""
 
 
-def import_command(arguments: list[str]) -> int:
+def import_command(arguments: list[str]) -> None:
     """Create the run; print its folder and the command that trains it further."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
     if not parsed.folder.is_dir():
@@ -97,10 +97,9 @@ def import_command(arguments: list[str]) -> int:
         print(f"to train further  {command}")
     else:
         print(f"training further needs the model's own tokenizer: {command} --data.tokenizer FILE")
-    return 0
 
 
-def export_command(arguments: list[str]) -> int:
+def export_command(arguments: list[str]) -> None:
     """Write the folder and print its name."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
     parse_size(parsed.max_shard_size, "--max-shard-size")
@@ -122,7 +121,6 @@ def export_command(arguments: list[str]) -> int:
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
         print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
     print(f"folder            {parsed.folder}")
-    return 0
 
 
 def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource, dtype: str) -> Path | None:

@@ -66,7 +66,7 @@ class GenerateArguments:
     """Print one JSON object per text, each on a line."""
 
 
-def generate_command(arguments: list[str]) -> int:
+def generate_command(arguments: list[str]) -> None:
     """Generate and print the texts; a single one is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
@@ -80,7 +80,6 @@ def generate_command(arguments: list[str]) -> int:
         writer.write_all([Request(messages=[*_system(parsed), {"role": "user", "content": parsed.message}])])
     else:
         writer.write_all([Request(text) for text in parsed.prompt])
-    return 0
 
 
 def _check(parsed: GenerateArguments) -> None:
