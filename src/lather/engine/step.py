@@ -18,7 +18,7 @@ from lather.engine.optimizer import LR_FACTOR
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.engine.gradients import GradientNorms
-from lather.parallel.local_parameters import clip_, norm_dtype, squared_norm
+from lather.parallel.local_parameters import clip_, squared_norm
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -27,12 +27,8 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
         return config.peak_lr * step / config.warmup_steps
     start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "wsd": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[config.schedule]
+    linear = 1 - progress
+    shape = {"constant": 1.0, "linear": linear, "wsd": linear, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
     return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
@@ -104,7 +100,7 @@ class TrainStep:
         result, (square,), own = engine.read(unread, sums=square[None], own=None if norms is None else norms.values)
         if norms is not None:
             norms.values = own
-        return result, square.sqrt().to(norm_dtype(engine.parameters)), norms
+        return result, square.sqrt().to(engine.parameters.norm_dtype), norms
 
     def _new_refreshes(self) -> list[int]:
         """Return how many refreshes all ranks have done and skipped since the last call."""
