@@ -137,7 +137,7 @@ class _Writer:
         live = len(requests) == self._parsed.num_samples == 1 and not self._parsed.json
         for batch in self._batches(requests):
             if live:
-                self._show(self._shown_before(requests[0], prompts[0]))
+                print(self._shown_before(requests[0], prompts[0]), end="", flush=True)
             answers = requests[batch[0][0]].messages is not None
             continued = self._continue(decoder, [prompts[number] for number, _ in batch], answers=answers, live=live)
             for (number, sample), one in zip(batch, continued, strict=True):
@@ -187,7 +187,7 @@ class _Writer:
             context=self._context,
             sampling=self._sampling,
             seeds=seeds,
-            show=(lambda row, piece: self._show(piece)) if live else lambda row, piece: None,
+            show=lambda row, piece: print(piece, end="", flush=True) if live else None,
         )
 
     def _encode(self, request: Request) -> list[int]:
@@ -198,9 +198,6 @@ class _Writer:
     def _shown_before(self, request: Request, prompt: list[int]) -> str:
         """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
         return "" if request.messages else str(self._tokenizer.decode(prompt))
-
-    def _show(self, piece: str) -> None:
-        print(piece, end="", flush=True)
 
     def _print_row(self, request: Request, sample: int, one: ContinuedText) -> None:
         row = {**request.describe(), "sample": sample, "text": one.text, "tokens": one.num_tokens, "stopped": one.stopped}

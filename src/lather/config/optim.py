@@ -29,7 +29,6 @@ from lather.config.rule_fields import (
     fields_of,
     inherited_by,
     name_of,
-    own_fields,
     rule_named,
     shown,
     with_help,
@@ -319,7 +318,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
         of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
         annotation = with_help(hint | None, described(rule, name), f"(default: {of_default})")
         is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
-        if brief and not (is_other and name in own_fields(rule)):
+        if brief and not (is_other and name not in options_of(Rule)):  # inherited, or an option that all rules have
             annotation = Annotated[annotation, tyro.conf.Suppress]
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
         own.append((name, annotation, None))

@@ -120,11 +120,7 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
         is_begun = bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
         source = find_start(config) if config.init_from and not is_begun else None
     source = broadcast(source, group)
-    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), group)
-    data = _open_data(begin, begun_with, mesh, display, source)
-    with errors_on_all_ranks(group):
-        if run_dir is not None:
-            run_dir.check_data(data)
+    data = _open_data(begin, mesh, display, run_dir, source)
     run = _TrainingRun(config, data, mesh, display, source)
     if source is not None and not rate_is_given and not config.lora.rank:
         display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
@@ -137,15 +133,17 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     return run
 
 
-def _open_data(begin: Start, begun_with: str | None, mesh: Mesh, display: Display, source: Path | None) -> RunData:
+def _open_data(begin: Start, mesh: Mesh, display: Display, run_dir: RunDirectory | None, source: Path | None) -> RunData:
     """Open the data sets: first on rank 0, which may have to tokenize text, then on the others, which check that they see the same."""
     config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
+    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), mesh.control_group)
     data: RunData | None = None
     with errors_on_all_ranks(mesh.control_group):
-        if mesh.rank == 0:
+        if run_dir is not None:
             data = open_run_data(config, display.note, begun_with, phases)
             if source is not None and data.tokenizer is not None:
                 check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+            run_dir.check_data(data)
     identities = broadcast({} if data is None else data.identities, mesh.control_group)
     with errors_on_all_ranks(mesh.control_group):
         data = data or open_run_data(config, display.note, begun_with, phases)

@@ -288,34 +288,49 @@ def _exit_text(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
-    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second, and let it act as before.
-
-    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
-    them.
-    """
-    resource_tracker.ensure_running()  # starting it later would unblock them
+def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Call `ask` with the first SIGTERM or SIGINT of the block, where it does not end the process. At the second call `end`, and let the
+    signal act as before."""
     asked = False
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         if not asked:
             asked = True
-            hub.stop(signal.Signals(number))
+            ask(signal.Signals(number))
             return
-        processes.kill()
+        end()
         restore()
         signal.raise_signal(number)
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     before = {number: signal.signal(number, receive) for number in STOPPING}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    hub.start(unblocked=STOPPING)
     try:
         yield
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
+    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second.
+
+    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
+    them.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+    def end() -> None:
+        processes.kill()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    with stop_signals(hub.stop, end):
+        hub.start(unblocked=STOPPING)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
