@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -110,12 +109,12 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
                 processes.start(worker, args, world, options, hub.port)
             while hub.cause is None and processes.are_running():
                 time.sleep(TICK_SECONDS)
+            hub.wait(SETTLE_SECONDS)
     finally:
         processes.kill()
         hub.close()
-    if hub.cause is None and not processes.failed() and processes.result.poll():
-        status: int = processes.result.recv()
-        return status
+    if hub.cause is None and not processes.failed() and hub.result is not None:
+        return hub.result
     rank = next((rank for rank, process in enumerate(processes.ranks) if process.exitcode), 0)
     return _show(hub.cause or Failure(rank, "died", _exit_text(processes.ranks[rank].exitcode), time.time()))
 
@@ -142,8 +141,8 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     return status
 
 
-def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int, result: Connection) -> None:
-    """Run a rank that `launch` has started, and send rank 0's result. It shows no errors; its parent does."""
+def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int) -> None:
+    """Run a rank that `launch` has started. It shows no errors; its parent does."""
     lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -159,9 +158,7 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: Gr
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
-    status = _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
-    if world.rank == 0:
-        result.send(status)
+    _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
 
 
 def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
@@ -173,7 +170,7 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
     except BaseException as error:
         sys.stdout.flush()
         lifeline.fail(error)
-    lifeline.done()
+    lifeline.done(status)
     return status
 
 
@@ -249,13 +246,11 @@ class _Processes:
     """The processes of the local ranks."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self.result, self._sender = self._context.Pipe(duplex=False)
         self.ranks: list[BaseProcess] = []
 
     def start(self, *args: Any) -> None:
         """Start a process that calls `_local_rank` with these arguments."""
-        process = self._context.Process(target=_local_rank, args=(*args, self._sender))
+        process = multiprocessing.get_context("spawn").Process(target=_local_rank, args=args)
         process.start()
         self.ranks.append(process)
 
