@@ -44,9 +44,9 @@ class DoctorArguments:
 
 def doctor_command(arguments: list[str]) -> int:
     """Examine, in this process or in several, and print the findings."""
-    rest, nproc = take_nproc(arguments)
-    parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
     world = World.of_environment(os.environ)
+    rest, nproc = take_nproc(arguments, world)
+    parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
     return run_ranks(examine, (parsed,), world, nproc, GroupOptions(pick_device(parsed.device), TIMEOUT))
 
 

@@ -39,7 +39,7 @@ def train_command(arguments: list[str]) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
     world = World.of_environment(os.environ)
     try:
-        config, nproc = _read(arguments)
+        config, nproc = _read(arguments, world)
         check_parallel(config, world.size if world else nproc or 1)
         check_finetuning(config)
         options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
@@ -51,9 +51,9 @@ def train_command(arguments: list[str]) -> int:
         return 2
 
 
-def _read(arguments: list[str]) -> tuple[Config, int | None]:
+def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
     """Return the configuration of the command line, and `--nproc`."""
-    arguments, nproc = take_nproc(arguments)
+    arguments, nproc = take_nproc(arguments, world)
     without_file = not arguments or arguments[0].startswith("-")
     if without_file and not any(one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments):
         raise ConfigError(

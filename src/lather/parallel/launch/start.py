@@ -56,9 +56,9 @@ class GroupOptions:
     """Timeout of a collective operation, in seconds."""
 
 
-def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
+def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
     """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices. Raises ConfigError unless N is a positive
-    number."""
+    number, and if another launcher has said how many ranks there are (`world`)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
@@ -70,19 +70,14 @@ def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
     number = str(torch.cuda.device_count()) if given == "gpu" else given
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
+    if world is not None:
+        raise ConfigError(f"--nproc {number} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
     return rest, int(number)
 
 
 def run_ranks(worker: Worker, args: tuple[Any, ...], world: World | None, nproc: int | None, options: GroupOptions) -> int:
-    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine.
-
-    Raises ConfigError if both say how many ranks there are, and as `launch` and `join` do.
-    """
-    if world is None:
-        return launch(worker, args, nproc or 1, options)
-    if nproc is not None:
-        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
-    return join(worker, args, world, options)
+    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine, or one."""
+    return launch(worker, args, nproc or 1, options) if world is None else join(worker, args, world, options)
 
 
 def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions = GroupOptions()) -> int:
