@@ -129,7 +129,7 @@ class Engine:
             try:
                 output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
             except BaseException:
-                self.clear_gradients()  # they are incomplete
+                self.parameters.clear_gradients()  # they are incomplete
                 raise
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
@@ -155,9 +155,6 @@ class Engine:
     def fill_waits(self, filler: Filler) -> None:
         """Do pieces of this work while the rank waits for other ranks of its pipeline."""
         self._executor.filler = filler
-
-    def clear_gradients(self) -> None:
-        self.parameters.clear_gradients()
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._activation.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 from rich.console import Console
@@ -10,15 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lather.train.metrics import StepRow
 
 
-class PlainDisplay:
+class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
     """Prints a line every `every` steps. The run continues if the reader closes the pipe."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.is_read = True
-
-    def __enter__(self) -> PlainDisplay:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         pass

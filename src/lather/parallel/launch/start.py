@@ -76,7 +76,7 @@ def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[s
 
 
 def run_ranks(worker: Worker, args: tuple[Any, ...], world: World | None, nproc: int | None, options: GroupOptions) -> int:
-    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine, or one."""
+    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine."""
     return launch(worker, args, nproc or 1, options) if world is None else join(worker, args, world, options)
 
 
