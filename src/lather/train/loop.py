@@ -88,7 +88,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     with contextlib.ExitStack() as cleanup:
         with errors_on_all_ranks(mesh.control_group):
             if mesh.rank == 0:
-                run_dir = cleanup.enter_context(contextlib.closing(RunDirectory.open(config)))
+                run_dir = cleanup.enter_context(contextlib.closing(RunDirectory(config)))
         try:
             run = _prepared_run(config, mesh, display, run_dir)
         except UserError:

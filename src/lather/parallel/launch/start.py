@@ -121,7 +121,6 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     ConfigError as `check_connections` does.
     """
     check_connections(options.device, os.environ)
-    assert world.address is not None
     host, _ = world.address
     store = _store(world, options)
     hub = None
@@ -148,7 +147,6 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: Gr
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
-    assert world.address is not None
     host, port = world.address
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
@@ -171,7 +169,6 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
 
 def _store(world: World, options: GroupOptions) -> Any:
     """Return the key-value store of all ranks; torch's launcher hosts it, or else rank 0."""
-    assert world.address is not None
     host, port = world.address
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))

@@ -27,8 +27,8 @@ class World:
     """Rank among those on this machine."""
     local_size: int = 1
     """Number of ranks on this machine."""
-    address: tuple[str, int] | None = None
-    """Host and port of the store on rank 0's machine, through which the ranks find each other; None: a single process."""
+    address: tuple[str, int] = ("", 0)
+    """Host and port of the store on rank 0's machine, through which several ranks find each other."""
     sees_own_device_alone: bool = False
     """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
