@@ -179,15 +179,13 @@ class _Writer:
             ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
         seeds = [(self._parsed.seed + self._texts_made + number) % LARGEST_SEED for number in range(len(prompts))]
         self._texts_made += len(prompts)
+
+        def show(row: int, piece: str) -> None:
+            if live:
+                print(piece, end="", flush=True)
+
         return continue_texts(
-            decoder,
-            self._tokenizer,
-            prompts,
-            ending,
-            context=self._context,
-            sampling=self._sampling,
-            seeds=seeds,
-            show=lambda row, piece: print(piece, end="", flush=True) if live else None,
+            decoder, self._tokenizer, prompts, ending, context=self._context, sampling=self._sampling, seeds=seeds, show=show
         )
 
     def _encode(self, request: Request) -> list[int]:

@@ -89,13 +89,9 @@ class Engine:
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
         frees = Frees() if frees is None else frees
+        exchange = exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
         self._segments = Segments(
-            exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group),
-            weight_gradients=queue,
-            frees=frees,
-            recompute=loop.recompute,
-            autocast=narrow,
-            rounded_weights=self.rounded_weights,
+            exchange, weight_gradients=queue, frees=frees, recompute=loop.recompute, autocast=narrow, rounded_weights=self.rounded_weights
         )
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)

@@ -232,14 +232,10 @@ class _TrainingRun:
 
             draw([self.path], self.path / "loss.png")
             write_report(self.path, self.path / REPORT)
+        step, seconds = self.progress.step, self.progress.seconds
+        first, last = (losses[0], losses[-1]) if losses else (None, None)
         return RunOutcome(
-            finished=finished,
-            step=self.progress.step,
-            seconds=self.progress.seconds,
-            first_validation_loss=losses[0] if losses else None,
-            last_validation_loss=losses[-1] if losses else None,
-            sample=sample,
-            checkpoint=checkpoint,
+            finished, step, seconds, first_validation_loss=first, last_validation_loss=last, sample=sample, checkpoint=checkpoint
         )
 
     def _any(self, flag: bool) -> bool:

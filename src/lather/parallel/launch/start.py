@@ -184,14 +184,9 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     if is_gpu(device):
         gpu_module(device).set_device(device)
         gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
-    dist.init_process_group(
-        backends_for(device),
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=options.timeout),
-        device_id=device if is_gpu(device) else None,  # all ranks then create communicators here, not two of them at their first send
-    )
+    bound = device if is_gpu(device) else None  # all ranks then create communicators here, not two of them at their first send
+    timeout = timedelta(seconds=options.timeout)
+    dist.init_process_group(backends_for(device), store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound)
 
 
 def backends_for(device: torch.device) -> str:
