@@ -201,10 +201,9 @@ class RuleOptimConfig(OptimConfig):
                 continue
             made, section = self.rule_of(kind), self.section(kind)
             factor = None if section.lr is not None else self._factor(kind)
-            chosen = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
-            changes[kind] = replace(
-                section, rule=name_of(rule), lr_factor=factor, **{name: as_text(getattr(made, name)) for name in chosen}
-            )
+            own = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
+            options: dict[str, Any] = {name: as_text(getattr(made, name)) for name in own}
+            changes[kind] = replace(section, rule=name_of(rule), lr_factor=factor, **options)
         lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
         return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
 
@@ -286,9 +285,8 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     for kind in KINDS:
         section = _kind_class(kind, rules, brief)
         own.append((kind, section, field(default_factory=section)))
-    made = make_dataclass(
-        f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace={"rules": rules, "given": given}
-    )
+    namespace = {"rules": rules, "given": given}
+    made = make_dataclass(f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace=namespace)
     made.__doc__ = f"Optimizer and learning-rate schedule. {name_of(rules[''])}: {(rules[''].__doc__ or '').partition(chr(10))[0]}"
     return made
 

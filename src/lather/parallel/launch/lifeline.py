@@ -11,6 +11,7 @@ cause the first failure that is not such a consequence.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -105,12 +106,10 @@ class _JsonSocket:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, **message: object) -> bool:
-        try:
+    def send(self, **message: object) -> None:
+        """Send a message, unless the connection is closed."""
+        with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
 
     def receive(self) -> list[dict[str, object]] | None:
         """Wait for data and return the complete messages; None if the connection is closed."""
