@@ -27,6 +27,7 @@ NEEDED = tuple(
         "page.css",
         "page.html",
         "page.js",
+        "commands/completion.bash",
         "planning/plan_page.html",
         "train/report_page.html",
         "optim/rules/soap.py",

@@ -101,7 +101,7 @@ def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
     """Compute the gradients of a batch. They are not clipped: only their time and their usual size matter."""
     engine.gradients(batch)
     found = [p.grad.clone() for _, p in engine.parameters.spread() if p.grad is not None]
-    engine.clear_gradients()
+    engine.parameters.clear_gradients()
     return found
 
 

@@ -58,8 +58,12 @@ def test_samples_have_seeds_of_their_own(trained: Path, capsys: pytest.CaptureFi
 
 def test_a_single_text_comes_in_pieces(trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
-    original = command._Writer._show
-    monkeypatch.setattr(command._Writer, "_show", lambda self, piece: pieces.append(piece) or original(self, piece))
+
+    def noted(*texts: str, **options: Any) -> None:
+        pieces.extend(texts)
+        print(*texts, **options)
+
+    monkeypatch.setattr(command, "print", noted, raising=False)
     out = generate(capsys, trained, "--prompt", "def f", "--temperature", 0)
     assert pieces[0] == "def f"
     assert len(pieces) > 4

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lather.models.decoder import Block, Decoder
 from lather.models.moe import MoE
 from lather.parallel.fsdp_units import FsdpUnit
-from lather.parallel.local_parameters import LocalParameters, norm_dtype, squared_norm
+from lather.parallel.local_parameters import LocalParameters, squared_norm
 from lather.parallel.mesh import Mesh
 from models.tiny import layout_of, random_normal, tiny_family_model
 
@@ -167,4 +167,4 @@ def grad_norm(parameters: LocalParameters, mesh: Mesh) -> Tensor:
     square = squared_norm(parameters, mesh)
     if mesh.size > 1:
         dist.all_reduce(square)
-    return square.sqrt().to(norm_dtype(parameters))
+    return square.sqrt().to(parameters.norm_dtype)

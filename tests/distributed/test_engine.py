@@ -214,7 +214,7 @@ def gradients_of_steps(rank: int, world_size: int, cases: list[Case]) -> list[bo
                 pair.engine.gradients(pair.engine.share_of(pair.tokens(step)))
                 gradients += [entry.parameter.grad.clone() for entry in pair.engine.parameters if entry.parameter.grad is not None]
                 optimizer.step()
-                pair.engine.clear_gradients()
+                pair.engine.parameters.clear_gradients()
             assert not pair.engine._segments.rounded_weights.copies()
             found.append(gradients)
         assert len(found[0]) == len(found[1]) > 10

@@ -113,7 +113,7 @@ def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
     engine = engine_on(cuda(), config(schedule, precision="bf16"))
     batch = tokens(config())
     engine.gradients(engine.share_of(batch))  # this compiles kernels
-    engine.clear_gradients()
+    engine.parameters.clear_gradients()
     number = engine.schedule.num_micro_batches
     micro_batches = engine._micro_batches(engine.share_of(batch), 1.0, [1 / number] * number)
     torch.cuda.synchronize()
@@ -131,7 +131,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_micro_batches(schedule: st
         engine = engine_on(cuda(), config(schedule, number, precision="bf16"))
         batch = tokens(config(schedule, number))
         engine.gradients(engine.share_of(batch))
-        engine.clear_gradients()
+        engine.parameters.clear_gradients()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -183,8 +183,8 @@ def test_an_exchange_over_nccl_changes_no_number(schedule: str, nccl: dist.Proce
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         for name, grad in gradients(plain).items():
             assert (gradients(exchanging)[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
-        plain.clear_gradients()
-        exchanging.clear_gradients()
+        plain.parameters.clear_gradients()
+        exchanging.parameters.clear_gradients()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -55,7 +55,7 @@ def step(engine: Engine, seed: int) -> list[Tensor | float]:
         for p in engine.part.parameters():
             if p.grad is not None:
                 p.sub_(p.grad, alpha=0.1)
-    engine.clear_gradients()
+    engine.parameters.clear_gradients()
     return found
 
 

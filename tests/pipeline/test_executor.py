@@ -288,7 +288,7 @@ def walk_through(case: Case) -> dict[str, Any]:
             for step in (1, 2, 3):
                 watched.new_step()
                 pair.engine.gradients(pair.engine.share_of(tokens))
-                pair.engine.clear_gradients()
+                pair.engine.parameters.clear_gradients()
                 if step == 2:
                     after_second = settled(alive, (0, 0), patience=0.3)
                 elif step == 3:

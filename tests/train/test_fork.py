@@ -297,7 +297,7 @@ def test_a_copy_that_was_killed_is_made_anew(first: Config, fork_config: MakeCon
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            RunDirectory.open(forked)
+            RunDirectory(forked)
     assert (Path(forked.run_dir) / "checkpoints").exists()
     run(forked)
     assert timeless(forked.run_dir) == timeless(first.run_dir)

@@ -88,12 +88,13 @@ def test_changes_of_a_run_are_drawn_where_they_were_made(make_run: MakeRun, draw
 def test_the_curves_are_the_rows(make_run: MakeRun) -> None:
     curves = read_curves(make_run("run", 10))
     assert curves.name == "run"
-    assert curves.steps.tolist() == list(range(1, 11))
-    assert curves.loss.tolist() == [5.0 / step for step in range(1, 11)]
-    assert curves.seconds.tolist() == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert curves.validation.tolist() == [[0, 0.0, 6.0], [10, 1.0, 5.0]]
+    assert curves.training["step"].tolist() == list(range(1, 11))
+    assert curves.training["loss"].tolist() == [5.0 / step for step in range(1, 11)]
+    assert curves.training["seconds"].tolist() == pytest.approx([0.1 * step for step in range(1, 11)])
+    expected = {"step": [0, 10], "seconds": [0.0, 1.0], "validation_loss": [6.0, 5.0]}
+    assert {name: column.tolist() for name, column in curves.validation.items()} == expected
     assert curves.optimizer_share == pytest.approx(0.25)
-    assert curves.median_step_seconds == pytest.approx(0.1)
+    assert curves.training["step_seconds"].tolist() == pytest.approx([0.1] * 10)
 
 
 def test_skipped_steps_and_failed_validations_are_left_out(make_run: MakeRun, step_row: Callable[..., StepRow]) -> None:
@@ -104,8 +105,8 @@ def test_skipped_steps_and_failed_validations_are_left_out(make_run: MakeRun, st
     writer.write(step_row(5))
     writer.close()
     curves = read_curves(run)
-    assert curves.steps.tolist() == [1, 2, 3, 5]
-    assert len(curves.validation) == 1
+    assert curves.training["step"].tolist() == [1, 2, 3, 5]
+    assert len(curves.validation["step"]) == 1
 
 
 def test_loss_is_drawn_over_steps_and_over_seconds(make_run: MakeRun, drawn: Callable[..., Figure]) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from lather.config.toml_file import load_config
 from lather.config.optim import optim_config
 from lather.train.run_dir import RunDirectory
-held = RunDirectory.open(load_config(Path(sys.argv[1])))
+held = RunDirectory(load_config(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -56,14 +56,14 @@ def nothing_changes(folder: Path) -> Iterator[None]:
 
 def refusal(config: Config) -> str:
     with pytest.raises(RunError) as caught:
-        RunDirectory.open(config)
+        RunDirectory(config)
     return str(caught.value)
 
 
 @pytest.fixture
 def begun(config: Config) -> Path:
     """A run that has been started once."""
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
     return Path(config.run_dir)
 
 
@@ -72,7 +72,7 @@ def begun(config: Config) -> Path:
 
 def test_a_new_run_is_made_with_its_configuration(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(run_dir=str(tmp_path / "deep" / "er" / "run"))
-    opened = RunDirectory.open(config)
+    opened = RunDirectory(config)
     assert opened.path == tmp_path / "deep" / "er" / "run"
     assert load_config(opened.path / "config.toml") == config.resolved()
     assert sorted(path.name for path in opened.path.iterdir()) == [".lock", "config.toml"]
@@ -81,7 +81,7 @@ def test_a_new_run_is_made_with_its_configuration(make_config: MakeConfig, tmp_p
 
 def test_a_run_is_taken_up_again(config: Config, begun: Path) -> None:
     (begun / "metrics.jsonl").write_text("{}\n")
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
     assert (begun / "metrics.jsonl").read_text() == "{}\n"
     assert load_config(begun / "config.toml") == config.resolved()
 
@@ -111,9 +111,9 @@ def test_another_configuration_is_refused_by_field_and_both_values(
 def test_a_rate_that_is_left_out_is_that_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     """It does not matter what the default was when the run was begun."""
     first = make_config(optim={"lr": 0.123}, run_dir=str(tmp_path / "run"))
-    RunDirectory.open(first).close()
+    RunDirectory(first).close()
     optim = {key: value for key, value in asdict(first.optim).items() if key != "lr"}
-    again = RunDirectory.open(replace(first, optim=optim_config(**optim)))
+    again = RunDirectory(replace(first, optim=optim_config(**optim)))
     again.close()
     assert again.start.config.optim.lr == 0.123
 
@@ -125,7 +125,7 @@ def test_several_differences_are_counted(make_config: MakeConfig, begun: Path) -
 
 def test_nothing_changes_before_the_run_is_known_to_go_on(make_config: MakeConfig, begun: Path) -> None:
     with nothing_changes(begun):
-        RunDirectory.open(make_config(log={"every": 7}, optim={"lr": 1.0})).close()
+        RunDirectory(make_config(log={"every": 7}, optim={"lr": 1.0})).close()
 
 
 def test_a_folder_that_is_no_run_is_refused(config: Config) -> None:
@@ -139,7 +139,7 @@ def test_a_folder_that_is_no_run_is_refused(config: Config) -> None:
 
 def test_an_empty_folder_is_taken(config: Config) -> None:
     Path(config.run_dir).mkdir()
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
     assert (Path(config.run_dir) / "config.toml").exists()
 
 
@@ -147,7 +147,7 @@ def test_an_empty_folder_is_taken(config: Config) -> None:
 def test_a_damaged_configuration_is_named_with_the_remedy(config: Config, begun: Path, contents: bytes) -> None:
     (begun / "config.toml").write_bytes(contents)
     with nothing_changes(begun), pytest.raises((ConfigError, RunError), match=r"run.*--run-dir"):
-        RunDirectory.open(config)
+        RunDirectory(config)
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/run/deeper"])
@@ -190,19 +190,19 @@ def test_a_run_that_another_process_holds_is_refused_until_that_is_gone(config: 
     assert re.match(r"run_dir = .* is in use by another process: wait for it, or give another --run-dir", message)
     holder.kill()
     holder.communicate()
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
 
 
 def test_a_run_is_held_until_it_is_closed(config: Config) -> None:
-    first = RunDirectory.open(config)
+    first = RunDirectory(config)
     assert "in use" in refusal(config)
     first.close()
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
 
 
 def test_a_refused_open_does_not_hold_the_run(config: Config, make_config: MakeConfig, begun: Path) -> None:
     refusal(make_config(seed=1))
-    RunDirectory.open(config).close()
+    RunDirectory(config).close()
 
 
 # --- its data set -------------------------------------------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ def make_data(tmp_path: Path) -> MakeData:
 @pytest.fixture
 def opened(config: Config, make_data: MakeData) -> Iterator[RunDirectory]:
     """A run that has trained on `books-1`."""
-    run = RunDirectory.open(config)
+    run = RunDirectory(config)
     run.record(make_data("books-1"))
     run.close()
     (run.path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    run = RunDirectory.open(config)
+    run = RunDirectory(config)
     yield run
     run.close()
 
@@ -244,7 +244,7 @@ def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, ope
         train={"micro_batch_size": 1, "device": "auto", "recompute": ["attention"]},
         moe={"memory": "recompute"},
     )
-    again = RunDirectory.open(changed)
+    again = RunDirectory(changed)
     again.record(make_data("books-1"))
     again.close()
     assert load_config(opened.path / "config.toml") == changed.resolved()
@@ -255,7 +255,7 @@ def test_what_does_not_touch_the_numbers_may_change(make_config: MakeConfig, ope
 def test_a_run_may_move(make_config: MakeConfig, opened: RunDirectory, make_data: MakeData, tmp_path: Path) -> None:
     opened.close()
     opened.path.rename(tmp_path / "moved")
-    again = RunDirectory.open(make_config(run_dir=str(tmp_path / "moved")))
+    again = RunDirectory(make_config(run_dir=str(tmp_path / "moved")))
     again.record(make_data("books-1"))
     again.close()
     assert load_config(tmp_path / "moved" / "config.toml").run_dir == str(tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""One module per command of `lather`: its arguments, and what it does."""
+"""One module per command of `lather`: its arguments, and what it does. A command returns its exit status, or nothing if that is 0."""
 
 NAMES = ("train", "data", "generate", "eval", "import", "export", "plot", "report", "doctor", "plan", "profile", "bench", "completion")
 COMMANDS = {name: "exchange" if name in ("import", "export") else name for name in NAMES}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lather
@@ -52,17 +51,12 @@ def bench_command(arguments: list[str]) -> int:
 
 
 def find_benchmark(name: str) -> tuple[type, Callable[[Any], int]]:
-    """Return the class of a benchmark's options, and the function that runs it. Raises UserError without a checkout."""
-    module = _from_checkout(f"benchmarks.{name}" + ".command" * (name in FOLDERS))
-    return getattr(module, f"{name.capitalize()}Benchmark"), module.run
-
-
-def _from_checkout(module_name: str) -> ModuleType:
-    """Import a module of `benchmarks`, only for its own benchmark, from the checkout that holds the package, or from the current folder if
-    that is a checkout."""
+    """Return the class of a benchmark's options, and the function that runs it. Its module, and no other benchmark's, is imported from the
+    checkout that holds the package, or from the current folder if that is a checkout. Raises UserError without a checkout."""
     for root in (Path(lather.__file__).parents[2], Path.cwd()):
         if (root / "benchmarks" / "__init__.py").is_file() and (root / "pyproject.toml").is_file():
             if str(root) not in sys.path:
                 sys.path.append(str(root))
-            return import_module(module_name)
+            module = import_module(f"benchmarks.{name}" + ".command" * (name in FOLDERS))
+            return getattr(module, f"{name.capitalize()}Benchmark"), module.run
     raise UserError("benchmarks are not installed with the package: run `lather bench` in the folder of a checkout of Lather's repository")

@@ -1,6 +1,7 @@
 """`lather completion bash | zsh | fish`: a script with which a shell completes commands, options and their values.
 
-The script holds all names, so that a completion starts no Python. Options of all rules and model families are in it.
+The script holds all names, so that a completion starts no Python. Options of all rules and model families are in it. `completion.bash` is
+its form for bash and zsh.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from importlib.resources import files
 
 from lather.commands import COMMANDS
 from lather.commands.bench import BENCHMARKS
@@ -37,42 +39,20 @@ FOLLOWING = {"data": ("make", "show", "check"), "bench": tuple(BENCHMARKS), "com
 FIRST = " ".join((*COMMANDS, "--help", "--version"))
 """The words that follow `lather`."""
 
-BASH = """\
-_lather() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}" words=""
-    [[ $COMP_CWORD -gt 2 && $command == data ]] && command="data ${{COMP_WORDS[2]}}"
-    if [[ $COMP_CWORD -eq 1 ]]; then
-        words={commands}
-    else
-        case "$command $previous" in
-{values}
-        esac
-        if [[ -z $words && $current == -* ]]; then
-            case "$command" in
-{options}
-            esac
-        fi
-    fi
-    COMPREPLY=()
-    [[ -n $words ]] && COMPREPLY=($(compgen -W "$words" -- "$current"))
-}}
-complete -o default -F _lather lather
-"""
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def completion_command(arguments: list[str]) -> int:
+def completion_command(arguments: list[str]) -> None:
     """Print the script with which a shell completes Lather's commands and options."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
-        return 0
+        return
     (shell, *rest), shells = arguments, FOLLOWING["completion"]
     if shell not in shells or rest:
         raise UserError(f"lather completion {' '.join(arguments)}: give one shell of {', '.join(shells)}")
     commands = (*COMMANDS, *(f"data {name}" for name in FOLLOWING["data"]))
     options = {command: {option.name: option for option in options_of(command)} for command in commands}
     print(_fish(options) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(options), end="")
-    return 0
 
 
 def options_of(command: str) -> Iterator[CommandOption]:
@@ -105,11 +85,9 @@ def _bash(options: dict[str, dict[str, CommandOption]]) -> str:
     flags = {
         command: dict.fromkeys([*(flag for option in own.values() for flag in option.flags), "--help"]) for command, own in options.items()
     }
-    return BASH.format(
-        commands=shlex.quote(FIRST),
-        values="\n".join(_case(places, words) for words, places in values.items()),
-        options="\n".join(_case([command], own) for command, own in flags.items()),
-    )
+    script = files("lather.commands").joinpath("completion.bash").read_text("utf-8").replace("@commands@", shlex.quote(FIRST))
+    script = script.replace("@values@", "\n".join(_case(places, words) for words, places in values.items()))
+    return script.replace("@options@", "\n".join(_case([command], own) for command, own in flags.items()))
 
 
 def _case(patterns: Iterable[str], words: Iterable[str]) -> str:

@@ -50,33 +50,31 @@ class FolderArguments:
     """Folder of the data set."""
 
 
-def data_command(arguments: list[str]) -> int:
+def data_command(arguments: list[str]) -> None:
     """Run the subcommand that the first argument names."""
     commands = {"make": _make, "show": _show, "check": _check}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
-        return 0
+        return
     if arguments[0] not in commands:
         raise UserError(f"unknown command data {arguments[0]!r}: use one of {', '.join(commands)}, or --help")
-    return commands[arguments[0]](arguments[1:])
+    commands[arguments[0]](arguments[1:])
 
 
-def _make(arguments: list[str]) -> int:
+def _make(arguments: list[str]) -> None:
     parsed = parse_arguments(MakeArguments, "lather data make", arguments)
     require(parsed.workers >= 0, "--workers", parsed.workers, "at least 0 processes")
     display = _ConsoleDisplay(Console())
     with display.live or contextlib.nullcontext():
         dataset = make_dataset(parsed.folder, parsed.recipe, display.note, parsed.workers, display.progress)
     print(describe(dataset, display))
-    return 0
 
 
-def _show(arguments: list[str]) -> int:
+def _show(arguments: list[str]) -> None:
     print(describe(DataSet(parse_arguments(FolderArguments, "lather data show", arguments).folder)))
-    return 0
 
 
-def _check(arguments: list[str]) -> int:
+def _check(arguments: list[str]) -> None:
     dataset = DataSet(parse_arguments(FolderArguments, "lather data check", arguments).folder)
     for name in dataset.manifest.splits:
         dataset.split(name)
@@ -85,7 +83,6 @@ def _check(arguments: list[str]) -> int:
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}: restore them, or make the data set again"
         )
     print(f"{dataset.folder} is as it was made ({dataset.manifest.identity})")
-    return 0
 
 
 class _ConsoleDisplay:

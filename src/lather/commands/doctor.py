@@ -19,10 +19,9 @@ from lather.doctor.checks import CHECKS, Finding, check_links
 from lather.doctor.facts import RankFacts, find_facts, probe_file
 from lather.doctor.links import clock_offsets, measure_links
 from lather.engine.step import pick_device
-from lather.errors import ConfigError
 from lather.files import nearest_folder
 from lather.memory.profile_report import write_json
-from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
+from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 
 STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
@@ -45,15 +44,10 @@ class DoctorArguments:
 
 def doctor_command(arguments: list[str]) -> int:
     """Examine, in this process or in several, and print the findings."""
-    rest, nproc = take_nproc(arguments)
-    parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
     world = World.of_environment(os.environ)
-    if world is not None and nproc is not None:
-        raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
-    options = GroupOptions(pick_device(parsed.device), TIMEOUT)
-    if world is not None:
-        return join(examine, (parsed,), world, options)
-    return launch(examine, (parsed,), nproc or 1, options)
+    rest, nproc = take_nproc(arguments, world)
+    parsed = parse_arguments(DoctorArguments, "lather doctor [--nproc N]", rest)
+    return run_ranks(examine, (parsed,), world, nproc, GroupOptions(pick_device(parsed.device), TIMEOUT))
 
 
 def examine(parsed: DoctorArguments, world: World) -> int:

@@ -11,13 +11,11 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.status import Status
 from rich.table import Column, Table
 
 from lather.commands.parsing import parse_arguments
@@ -67,7 +65,7 @@ class EvalArguments:
     """Format the tasks' documents as conversations, with the tokenizer's chat template."""
 
 
-def eval_command(arguments: list[str]) -> int:
+def eval_command(arguments: list[str]) -> None:
     """Evaluate, print a table (or an object with --json), and append the results to the run's record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     for name in ("max_sequences", "limit"):
@@ -99,7 +97,6 @@ def eval_command(arguments: list[str]) -> int:
             else:
                 _show(result, trained)
             _record(trained.run / RECORD, result)
-    return 0
 
 
 def _refuse_options_without_effect(parsed: EvalArguments, tasks: list[str]) -> None:
@@ -116,19 +113,19 @@ def _score_sets(trained: TrainedModel, decoder: Decoder, sets: list[HeldOutSet],
     found = {}
     with Console(stderr=True).status("") as status, trained.precision(device):
         for one in sets:
-            status.update(f"{one.name}, {one.split}")
+            label = f"{one.name}, {one.split}"
+            status.update(label)
             bytes_V = None if one.tokenizer is None else bytes_per_token(one.tokenizer, vocab_size)
             indices, apart = one.indices(parsed.max_sequences), trained.config.data.apart
-            show = partial(_show_progress, status, one)
+
+            def show(done: int, label: str = label) -> None:
+                status.update(f"{label}: {done:,} sequences")
+
             score = score_set(decoder, one.source, indices, parsed.batch_size, apart=apart, bytes_V=bytes_V, progress=show)
             if not score.tokens:
                 raise UserError(f"{one.source.name}: it has no token to predict: give another set or split")
             found[one.name] = {"data": str(one.folder), "split": one.split, **score.as_row()}
     return found
-
-
-def _show_progress(status: Status, one: HeldOutSet, done: int) -> None:
-    status.update(f"{one.name}, {one.split}: {done:,} sequences")
 
 
 def _find_tasks(tasks: list[str], folder: Path | None) -> Any:
@@ -151,22 +148,18 @@ def _show(result: Mapping[str, Any], trained: TrainedModel) -> None:
     console = wide_console(120)
     console.print(f"{trained.checkpoint}, sequences of {result['sequence_length']} tokens", highlight=False, soft_wrap=True)
     if result["sets"]:
-        table = Table("set", "split", *(_right(name.replace("_", " ")) for name in FORMS))
+        table = Table("set", "split", *(Column(name.replace("_", " "), justify="right") for name in FORMS))
         for name, row in result["sets"].items():
             table.add_row(name, row["split"], *(_number(row[key], form) for key, form in FORMS.items()))
         console.print(table)
     if result["tasks"]:
-        table = Table("task", "metric", _right("value"), _right("± standard error"))
+        table = Table("task", "metric", Column("value", justify="right"), Column("± standard error", justify="right"))
         for task, metrics in result["tasks"].items():
             for metric, value in metrics.items():
                 name, _, form = metric.partition(",")
                 if not name.endswith("_stderr"):
                     table.add_row(task, name, f"{value:.4f}", _number(metrics.get(f"{name}_stderr,{form}"), ".4f"))
         console.print(table)
-
-
-def _right(name: str) -> Column:
-    return Column(name, justify="right")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -71,7 +71,7 @@ class ExportArguments:
     """With --adapter: name or folder of the base model, for PEFT; left out: the folder of init_from."""
 
 
-def import_command(arguments: list[str]) -> int:
+def import_command(arguments: list[str]) -> None:
     """Create the run; print its folder and the command that trains it further."""
     parsed = parse_arguments(ImportArguments, "lather import", arguments)
     if not parsed.folder.is_dir():
@@ -98,13 +98,12 @@ def import_command(arguments: list[str]) -> int:
         print(f"to train further  {command}")
     else:
         print(f"training further needs the model's own tokenizer: {command} --data.tokenizer FILE")
-    return 0
 
 
-def export_command(arguments: list[str]) -> int:
+def export_command(arguments: list[str]) -> None:
     """Write the folder and print its name."""
     parsed = parse_arguments(ExportArguments, "lather export", arguments)
-    parse_size(parsed.max_shard_size, "--max-shard-size")
+    max_shard_bytes = parse_size(parsed.max_shard_size, "--max-shard-size")
     dtype = parsed.dtype or ("fp32" if parsed.adapter else "bf16")
     run, _ = find_checkpoint(parsed.run, parsed.step)
     config = load_config(run / "config.toml")
@@ -118,26 +117,13 @@ def export_command(arguments: list[str]) -> int:
             _export_adapters(parsed, config, weights, dtype)
             print(f"adapters of {checkpoint.name} in {dtype}")
         else:
-            tokenizer = _export_model(parsed, run, config, weights, dtype)
+            tokenizer = _tokenizer(run, config.data)
+            merged, torch_dtype = MergedTensors(weights, config.lora.scale), EXPORT_DTYPES[dtype]
+            save_hugging_face(merged, config.model, parsed.folder, max_shard_bytes=max_shard_bytes, dtype=torch_dtype, tokenizer=tokenizer)
             print(f"{checkpoint.name} in {dtype}{'' if tokenizer else ', without a tokenizer'}")
     if not parsed.adapter and isinstance(config.model, DeepseekV2Config) and config.model.normalizes:
         print("note: transformers ignores norm_topk_prob = true of deepseek_v2: it computes other logits than Lather and DeepSeek's code")
     print(f"folder            {parsed.folder}")
-    return 0
-
-
-def _export_model(parsed: ExportArguments, run: Path, config: Config, weights: TensorSource, dtype: str) -> Path | None:
-    """Write the whole model with its adapters merged; return the tokenizer that was written with it."""
-    tokenizer = _tokenizer(run, config.data)
-    save_hugging_face(
-        MergedTensors(weights, config.lora.scale),
-        config.model,
-        parsed.folder,
-        max_shard_bytes=parse_size(parsed.max_shard_size, "--max-shard-size"),
-        dtype=EXPORT_DTYPES[dtype],
-        tokenizer=tokenizer,
-    )
-    return tokenizer
 
 
 def _export_adapters(parsed: ExportArguments, config: Config, weights: TensorSource, dtype: str) -> None:

@@ -65,7 +65,7 @@ class GenerateArguments:
     """Print one JSON object per text, each on a line."""
 
 
-def generate_command(arguments: list[str]) -> int:
+def generate_command(arguments: list[str]) -> None:
     """Generate and print the texts; a single one is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
@@ -79,7 +79,6 @@ def generate_command(arguments: list[str]) -> int:
         writer.write_all([[*_system(parsed), {"role": "user", "content": parsed.message}]])
     else:
         writer.write_all(list(parsed.prompt))
-    return 0
 
 
 def _check(parsed: GenerateArguments) -> None:
@@ -137,7 +136,7 @@ class _Writer:
         live = len(prompts) == self._parsed.num_samples == 1 and not self._parsed.json
         for batch in self._batches(prompts):
             if live:
-                self._show(self._shown_before(prompts[0], encoded[0]))
+                print(self._shown_before(prompts[0], encoded[0]), end="", flush=True)
             answers = not isinstance(prompts[batch[0][0]], str)
             continued = self._continue(decoder, [encoded[number] for number, _ in batch], answers=answers, live=live)
             for (number, sample), one in zip(batch, continued, strict=True):
@@ -179,15 +178,13 @@ class _Writer:
             ending = Ending(self._parsed.tokens, self._ends | self._format.stop_tokens, self._format.stop_texts)
         seeds = [(self._parsed.seed + self._texts_made + number) % LARGEST_SEED for number in range(len(prompts))]
         self._texts_made += len(prompts)
+
+        def show(row: int, piece: str) -> None:
+            if live:
+                print(piece, end="", flush=True)
+
         return continue_texts(
-            decoder,
-            self._tokenizer,
-            prompts,
-            ending,
-            context=self._context,
-            sampling=self._sampling,
-            seeds=seeds,
-            show=(lambda row, piece: self._show(piece)) if live else lambda row, piece: None,
+            decoder, self._tokenizer, prompts, ending, context=self._context, sampling=self._sampling, seeds=seeds, show=show
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -196,9 +193,6 @@ class _Writer:
     def _shown_before(self, prompt: Prompt, encoded: list[int]) -> str:
         """Return the text to print before a continuation: the decoded prompt, or nothing for a conversation."""
         return str(self._tokenizer.decode(encoded)) if isinstance(prompt, str) else ""
-
-    def _show(self, piece: str) -> None:
-        print(piece, end="", flush=True)
 
     def _print_row(self, prompt: Prompt, sample: int, one: ContinuedText) -> None:
         kind = "prompt" if isinstance(prompt, str) else "messages"

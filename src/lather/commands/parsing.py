@@ -65,7 +65,8 @@ def options_of_command(cls: type, default: object = None, prefix: str = "") -> I
     own."""
     hints, texts = typing.get_type_hints(cls, include_extras=True), documentation_of(cls)
     for one in fields(cls):
-        hint, marks = _without_marks(hints[one.name])
+        marks = getattr(hints[one.name], "__metadata__", ())  # what `Annotated` and tyro say of a type
+        hint = hints[one.name].__origin__ if marks else hints[one.name]
         value = getattr(default, one.name) if default is not None else None if one.default is MISSING else one.default
         section = type(value) if is_dataclass(value) else hint
         says = {key: said for key in SAID for mark in marks if (said := getattr(mark, key, None)) is not None}
@@ -85,14 +86,6 @@ def _literals(hint: Any) -> Iterator[object]:
             yield part
         else:
             yield from _literals(part)
-
-
-def _without_marks(hint: Any) -> tuple[Any, list[Any]]:
-    """The type, and what `Annotated` and tyro say of it."""
-    if typing.get_origin(hint) is not typing.Annotated:
-        return hint, []
-    inner, marks = _without_marks(hint.__origin__)
-    return inner, [*hint.__metadata__, *marks]
 
 
 def parse_arguments(cls: type[A], prog: str, arguments: list[str], default: A | None = None) -> A:

@@ -88,13 +88,11 @@ def plan_command(arguments: list[str]) -> int:
 
 def _advise(parsed: PlanArguments, assumed: Assumed, memory: int, console: Console) -> None:
     """Search for settings that fit and print them; write the configuration of the first one if asked to."""
-    found = advise(
-        parsed.config,
-        parsed.world,
-        assumed,
-        machine=parsed.machine,
-        say=lambda what: console.print(what, style="dim", highlight=False),
-    )
+
+    def say(what: str) -> None:
+        console.print(what, style="dim", highlight=False)
+
+    found = advise(parsed.config, parsed.world, assumed, machine=parsed.machine, say=say)
     plan_report.show_advice(found, memory, console)
     if parsed.write and found.settings:
         best = found.settings[0][0]

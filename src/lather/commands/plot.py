@@ -42,12 +42,10 @@ class PlotArguments:
             require(value is None or 0 < value < float("inf"), f"--{name.replace('_', '-')}", value, "a time above 0")
 
 
-def plot_command(arguments: list[str]) -> int:
+def plot_command(arguments: list[str]) -> None:
     """Draw the picture and print the name of its file."""
     parsed = parse_arguments(PlotArguments, "lather plot", arguments)
-    out = _draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed)
-    print(out)
-    return 0
+    print(_draw_schedule(parsed) if parsed.schedule else _draw_runs(parsed))
 
 
 def _draw_runs(parsed: PlotArguments) -> Path:
@@ -68,15 +66,14 @@ def _draw_runs(parsed: PlotArguments) -> Path:
 
 def _draw_schedule(parsed: PlotArguments) -> Path:
     """Draw the timeline of a run if one is given, else the schedule."""
-    pp, micro_batches = parsed.pp, parsed.micro_batches
-    if len(parsed.runs) == 1 and pp is None and micro_batches is None:
+    if len(parsed.runs) == 1 and parsed.pp is None and parsed.micro_batches is None:
         return _draw_run_timeline(parsed.runs[0], parsed.out)
-    if parsed.runs or pp is None or micro_batches is None:
+    if parsed.runs or parsed.pp is None or parsed.micro_batches is None:
         raise UserError(
             "lather plot --schedule needs one run, or the size of a schedule: "
             "lather plot --schedule runs/quickstart, or lather plot --schedule --pp 4 --micro-batches 16"
         )
-    return _draw_table(parsed, pp, micro_batches)
+    return _draw_table(parsed, parsed.pp, parsed.micro_batches)
 
 
 def _draw_run_timeline(run: Path, out: Path | None) -> Path:

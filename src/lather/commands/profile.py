@@ -78,7 +78,7 @@ class ProfileFound:
     """Bytes of each pipeline rank, by the name of the memory levers; none without a mesh."""
 
 
-def profile_command(arguments: list[str]) -> int:
+def profile_command(arguments: list[str]) -> None:
     """Run the micro-batch, write the files that were asked for, and print the tables."""
     parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
     for path in filter(None, (parsed.out, parsed.json)):
@@ -98,7 +98,6 @@ def profile_command(arguments: list[str]) -> int:
         found.by_rank.update(profile_ranks(model, cut, parsed.config, compare=parsed.compare))
     write(found, name)
     show(found, wide_console(150))
-    return 0
 
 
 def build(config: Config, layers: Literal["auto", "all", "distinct"]) -> tuple[Decoder, SampledBlocks | None]:

@@ -22,7 +22,7 @@ class ReportArguments:
     """File to write; left out: report.html in the run's folder."""
 
 
-def report_command(arguments: list[str]) -> int:
+def report_command(arguments: list[str]) -> None:
     """Write the page and print where it is."""
     parsed = parse_arguments(ReportArguments, "lather report", arguments)
     if not any((parsed.run / name).is_file() for name in ("metrics.jsonl", "config.toml")):
@@ -33,4 +33,3 @@ def report_command(arguments: list[str]) -> int:
     out = parsed.out or parsed.run / REPORT
     write_report(parsed.run, out)
     print(out)
-    return 0

@@ -7,9 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -19,7 +17,7 @@ from lather.engine.step import pick_device
 from lather.engine.trained_parameters import check_finetuning
 from lather.errors import ConfigError, UserError
 from lather.parallel.launch.lifeline import UNWIND_SECONDS
-from lather.parallel.launch.start import GroupOptions, join, launch, take_nproc
+from lather.parallel.launch.start import GroupOptions, run_ranks, stop_signals, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
@@ -41,25 +39,21 @@ def train_command(arguments: list[str]) -> int:
     """Train or resume the run that a TOML file describes, in this process or in several."""
     world = World.of_environment(os.environ)
     try:
-        config, nproc = _read(arguments)
-        if world is not None and nproc is not None:
-            raise ConfigError(f"--nproc {nproc} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
+        config, nproc = _read(arguments, world)
         check_parallel(config, world.size if world else nproc or 1)
         check_finetuning(config)
         options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
+        return run_ranks(run_worker, (config,), world, nproc, options)
     except UserError:
         if world is None or world.local_rank == 0:
             raise
         time.sleep(UNWIND_SECONDS)  # local rank 0 prints the error; if another rank exited first, torchrun would end rank 0 before it does
         return 2
-    if world is not None:
-        return join(run_worker, (config,), world, options)
-    return launch(run_worker, (config,), nproc or 1, options)
 
 
-def _read(arguments: list[str]) -> tuple[Config, int | None]:
+def _read(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
     """Return the configuration of the command line, and `--nproc`."""
-    arguments, nproc = take_nproc(arguments)
+    arguments, nproc = take_nproc(arguments, world)
     without_file = not arguments or arguments[0].startswith("-")
     if without_file and not any(one.startswith(("-h", "--help", "--init-from", "--init_from")) for one in arguments):
         raise ConfigError(
@@ -75,7 +69,9 @@ def run_worker(config: Config, world: World) -> int:
     check_parallel(config, world.size)
     device = world.device(pick_device(config.train.device))
     mesh = Mesh.build(config.parallel, device)
-    with contextlib.nullcontext(world.stop) if world.stop else _stop_signal() as stopped_by:
+    received: list[signal.Signals] = []
+    stopped_by = world.stop or (lambda: received[0] if received else None)
+    with contextlib.nullcontext() if world.stop else stop_signals(received.append):
         try:
             with _display(config, world) as display:
                 outcome = train(config, display, lambda: stopped_by() is not None, mesh)
@@ -86,24 +82,6 @@ def run_worker(config: Config, world: World) -> int:
         if world.rank == 0:
             _report(config, outcome)
         return 130 if not outcome.finished and stopped_by() == signal.SIGINT else 0
-
-
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], signal.Signals | None]]:
-    """Yield the question which of SIGTERM and SIGINT was received in the block, where they do not end the process; a second signal ends it
-    as usual."""
-    received: list[signal.Signals] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-        signal.signal(number, before[received[-1]])
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield lambda: received[-1] if received else None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _display(config: Config, world: World) -> LiveDisplay | PlainDisplay:

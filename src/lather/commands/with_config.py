@@ -31,26 +31,10 @@ SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(getattr(Conf
 ALL = "all"
 INDENT = (0, 0, 0, 2)
 OFTEN = (
-    "run_dir",
-    "init_from",
-    "fork_from",
-    "data.source",
-    "data.path",
-    "data.tokenizer",
-    "optim.name",
-    "optim.lr",
-    "optim.weight_decay",
-    "optim.schedule",
-    "optim.warmup_steps",
-    "train.steps",
-    "train.batch_size",
-    "train.micro_batch_size",
-    "train.sequence_length",
-    "train.recompute",
-    "train.precision",
-    "parallel.pp",
-    "parallel.ep",
-    "checkpoint.every",
+    *("run_dir", "init_from", "fork_from", "data.source", "data.path", "data.tokenizer"),
+    *("optim.name", "optim.lr", "optim.weight_decay", "optim.schedule", "optim.warmup_steps"),
+    *("train.steps", "train.batch_size", "train.micro_batch_size", "train.sequence_length", "train.recompute", "train.precision"),
+    *("parallel.pp", "parallel.ep", "checkpoint.every"),
 )
 """The fields of a configuration that are changed most."""
 

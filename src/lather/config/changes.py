@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,49 +29,21 @@ from lather.errors import RunError
 CHANGES = "changes.jsonl"
 
 FREE = (
-    "checkpoint",
-    "data",
-    "fork_from",
-    "init_from",
-    "log",
-    "moe.memory",
-    "parallel",
-    "run_dir",
-    "train.compile",
-    "train.deterministic",
-    "train.device",
-    "train.max_skipped_steps",
-    "train.micro_batch_size",
-    "train.recompute",
-    "train.rounded_weights",
-    "train.validation_every",
-    "train.validation_sequences",
+    *("checkpoint", "data", "fork_from", "init_from", "log", "moe.memory", "parallel", "run_dir"),
+    *("train.compile", "train.deterministic", "train.device", "train.recompute", "train.rounded_weights"),
+    *("train.max_skipped_steps", "train.micro_batch_size", "train.validation_every", "train.validation_sequences"),
 )
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
-    "data.path",
-    "data.weights",
-    "moe.balance_coefficient",
-    "moe.z_loss_coefficient",
-    "optim.decay_fraction",
-    "optim.min_lr_ratio",
-    "optim.schedule",
-    "optim.warmup_steps",
-    "train.max_grad_norm",
-    "train.steps",
+    *("data.path", "data.weights", "moe.balance_coefficient", "moe.z_loss_coefficient", "train.max_grad_norm", "train.steps"),
+    *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other places."""
 CHANGEABLE_OPTIONS = (
-    "eps",
-    "lr",
-    "lr_factor",
-    "momentum",
-    "precondition_frequency",
-    "stagger_refresh",
-    "weight_decay",
-    "weight_decay_method",
+    *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
+    *("precondition_frequency", "stagger_refresh"),
 )
 """Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend. Betas are fixed: bias correction assumes
 that they were the same at every step."""
@@ -122,7 +94,7 @@ class Row:
     step: int
     """Completed steps; the changes apply from the next step on."""
     changes: dict[str, Change]
-    time: str = ""
+    time: str = field(default="", compare=False)
     """Time of the change, ISO 8601."""
     forked_from: str = ""
     """The run and step from which this run was forked; empty if it was not, or if the row is not the first."""
@@ -181,12 +153,17 @@ class History:
     def going_on(self, step: int, changes: dict[str, Change], values: Values) -> History:
         """Return the history of a run that resumes after `step` steps with these changes and these values. The changes replace those
         recorded at that step or later."""
-        kept = tuple(row for row in self.rows if row.step < step)
         at_step = tuple(row for row in self.rows if row.step >= step)
         fork = History(at_step).forked_from
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        new = (Row(step, changes, now, fork),) if changes or fork else ()
-        return History((*kept, *(at_step if _without_time(at_step) == _without_time(new) else new)), values)
+        new = (Row(step, changes, _now(), fork),) if changes or fork else ()
+        return History((*self._before(step), *(at_step if at_step == new else new)), values)
+
+    def forked(self, name: str, step: int, values: Values) -> History:
+        """Return the history of a fork after `step` steps with these values, from the run and step `name`."""
+        return History((*self._before(step), Row(step, {}, _now(), name)), values)
+
+    def _before(self, step: int) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.step < step)
 
     def phases(self, batch_size: int) -> list[MixturePhase]:
         """Return the data mixtures of the run, the current one included, each with the first sample to which it applies."""
@@ -198,8 +175,8 @@ class History:
         ]
 
 
-def _without_time(rows: tuple[Row, ...]) -> list[Row]:
-    return [replace(row, time="") for row in rows]
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _row(mapping: Mapping[str, Any]) -> Row:

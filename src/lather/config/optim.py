@@ -29,7 +29,6 @@ from lather.config.rule_fields import (
     fields_of,
     inherited_by,
     name_of,
-    own_fields,
     rule_named,
     shown,
     with_help,
@@ -202,10 +201,9 @@ class RuleOptimConfig(OptimConfig):
                 continue
             made, section = self.rule_of(kind), self.section(kind)
             factor = None if section.lr is not None else self._factor(kind)
-            chosen = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
-            changes[kind] = replace(
-                section, rule=name_of(rule), lr_factor=factor, **{name: as_text(getattr(made, name)) for name in chosen}
-            )
+            own = fields_of(rule).keys() - inherited_by(rule, self.rules[""]) - {"lr"}
+            options: dict[str, Any] = {name: as_text(getattr(made, name)) for name in own}
+            changes[kind] = replace(section, rule=name_of(rule), lr_factor=factor, **options)
         lr = default_lr(self.rules[""], tokens_per_step) if self.lr is None else self.lr
         return replace(self, lr=lr, **changes)  # type: ignore[arg-type]
 
@@ -287,9 +285,8 @@ def optim_class(given: tuple[tuple[str, str], ...], brief: bool = False) -> type
     for kind in KINDS:
         section = _kind_class(kind, rules, brief)
         own.append((kind, section, field(default_factory=section)))
-    made = make_dataclass(
-        f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace={"rules": rules, "given": given}
-    )
+    namespace = {"rules": rules, "given": given}
+    made = make_dataclass(f"OptimConfig of {names['']}", own, bases=(RuleOptimConfig,), frozen=True, namespace=namespace)
     made.__doc__ = f"Optimizer and learning-rate schedule. {name_of(rules[''])}: {(rules[''].__doc__ or '').partition(chr(10))[0]}"
     return made
 
@@ -319,7 +316,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]], brief: bool) -> type
         of_default = f"as {above}" if name in inherited_by(rule, rules[""]) else shown(default)
         annotation = with_help(hint | None, described(rule, name), f"(default: {of_default})")
         is_other = kind == "rest" or (rule is not rules[""] and not is_rests)
-        if brief and not (is_other and name in own_fields(rule)):
+        if brief and not (is_other and name not in options_of(Rule)):  # inherited, or an option that all rules have
             annotation = Annotated[annotation, tyro.conf.Suppress]
             listed.append(f"--optim.{kind}.{name.replace('_', '-')}")
         own.append((name, annotation, None))

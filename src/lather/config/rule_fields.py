@@ -89,12 +89,6 @@ def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
     return float(f"{own * (min(max(tokens_per_step, least), most) / least) ** LR_EXPONENT:.3g}")
 
 
-def own_fields(rule: type[Rule]) -> list[str]:
-    """Return the names of the fields that only some rules have."""
-    common = options_of(Rule).keys()
-    return [name for name in fields_of(rule) if name not in common]
-
-
 def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
     """Return the options that a kind with `rule` inherits from an `[optim]` with the rule `other`."""
     if rule is other:

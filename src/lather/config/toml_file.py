@@ -39,12 +39,14 @@ def load_config(
     `run_dir`, `init_from` and `fork_from` replace those of the file. Without `[model]` the model is that of `init_from`.
     """
     mapping = _read(path) if path else {}
+    given = {"run_dir": run_dir, "init_from": init_from, "fork_from": fork_from}
+    named = [value or mapping.get(name) for name, value in given.items()]
+    run_dir, init_from, fork_from = (value if isinstance(value, str) else "" for value in named)  # others are refused below
     with _naming(path):
         mapping = _with_model(mapping, init_from, run_dir)
         optim = mapping.get("optim", {})
         if isinstance(optim, dict):
-            folders = (run_dir or mapping.get("run_dir"), *_folders_of_fork(fork_from or mapping.get("fork_from")))
-            if "adam_betas" in optim or any(_is_old_run(folder) for folder in folders):
+            if "adam_betas" in optim or any(map(_is_old_run, (run_dir, fork_from, fork_from.rpartition("@")[0]))):
                 optim = in_new_keys(optim)
             mapping = {**mapping, "optim": _with_rules(optim, rules or {})}
         return config_from_mapping(mapping)
@@ -54,8 +56,6 @@ def load_run(run_dir: Path) -> Config:
     """Read the configuration of a run; a run with the old form of `[optim]` keeps it. Every error names the file and the key."""
     path = run_dir / "config.toml"
     mapping = _read(path)
-    if not is_old(mapping):
-        return load_config(path)
     with _naming(path):
         return config_of_run(mapping)
 
@@ -78,12 +78,11 @@ def config_of_run(mapping: Mapping[str, Any]) -> Config:
     return replace(config_from_mapping({key: value for key, value in mapping.items() if key != "optim"}), optim=optim)
 
 
-def _with_model(mapping: Mapping[str, Any], init_from: str = "", run_dir: str = "") -> dict[str, Any]:
+def _with_model(mapping: dict[str, Any], init_from: str, run_dir: str) -> dict[str, Any]:
     """Add `[model]` to a configuration without one: the model of the run that is already in `run_dir`, or else of `init_from`, if given.
     The default sequence length is then limited to the model's."""
-    init_from, run_dir = init_from or mapping.get("init_from", ""), run_dir or mapping.get("run_dir", "")
-    if "model" in mapping or not init_from or not isinstance(init_from, str) or not isinstance(run_dir, str):
-        return dict(mapping)
+    if "model" in mapping or not init_from:
+        return mapping
     model = load_run(Path(run_dir)).model if run_dir and (Path(run_dir) / "config.toml").is_file() else model_of(init_from)
     fields = tomllib.loads(tomli_w.dumps(_without_none(dataclasses.asdict(model))))
     train = mapping.get("train", {})
@@ -121,14 +120,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _folders_of_fork(name: object) -> list[str]:
-    """Return the run directories that RUN or RUN@STEP may mean."""
-    return [name, name.rpartition("@")[0]] if isinstance(name, str) else []
-
-
-def _is_old_run(run_dir: object) -> bool:
-    file = Path(run_dir) / "config.toml" if isinstance(run_dir, str) and run_dir else None
-    return file is not None and file.is_file() and is_old(_read(file))
+def _is_old_run(run_dir: str) -> bool:
+    file = Path(run_dir) / "config.toml"
+    return bool(run_dir) and file.is_file() and is_old(_read(file))
 
 
 def _with_rules(optim: dict[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:

@@ -88,13 +88,9 @@ class Engine:
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
         frees = Frees() if frees is None else frees
+        exchange = exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
         self._segments = Segments(
-            exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group),
-            weight_gradients=queue,
-            frees=frees,
-            recompute=loop.recompute,
-            autocast=narrow,
-            rounded_weights=self.rounded_weights,
+            exchange, weight_gradients=queue, frees=frees, recompute=loop.recompute, autocast=narrow, rounded_weights=self.rounded_weights
         )
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
@@ -128,7 +124,7 @@ class Engine:
             try:
                 output = self._executor.run(self._micro_batches(batch, float(max(1, num_labels)), shares))
             except BaseException:
-                self.clear_gradients()  # they are incomplete
+                self.parameters.clear_gradients()  # they are incomplete
                 raise
         for unit in (unit for units in self.units for unit in units):
             unit.wait_for_gradients()
@@ -154,9 +150,6 @@ class Engine:
     def fill_waits(self, filler: Filler) -> None:
         """Do pieces of this work while the rank waits for other ranks of its pipeline."""
         self._executor.filler = filler
-
-    def clear_gradients(self) -> None:
-        self.parameters.clear_gradients()
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._activation.shape[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,10 @@ from lather.engine.optimizer import LR_FACTOR
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.engine.gradients import GradientNorms
-from lather.parallel.local_parameters import clip_, norm_dtype, squared_norm
+from lather.parallel.local_parameters import clip_, squared_norm
+
+REFRESHES = ("refreshes_done", "refreshes_skipped")
+"""Counters of an optimizer, and fields of a step's result."""
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
@@ -27,12 +31,8 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
         return config.peak_lr * step / config.warmup_steps
     start = config.warmup_steps if config.schedule != "wsd" else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "wsd": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[config.schedule]
+    linear = 1 - progress
+    shape = {"constant": 1.0, "linear": linear, "wsd": linear, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
     return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
@@ -85,15 +85,8 @@ class TrainStep:
             self.engine.balance(result.counts_LE)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
-        done, skipped = self._new_refreshes()
-        return StepResult(
-            **vars(result),
-            grad_norm=norm.item(),
-            optimizer_seconds=seconds,
-            refreshes_done=done,
-            refreshes_skipped=skipped,
-            skipped=not finite,
-        )
+        refreshes = self._new_refreshes()
+        return StepResult(**vars(result), **refreshes, grad_norm=norm.item(), optimizer_seconds=seconds, skipped=not finite)
 
     def _gradients(self, batch: Batch) -> tuple[BatchResult, Tensor, GradientNorms | None]:
         """Run the forward and backward pass; return its result, the norm of all gradients on the CPU, and the norms that the optimizer
@@ -104,19 +97,19 @@ class TrainStep:
         result, (square,), own = engine.read(unread, sums=square[None], own=None if norms is None else norms.values)
         if norms is not None:
             norms.values = own
-        return result, square.sqrt().to(norm_dtype(engine.parameters)), norms
+        return result, square.sqrt().to(engine.parameters.norm_dtype), norms
 
-    def _new_refreshes(self) -> list[int]:
+    def _new_refreshes(self) -> dict[str, Any]:
         """Return how many refreshes all ranks have done and skipped since the last call."""
         if not isinstance(self.optimizer, MatrixOptimizer):
-            return [0, 0]
+            return dict.fromkeys(REFRESHES, 0)
         before, self._counters = self._counters, self.optimizer.counters
-        new = [self._counters[name] - before[name] for name in ("refreshes_done", "refreshes_skipped")]
-        if self.engine.mesh.size == 1:
-            return new
-        total = torch.tensor(new, device=self.engine.mesh.device)
-        dist.all_reduce(total)
-        return [int(count) for count in total.tolist()]
+        new = [self._counters[name] - before[name] for name in REFRESHES]
+        if self.engine.mesh.size > 1:
+            total = torch.tensor(new, device=self.engine.mesh.device)
+            dist.all_reduce(total)
+            new = total.tolist()
+        return dict(zip(REFRESHES, new, strict=True))
 
     def _now(self) -> float:
         if is_gpu(self.engine.mesh.device):  # wait for this stream only: refreshes may continue on others

@@ -25,22 +25,21 @@ def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
 
     The block must not wait for another rank: one that has failed is already at the end of the block.
     """
+    if group is None:
+        yield
+        return
     error: Exception | None = None
     try:
         yield
     except Exception as own:
-        if group is None:
-            raise
         error = own
-    if group is not None:
-        errors: list[Exception | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, None if error is None else _portable(error), group=group)
-        for each in errors:
-            if each is not None:
-                if error is not None:
-                    raise error
-                each.add_note(COPY)
-                raise each
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, None if error is None else _portable(error), group=group)
+    if error is not None:
+        raise error
+    for other in filter(None, errors):
+        other.add_note(COPY)
+        raise other
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None) -> T:

@@ -161,8 +161,7 @@ class ExpertExchange(Exchange):
     def _start_combine_backward(self, grad_TD: Tensor, way: Way) -> Pending[Tensor]:
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
-        travel = self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
-        return _Launched([travel], _unchanged)
+        return self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
 
     def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
         _check_rows(grad_weights_RK, sum(way.received_P))
@@ -279,10 +278,6 @@ def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:
 
 def _kept(ctx: Any) -> Way:
     return Way(*ctx.saved_tensors, *ctx.splits)
-
-
-def _unchanged(rows_RD: Tensor) -> Tensor:
-    return rows_RD
 
 
 def _check_rows(rows: Tensor, expected: int) -> None:

@@ -5,7 +5,7 @@
     replicas (HSDP)      over a 2-D mesh (replicate, shard): sharded within a replica, gradients summed over the replicas
 
 The loss is a sum over tokens divided by the number of tokens on all ranks. So the gradient of every parameter is the plain sum over data
-ranks, and FSDP2's division is off. Sums are in the parameters' dtype, at least fp32.
+ranks, and FSDP2's division is off. Sums are in the parameters' dtype, which is fp32 or fp64.
 
 FSDP2's hooks gather parameters before a module is called, and reduce gradients in its backward pass. A pipeline calls the segments of a
 block one by one, for alternating micro-batches, so the hooks would run at the wrong times. `fully_shard` is therefore applied to holders:
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lather.models.experts import Experts
 from lather.parallel.mesh import Mesh
@@ -150,7 +150,6 @@ def shard(part: nn.Module, mesh: Mesh) -> list[list[FsdpUnit]]:
 def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
     """Create a holder for the experts of each module, and one for the rest of it, if they have parameters that are shared with other
     ranks."""
-    policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(modules))
     sharded = []
     for module in modules:
         experts = [m for m in module.modules() if isinstance(m, Experts)]
@@ -159,7 +158,7 @@ def _unit(modules: list[nn.Module], mesh: Mesh, users: int = 1) -> FsdpUnit:
             params = {p for m in held for p in m.parameters()} - ignored
             if params and is_shared(device_mesh):
                 holder = Holder(held)
-                fully_shard(holder, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+                fully_shard(holder, mesh=device_mesh, reshard_after_forward=False, ignored_params=ignored)
                 assert isinstance(holder, FSDPModule)
                 holder.set_gradient_divide_factor(1.0)
                 holder.set_force_sum_reduction_for_comms(True)
@@ -188,8 +187,3 @@ def check_dtypes(part: nn.Module) -> None:
                 f"parameters have dtype {dtype}, which is too narrow to sum the gradients of many micro-batches: "
                 "keep fp32 parameters and compute in bf16 under torch.autocast"
             )
-
-
-def _reduce_dtype(modules: list[nn.Module]) -> torch.dtype:
-    first = next((p.dtype for module in modules for p in module.parameters()), torch.float32)
-    return torch.promote_types(first, torch.float32)

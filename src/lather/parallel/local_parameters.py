@@ -13,6 +13,7 @@ Norms do not wait for the device. `clip_` takes a norm that is on the host, wher
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -70,6 +71,11 @@ class LocalParameters:
 
     def __iter__(self) -> Iterator[LocalParameter]:
         return iter(self.entries)
+
+    @functools.cached_property
+    def norm_dtype(self) -> torch.dtype:
+        """The dtype of norms: that of the gradients, at least fp32."""
+        return functools.reduce(torch.promote_types, (entry.parameter.dtype for entry in self.entries), torch.float32)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return the rows, for an optimizer whose rule is elementwise."""
@@ -148,16 +154,8 @@ def squared_norm(
         else:
             norms.append(measured)
     if unmeasured:
-        norms.append(torch.stack(foreach_norm(unmeasured, 2, dtype=norm_dtype(parameters))))
+        norms.append(torch.stack(foreach_norm(unmeasured, 2, dtype=parameters.norm_dtype)))
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=mesh.device)
-
-
-def norm_dtype(parameters: LocalParameters) -> torch.dtype:
-    """Return the dtype of norms: that of the gradients, at least fp32."""
-    dtype = torch.float32
-    for entry in parameters:
-        dtype = torch.promote_types(dtype, entry.parameter.dtype)
-    return dtype
 
 
 @torch.no_grad()

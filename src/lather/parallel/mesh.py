@@ -111,7 +111,7 @@ class Mesh:
         if replicas > 1:
             dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
             expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
-        sizes_group = _second_group(ep, world_size) if ep > 1 and is_gpu(device) else None
+        sizes_group = dist.new_subgroups(ep)[0] if ep > 1 and is_gpu(device) else None
         groups = [group for device_mesh in (grid, data, dense, expert) for group in device_mesh.get_all_groups()]
         groups += [sizes_group] if sizes_group else []
         for group in groups:
@@ -151,11 +151,3 @@ def _create_communicators(groups: list[dist.ProcessGroup], device: torch.device)
         dist.all_reduce(torch.zeros((), device=device), group=group)
     if is_gpu(device):
         gpu_module(device).synchronize(device)
-
-
-def _second_group(size: int, world_size: int) -> dist.ProcessGroup:
-    """Create a second process group of this rank's `size` neighbours. Collective over all ranks."""
-    own: dist.ProcessGroup | None
-    own, _ = dist.new_subgroups_by_enumeration(torch.arange(world_size).view(-1, size).tolist())
-    assert own is not None
-    return own

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+import math
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lather.train.metrics import StepRow
 
 
-class PlainDisplay:
+class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
     """Prints a line every `every` steps. The run continues if the reader closes the pipe."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.is_read = True
-
-    def __enter__(self) -> PlainDisplay:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         pass
@@ -35,40 +33,28 @@ class PlainDisplay:
             self.note(f"step {row.step}/{num_steps}  {_summary(row)}")
 
 
-class LiveDisplay:
+class LiveDisplay(Progress):
     """Shows a bar with step, loss, tokens per second and remaining time; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
+        super().__init__(
             TextColumn("[bold]training"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[summary]}"),
             TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
             console=console,
+            speed_estimate_period=math.inf,
         )
-        self.task: TaskID | None = None
-        self._start, self._first = 0.0, 0
-
-    def __enter__(self) -> LiveDisplay:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.bar.stop()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        if self.task is None:
-            self.task = self.bar.add_task("training", total=num_steps, summary="", left="")
-            self._start, self._first = time.monotonic(), row.step
-        done = row.step - self._first
-        left = (time.monotonic() - self._start) / done * (num_steps - row.step) if done else 0.0
-        self.bar.update(self.task, completed=row.step, summary=_summary(row), left=f"{int(left) // 60}:{int(left) % 60:02d}")
+        task = self.task_ids[0] if self.task_ids else self.add_task("training", total=num_steps, summary="")
+        self.update(task, completed=row.step, summary=_summary(row))
 
 
 def _summary(row: StepRow) -> str:

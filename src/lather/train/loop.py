@@ -35,19 +35,9 @@ from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
+from lather.train import metrics
 from lather.train.initial_weights import check_same_tokenizer, find_start, load_start
 from lather.train.memory_check import MemoryCheck, agreed_partition
-from lather.train.metrics import (
-    MetricsWriter,
-    Row,
-    StepRow,
-    ValidationRow,
-    cut_rows,
-    expert_load,
-    load_per_expert,
-    take_peak_memory_bytes,
-    training_rows,
-)
 from lather.train.run_data import RunData, check_same_data, open_run_data
 from lather.train.run_dir import RunDirectory
 from lather.train.start import Start
@@ -65,7 +55,7 @@ class Display(Protocol):
     def note(self, text: str) -> None:
         """Show a line of text."""
 
-    def step(self, row: StepRow, num_steps: int) -> None:
+    def step(self, row: metrics.StepRow, num_steps: int) -> None:
         """Show a completed training step."""
 
 
@@ -97,7 +87,7 @@ def train(config: Config, display: Display, stop: Callable[[], bool] = lambda: F
     with contextlib.ExitStack() as cleanup:
         with errors_on_all_ranks(mesh.control_group):
             if mesh.rank == 0:
-                run_dir = cleanup.enter_context(contextlib.closing(RunDirectory.open(config)))
+                run_dir = cleanup.enter_context(contextlib.closing(RunDirectory(config)))
         try:
             run = _prepared_run(config, mesh, display, run_dir)
         except UserError:
@@ -119,11 +109,7 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
         is_begun = bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
         source = find_start(config) if config.init_from and not is_begun else None
     source = broadcast(source, group)
-    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), group)
-    data = _open_data(begin, begun_with, mesh, display, source)
-    with errors_on_all_ranks(group):
-        if run_dir is not None:
-            run_dir.check_data(data)
+    data = _open_data(begin, mesh, display, run_dir, source)
     run = _TrainingRun(config, data, mesh, display, source)
     if source is not None and not rate_is_given and not config.lora.rank:
         display.note("the default rate is for random weights and may undo what these have learned: give --optim.lr, a tenth or less")
@@ -136,15 +122,17 @@ def _prepared_run(config: Config, mesh: Mesh, display: Display, run_dir: RunDire
     return run
 
 
-def _open_data(begin: Start, begun_with: str | None, mesh: Mesh, display: Display, source: Path | None) -> RunData:
+def _open_data(begin: Start, mesh: Mesh, display: Display, run_dir: RunDirectory | None, source: Path | None) -> RunData:
     """Open the data sets: first on rank 0, which may have to tokenize text, then on the others, which check that they see the same."""
     config, phases = begin.config, begin.history.phases(begin.config.train.batch_size)
+    begun_with = on_rank_0(lambda: None if run_dir is None else run_dir.begun_with(), mesh.control_group)
     data: RunData | None = None
     with errors_on_all_ranks(mesh.control_group):
-        if mesh.rank == 0:
+        if run_dir is not None:
             data = open_run_data(config, display.note, begun_with, phases)
             if source is not None and data.tokenizer is not None:
                 check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+            run_dir.check_data(data)
     identities = broadcast({} if data is None else data.identities, mesh.control_group)
     with errors_on_all_ranks(mesh.control_group):
         data = data or open_run_data(config, display.note, begun_with, phases)
@@ -177,13 +165,13 @@ class _TrainingRun:
         elif start is not None:
             display.note(f"starting from the weights of {start}")
         self._describe()
-        self.metrics: MetricsWriter | None = None
+        self.metrics: metrics.MetricsWriter | None = None
         if mesh.rank == 0:
             resumed_step = self.progress.step if existing else None
             if (self.path / TIMELINE).exists():
-                cut_rows(self.path / TIMELINE, resumed_step)
+                metrics.cut_rows(self.path / TIMELINE, resumed_step)
             log = config.log
-            self.metrics = MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
+            self.metrics = metrics.MetricsWriter(self.path, resumed_step, tensorboard=log.tensorboard, wandb_project=log.wandb_project)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.lowest_loss = math.inf
         if saving.keep_best:
@@ -237,20 +225,16 @@ class _TrainingRun:
         sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 else ""
         if sample:
             write_aside(self.path / SAMPLE, sample)
-        if finished and self.config.log.picture and any(training_rows(rows)):
+        if finished and self.config.log.picture and any(metrics.training_rows(rows)):
             from lather.train.plot import draw  # matplotlib takes a second to import
             from lather.train.report import REPORT, write_report
 
             draw([self.path], self.path / "loss.png")
             write_report(self.path, self.path / REPORT)
+        step, seconds = self.progress.step, self.progress.seconds
+        first, last = (losses[0], losses[-1]) if losses else (None, None)
         return RunOutcome(
-            finished=finished,
-            step=self.progress.step,
-            seconds=self.progress.seconds,
-            first_validation_loss=losses[0] if losses else None,
-            last_validation_loss=losses[-1] if losses else None,
-            sample=sample,
-            checkpoint=checkpoint,
+            finished, step, seconds, first_validation_loss=first, last_validation_loss=last, sample=sample, checkpoint=checkpoint
         )
 
     def _any(self, flag: bool) -> bool:
@@ -278,12 +262,12 @@ class _TrainingRun:
         step_seconds = time.perf_counter() - start
         in_a_row = self.progress.skipped_in_a_row + 1 if result.skipped else 0
         self.progress = Progress(number, self.progress.seconds + step_seconds, in_a_row)
-        peak = take_peak_memory_bytes(self.mesh.device)
+        peak = metrics.take_peak_memory_bytes(self.mesh.device)
         self.memory.saw(peak)
         row = self._row(result, lr, step_seconds, peak)
         self._write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.numel():
-            self._write({"step": number, "seconds": self.progress.seconds, "expert_load": load_per_expert(result.counts_LE)})
+            self._write({"step": number, "seconds": self.progress.seconds, "expert_load": metrics.load_per_expert(result.counts_LE)})
         self.display.step(row, self.config.train.steps)
         if in_a_row >= self.config.train.max_skipped_steps:
             raise DivergedError(
@@ -292,10 +276,10 @@ class _TrainingRun:
                 f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a new run"
             )
 
-    def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> StepRow:
+    def _row(self, result: StepResult, lr: float, step_seconds: float, peak: int) -> metrics.StepRow:
         measured = {name: value for name, value in vars(result).items() if name != "counts_LE"}  # fields of the row, too
-        least, most, entropy = expert_load(result.counts_LE)
-        return StepRow(
+        least, most, entropy = metrics.expert_load(result.counts_LE)
+        return metrics.StepRow(
             **measured,
             step=self.progress.step,
             lr=lr,
@@ -322,7 +306,7 @@ class _TrainingRun:
         if not losses:
             return False
         loss = next(iter(losses.values()))
-        row: ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss}
+        row: metrics.ValidationRow = {"step": self.progress.step, "seconds": self.progress.seconds, "validation_loss": loss}
         if len(losses) > 1:
             row["validation_losses"] = losses
         self._write(row)
@@ -333,7 +317,7 @@ class _TrainingRun:
             self._keep_best((loss, self.progress.step))
         return is_best
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: metrics.Row) -> None:
         if self.metrics is not None:
             self.metrics.write(row)
 

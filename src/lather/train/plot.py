@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +27,17 @@ class Curves:
     """The rows of one run as arrays."""
 
     name: str
-    steps: Array
-    seconds: Array
-    loss: Array
-    validation: Array
-    """(n, 3): step, seconds and loss of each validation."""
+    training: dict[str, Array]
+    """Fields of the training steps' rows, by name."""
+    validation: dict[str, Array]
+    """Fields of the validations' rows, by name."""
     changes: tuple[tuple[int, str], ...]
     """Steps after which the run was changed or forked, each with a short description."""
-    optimizer_share: float
-    """Fraction of the time of all steps that the optimizer takes."""
-    median_step_seconds: float
+
+    @property
+    def optimizer_share(self) -> float:
+        """Fraction of the time of all steps that the optimizer takes."""
+        return float(self.training["optimizer_seconds"].sum() / self.training["step_seconds"].sum())
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -47,20 +48,16 @@ def read_curves(run_dir: Path) -> Curves:
     if not steps:
         raise RunError(f"{file}: no training steps to draw: give the folder of a run that has trained")
     try:
-        validation = [(row["step"], row["seconds"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None]
-        column = {name: np.array([row[name] for row in steps], np.float64) for name in ("step", "seconds", "loss", "step_seconds")}
-        return Curves(
-            name=(run_dir.name or str(run_dir.resolve())).replace("$", r"\$"),
-            steps=column["step"],
-            seconds=column["seconds"],
-            loss=column["loss"],
-            validation=np.array(validation, np.float64).reshape(-1, 3),
-            changes=tuple((row.step, row.brief()) for row in history.rows),
-            optimizer_share=float(sum(row["optimizer_seconds"] for row in steps) / column["step_seconds"].sum()),
-            median_step_seconds=float(np.median(column["step_seconds"])),
-        )
+        training = _columns(steps, "step", "seconds", "loss", "step_seconds", "optimizer_seconds")
+        validation = _columns([row for row in rows if row.get("validation_loss") is not None], "step", "seconds", "validation_loss")
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
+    name = (run_dir.name or str(run_dir.resolve())).replace("$", r"\$")
+    return Curves(name, training, validation, tuple((row.step, row.brief()) for row in history.rows))
+
+
+def _columns(rows: Sequence[Mapping[str, float]], *names: str) -> dict[str, Array]:
+    return {name: np.array([row[name] for row in rows], np.float64) for name in names}
 
 
 def draw(run_dirs: Sequence[Path], out: Path) -> None:
@@ -70,9 +67,9 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     over_steps, over_seconds, time_share = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     for index, run in enumerate(runs):
-        _draw_loss(over_steps, run, f"C{index}", run.steps, 0)
+        _draw_loss(over_steps, run, f"C{index}", "step")
         _draw_changes(over_steps, run, f"C{index}")
-        _draw_loss(over_seconds, run, f"C{index}", run.seconds, 1)
+        _draw_loss(over_seconds, run, f"C{index}", "seconds")
     over_steps.set(xlabel="step", ylabel="loss (nats per token)", title="loss over steps")
     over_seconds.set(xlabel="seconds of training", title="loss over seconds")
     over_steps.legend(frameon=False, fontsize=8)
@@ -90,14 +87,14 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
         raise RunError(f"{out}: cannot be written ({why}): give another --out") from None
 
 
-def _draw_loss(axes: Axes, run: Curves, color: str, x: Array, validation_column: int) -> None:
-    axes.plot(x, run.loss, color=color, alpha=0.2, linewidth=0.8)
-    axes.plot(x, smoothed(run.loss), color=color, linewidth=1.4, label=f"training: {run.name}")
-    if len(run.validation):
-        last = run.validation[-1, 2]
-        axes.plot(
-            run.validation[:, validation_column], run.validation[:, 2], "o", color=color, label=f"validation: {run.name} ({last:.3f})"
-        )
+def _draw_loss(axes: Axes, run: Curves, color: str, over: str) -> None:
+    """Draw the losses over the column `over`."""
+    x, loss, validation_loss = run.training[over], run.training["loss"], run.validation["validation_loss"]
+    axes.plot(x, loss, color=color, alpha=0.2, linewidth=0.8)
+    axes.plot(x, smoothed(loss), color=color, linewidth=1.4, label=f"training: {run.name}")
+    if len(validation_loss):
+        label = f"validation: {run.name} ({validation_loss[-1]:.3f})"
+        axes.plot(run.validation[over], validation_loss, "o", color=color, label=label)
 
 
 def _draw_changes(axes: Axes, run: Curves, color: str) -> None:
@@ -140,8 +137,9 @@ def _tricube(distances: Array, reach: int) -> Array:
 
 def _draw_time(axes: Axes, runs: Sequence[Curves]) -> None:
     rows = range(len(runs))
-    optimizer = [1000 * run.median_step_seconds * run.optimizer_share for run in runs]
-    rest = [1000 * run.median_step_seconds * (1 - run.optimizer_share) for run in runs]
+    medians = [1000 * float(np.median(run.training["step_seconds"])) for run in runs]
+    optimizer = [median * run.optimizer_share for median, run in zip(medians, runs, strict=True)]
+    rest = [median - own for median, own in zip(medians, optimizer, strict=True)]
     axes.barh(rows, rest, color="0.75", height=0.5, label="forward and backward")
     bars = axes.barh(rows, optimizer, left=rest, color=[f"C{index}" for index in range(len(runs))], height=0.5, label="optimizer")
     axes.bar_label(bars, [f"{run.optimizer_share:.0%}" for run in runs], padding=4)

@@ -50,19 +50,12 @@ MOST_LOADS = 300_000
 def write_report(run_dir: Path, out: Path) -> None:
     """Write the page. Raises UserError if `out` cannot be written."""
     notes: list[str] = []
-    texts = {name: _part(notes, run_dir / name, lambda path: path.read_text("utf-8", "replace"), "") for name in ("config.toml", SAMPLE)}
+    files = {"configuration": run_dir / "config.toml", "sample": run_dir / SAMPLE}
+    texts = {name: _part(notes, file, lambda path: path.read_text("utf-8", "replace"), "") for name, file in files.items()}
     data = {**report_data(run_dir, notes), "notes": list(dict.fromkeys(notes))}
-    title = run_dir.name or run_dir.resolve().name
+    title, time = run_dir.name or run_dir.resolve().name, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     with whole_file(out, "--out") as aside:
-        page.write_page(
-            aside,
-            ("lather.train", "report_page.html"),
-            data,
-            title=title,
-            configuration=texts["config.toml"],
-            sample=texts[SAMPLE],
-            time=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        )
+        page.write_page(aside, ("lather.train", "report_page.html"), data, title=title, time=time, **texts)
 
 
 def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:

@@ -32,39 +32,32 @@ from lather.version import find_commit
 
 
 class RunDirectory:
-    """An open run directory, locked until `close` or the end of the process."""
+    """A run directory, opened and locked until `close` or the end of the process."""
 
-    def __init__(self, path: Path, lock: IO[str], start: Start, *, is_made: bool) -> None:
-        """`is_made`: whether this start created the folder."""
-        self.path, self.start = path, start
-        self._lock, self._is_made = lock, is_made
-        self._is_fork = False
-
-    @classmethod
-    def open(cls, config: Config) -> RunDirectory:
+    def __init__(self, config: Config) -> None:
         """Create a run, fork it from `config.fork_from`, or open the existing one.
 
         An existing run is not changed before `record`. Raises RunError if the folder is not writable, is in use, holds something else, or
         if a fixed field of the configuration has changed.
         """
-        path = Path(config.run_dir)
+        path = self.path = Path(config.run_dir)
         if fork_source(path, config) is None:
             start_of(path, config)
-        is_made = not path.exists()
-        opened = cls(path, _lock(path), Start(config, is_new=is_made), is_made=is_made)
+        self._is_made, self._is_fork = not path.exists(), False
+        self.start = Start(config, is_new=self._is_made)
+        self._lock = _lock(path)
         try:
             source = fork_source(path, config)  # again, now under the lock: another process may have forked meanwhile
             if source is not None:
-                opened._is_fork = True
+                self._is_fork = True
                 copy_run(*source, path)
-            opened.start = start_of(path, config)
-            if opened.start.is_new:
-                write_aside(path / "config.toml", config_to_toml(opened.start.config))
+            self.start = start_of(path, config)
+            if self.start.is_new:
+                write_aside(path / "config.toml", config_to_toml(self.start.config))
         except UserError:
-            opened.abandon()
-            opened.close()
+            self.abandon()
+            self.close()
             raise
-        return opened
 
     def begun_with(self) -> str | None:
         """The data set of a run that started when data sets had format 1 (`lather.data.format1`); None for other runs."""

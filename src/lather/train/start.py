@@ -8,7 +8,6 @@ they were at that step. After that the fork is a run like any other: it is resum
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lather.checkpoint.folder import checkpoint_path, find_checkpoint, list_checkpoints, step_of
-from lather.config.changes import CHANGES, Change, History, Row, class_of, differences, values_of
+from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.old_runs import OldOptimConfig, going_on
 from lather.config.toml_file import config_of_run, config_to_toml, load_run
@@ -58,14 +57,6 @@ class Start:
         return row.describe() if row is not None and row.changes and row.step == self.step and not self.is_finished else ""
 
 
-@dataclass(frozen=True)
-class _Words:
-    """The beginning and the remedy of an error message."""
-
-    subject: str
-    remedy: str
-
-
 def start_of(path: Path, config: Config) -> Start:
     """Return the start of a run of `config` in this directory.
 
@@ -76,13 +67,11 @@ def start_of(path: Path, config: Config) -> Start:
             raise RunError(f"run_dir = {str(path)!r} holds files but no config.toml, so it is not a run: give another --run-dir")
         config = config.resolved()
         return Start(config, history=History((), values_of(config)))
-    words = _Words(f"run_dir = {str(path)!r}", "give another --run-dir, or delete it")
+    subject = f"run_dir = {str(path)!r}"
     steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
-    start = _going_on(path, config, max(steps, default=0), words)
+    start = _going_on(path, config, max(steps, default=0), subject, "give another --run-dir, or delete it")
     if start.history.forked_from and not steps:
-        raise RunError(
-            f"{words.subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: restore them, or delete it"
-        )
+        raise RunError(f"{subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: restore them, or delete it")
     return start
 
 
@@ -92,11 +81,13 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     return config_of_run(_nested(history.values_at(step))).resolved(), history
 
 
-def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
+def _going_on(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
+    """Return the start of `config` after `step` steps of the run at `path`. Errors begin with `subject`; `remedy` is for another
+    configuration."""
     try:
         before, history = config_at(path, step)
     except ConfigError as error:
-        raise RunError(f"{words.subject}: {error}; {words.remedy}") from None
+        raise RunError(f"{subject}: {error}; {remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     if not config.data.pattern:  # which was *.py once
@@ -105,21 +96,21 @@ def _going_on(path: Path, config: Config, step: int, words: _Words) -> Start:
         config = replace(config, optim=going_on(before.optim, config.optim, config.run_dir))
     config = config.resolved()
     changes = differences(values_of(before), values_of(config))
-    _refuse_fixed(changes, words)
+    _refuse_fixed(changes, subject, remedy)
     if config.train.steps < step:
         raise RunError(
-            f"train.steps = {config.train.steps} is not valid: {words.subject} has done {step} steps: give as many or "
+            f"train.steps = {config.train.steps} is not valid: {subject} has done {step} steps: give as many or "
             "more, or continue from an earlier checkpoint in another folder, with --fork-from RUN@STEP and --run-dir"
         )
     if step and "data.path" in changes:
-        _check_added(*changes["data.path"], config, words)
+        _check_added(*changes["data.path"], config, subject)
     start = Start(config, step, history, max(1, len(before.data.path)) if step else 0, is_new=False)
     if start.is_finished:
         return start
     return replace(start, history=history.going_on(step, changes if step else {}, values_of(config)))
 
 
-def _refuse_fixed(changes: dict[str, Change], words: _Words) -> None:
+def _refuse_fixed(changes: dict[str, Change], subject: str, remedy: str) -> None:
     different = [key for key in changes if class_of(key) == "fixed"]
     in_both = [key for key in different if None not in changes[key]]
     different = in_both or different  # name a key of both sides first: another family or rule has other keys
@@ -127,23 +118,19 @@ def _refuse_fixed(changes: dict[str, Change], words: _Words) -> None:
         key = different[0]
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         raise RunError(
-            f"{words.subject} belongs to another configuration: {key} is {changes[key][0]!r} there and {changes[key][1]!r} here"
-            f"{more}, which cannot change during a run; {words.remedy}"
+            f"{subject} belongs to another configuration: {key} is {changes[key][0]!r} there and {changes[key][1]!r} here"
+            f"{more}, which cannot change during a run; {remedy}"
         )
 
 
-def _check_added(before: Sequence[str], now: Sequence[str], config: Config, words: _Words) -> None:
+def _check_added(before: Sequence[str], now: Sequence[str], config: Config, subject: str) -> None:
     """Raise RunError if data sets were removed, or if some were added without `data.weights`."""
-    counts = max(1, len(before)), max(1, len(now))
-    if counts[1] < counts[0]:
-        raise RunError(
-            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: name the earlier ones "
-            "first, in their order; a weight of 0 in data.weights leaves one out"
-        )
+    old, new = max(1, len(before)), max(1, len(now))
+    counts = f"{subject} was trained on {old} data sets, and data.path names {new}"
+    if new < old:
+        raise RunError(f"{counts}: name the earlier ones first, in their order; a weight of 0 in data.weights leaves one out")
     if not config.data.weights:
-        raise RunError(
-            f"{words.subject} was trained on {counts[0]} data sets, and data.path names {counts[1]}: give data.weights, a number for each"
-        )
+        raise RunError(f"{counts}: give data.weights, a number for each")
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +162,7 @@ def fork_source(path: Path, config: Config) -> tuple[Path, Path] | None:
     if path.is_dir() and not (path / ASIDE).exists() and any(not child.name.startswith(".") for child in path.iterdir()):
         raise RunError(f"run_dir = {str(path)!r} holds files: give the fork a --run-dir that is empty or does not exist")
     source, checkpoint = find_fork(config.fork_from)
-    _going_on(source, config, step_of(checkpoint), _Words(f"fork_from = {config.fork_from!r}", "give the fork the same value"))
+    _going_on(source, config, step_of(checkpoint), f"fork_from = {config.fork_from!r}", "give the fork the same value")
     return source, checkpoint
 
 
@@ -224,10 +211,7 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
         (aside / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, history = config_at(source, step)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        kept = [row for row in history.rows if row.step < step]
-        forked = History((*kept, Row(step, {}, now, f"{source}@{step}")), values_of(config))
-        (aside / CHANGES).write_text(forked.to_jsonl(), "utf-8")
+        (aside / CHANGES).write_text(history.forked(f"{source}@{step}", step, values_of(config)).to_jsonl(), "utf-8")
         (aside / "config.toml").write_text(config_to_toml(config), "utf-8")
         for name in COPIED:
             if (aside / name).exists():

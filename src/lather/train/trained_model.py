@@ -108,14 +108,9 @@ class TrainedModel:
         if not prompt:
             return ""
         tokens = encode_text(tokenizer, prompt)
-        more = generate(
-            self.decoder(config.train.device),
-            tokens,
-            config.log.sample_tokens,
-            context=config.train.sequence_length,
-            generator=torch.Generator().manual_seed(config.seed),
-            stop_token=tokenizer.token_to_id(config.data.end_of_text),
-        )
+        decoder, context = self.decoder(config.train.device), config.train.sequence_length
+        generator, end = torch.Generator().manual_seed(config.seed), tokenizer.token_to_id(config.data.end_of_text)
+        more = generate(decoder, tokens, config.log.sample_tokens, context=context, generator=generator, stop_token=end)
         return str(tokenizer.decode([*tokens, *more]))
 
 

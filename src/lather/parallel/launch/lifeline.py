@@ -4,13 +4,14 @@ The kernel closes a process's sockets when the process dies, whatever it was doi
 is blocked in a collective, where Python runs no signal handler, still receives the end of the job and exits. There are no heartbeats, so a
 slow rank is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done`; the hub sends `stop` (the number of a signal) and `end`.
+Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the hub sends `stop` (a signal) and `end`.
 When one rank fails, the others soon fail too, because their connections to it break. So the hub waits for a moment, and then reports as the
 cause the first failure that is not such a consequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -105,12 +106,10 @@ class _JsonSocket:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, **message: object) -> bool:
-        try:
+    def send(self, **message: object) -> None:
+        """Send a message, unless the connection is closed."""
+        with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
 
     def receive(self) -> list[dict[str, object]] | None:
         """Wait for data and return the complete messages; None if the connection is closed."""
@@ -145,6 +144,8 @@ class Hub:
         self.port: int = self._listener.getsockname()[1]
         self.failures: list[Failure] = []
         self.cause: Failure | None = None
+        self.result: int | None = None
+        """Result of rank 0, once it is done."""
         self._num_ranks, self._on_end, self._watch, self._died = num_ranks, on_end, watch, died
         self._lines: list[_JsonSocket] = []
         self._known: set[int] = set()
@@ -227,8 +228,9 @@ class Hub:
                 case {"failed": dict(failed)}:
                     self.failures.append(Failure(**failed))
                     line.is_done = True
-                case {"done": True}:
+                case {"done": int(result)}:
                     line.is_done = True
+                    self.result = result if line.rank == 0 else self.result
                     self._num_done += 1
         return messages is not None
 
@@ -273,10 +275,10 @@ class Lifeline:
         time.sleep(2 * UNWIND_SECONDS)  # `on_end` ends the process meanwhile
         os._exit(1)
 
-    def done(self) -> None:
-        """Report that this rank is done; it then no longer exits when the hub does."""
+    def done(self, result: int) -> None:
+        """Report that this rank is done, and its result; it then no longer exits when the hub does."""
         self._line.is_done = True
-        self._line.send(done=True)
+        self._line.send(done=result)
 
     def _listen(self) -> None:
         while (messages := self._line.receive()) is not None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -57,9 +56,9 @@ class GroupOptions:
     """Timeout of a collective operation, in seconds."""
 
 
-def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
+def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
     """Return the arguments without `--nproc N`, and N; "gpu" means the number of CUDA devices. Raises ConfigError unless N is a positive
-    number."""
+    number, and if another launcher has said how many ranks there are (`world`)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", nargs="?", const="")
     known, rest = parser.parse_known_args(arguments)
@@ -71,10 +70,17 @@ def take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
     number = str(torch.cuda.device_count()) if given == "gpu" else given
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"--nproc {given!r} is not valid: it must be a number of ranks, at least 1, or gpu: one for each CUDA device")
+    if world is not None:
+        raise ConfigError(f"--nproc {number} within the {world.size} tasks of torchrun or srun: leave out --nproc, or that launcher")
     return rest, int(number)
 
 
-def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions | None = None) -> int:
+def run_ranks(worker: Worker, args: tuple[Any, ...], world: World | None, nproc: int | None, options: GroupOptions) -> int:
+    """Run `worker` in this process if torchrun or srun has started it as a rank (`world`), else in `nproc` ranks on this machine."""
+    return launch(worker, args, nproc or 1, options) if world is None else join(worker, args, world, options)
+
+
+def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOptions = GroupOptions()) -> int:
     """Run `worker` in `nproc` ranks on this machine and return the result of rank 0. Call it from the main thread.
 
     `worker` is a top-level function, and `args` can be pickled. For one rank it is called in this process, without a process group.
@@ -87,7 +93,6 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
     """
     if nproc == 1:
         return worker(*args, World())
-    options = options or GroupOptions()
     check_connections(World(nproc - 1, nproc, nproc - 1, nproc).device(options.device), os.environ)
     store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     processes = _Processes()
@@ -99,25 +104,23 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
                 processes.start(worker, args, world, options, hub.port)
             while hub.cause is None and processes.are_running():
                 time.sleep(TICK_SECONDS)
+            hub.wait(SETTLE_SECONDS)
     finally:
         processes.kill()
         hub.close()
-    if hub.cause is None and not processes.failed() and processes.result.poll():
-        status: int = processes.result.recv()
-        return status
+    if hub.cause is None and not processes.failed() and hub.result is not None:
+        return hub.result
     rank = next((rank for rank, process in enumerate(processes.ranks) if process.exitcode), 0)
     return _show(hub.cause or Failure(rank, "died", _exit_text(processes.ranks[rank].exitcode), time.time()))
 
 
-def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions | None = None) -> int:
+def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions = GroupOptions()) -> int:
     """Run `worker` in this process, one of the ranks that another launcher has started, and return its result.
 
     If any rank fails, all ranks exit, with status 1, or 2 after a UserError; the first rank of each machine shows the error. Raises
     ConfigError as `check_connections` does.
     """
-    options = options or GroupOptions()
     check_connections(options.device, os.environ)
-    assert world.address is not None
     host, _ = world.address
     store = _store(world, options)
     hub = None
@@ -132,8 +135,8 @@ def join(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpti
     return status
 
 
-def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int, result: Connection) -> None:
-    """Run a rank that `launch` has started, and send rank 0's result. It shows no errors; its parent does."""
+def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, hub_port: int) -> None:
+    """Run a rank that `launch` has started. It shows no errors; its parent does."""
     lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1))
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -144,14 +147,11 @@ def _local_rank(worker: Worker, args: tuple[Any, ...], world: World, options: Gr
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     if "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's name may resolve to nothing, or to a network that is down
-    assert world.address is not None
     host, port = world.address
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}  # as under torchrun, for libraries that look
     store = TCPStore(host, port, timeout=timedelta(seconds=options.timeout))
-    status = _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
-    if world.rank == 0:
-        result.send(status)
+    _work(worker, args, replace(world, stop=lambda: lifeline.stop), options, lifeline, store)
 
 
 def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOptions, lifeline: Lifeline, store: Any) -> int:
@@ -163,13 +163,12 @@ def _work(worker: Worker, args: tuple[Any, ...], world: World, options: GroupOpt
     except BaseException as error:
         sys.stdout.flush()
         lifeline.fail(error)
-    lifeline.done()
+    lifeline.done(status)
     return status
 
 
 def _store(world: World, options: GroupOptions) -> Any:
     """Return the key-value store of all ranks; torch's launcher hosts it, or else rank 0."""
-    assert world.address is not None
     host, port = world.address
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=timedelta(seconds=options.timeout)))
@@ -185,14 +184,9 @@ def _enter_group(world: World, options: GroupOptions, store: Any) -> None:
     if is_gpu(device):
         gpu_module(device).set_device(device)
         gpu_module(device).init()  # DeviceMesh would choose a device by itself otherwise
-    dist.init_process_group(
-        backends_for(device),
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=options.timeout),
-        device_id=device if is_gpu(device) else None,  # all ranks then create communicators here, not two of them at their first send
-    )
+    bound = device if is_gpu(device) else None  # all ranks then create communicators here, not two of them at their first send
+    timeout = timedelta(seconds=options.timeout)
+    dist.init_process_group(backends_for(device), store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=bound)
 
 
 def backends_for(device: torch.device) -> str:
@@ -239,13 +233,11 @@ class _Processes:
     """The processes of the local ranks."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self.result, self._sender = self._context.Pipe(duplex=False)
         self.ranks: list[BaseProcess] = []
 
     def start(self, *args: Any) -> None:
         """Start a process that calls `_local_rank` with these arguments."""
-        process = self._context.Process(target=_local_rank, args=(*args, self._sender))
+        process = multiprocessing.get_context("spawn").Process(target=_local_rank, args=args)
         process.start()
         self.ranks.append(process)
 
@@ -278,34 +270,49 @@ def _exit_text(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
-    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second, and let it act as before.
-
-    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
-    them.
-    """
-    resource_tracker.ensure_running()  # starting it later would unblock them
+def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Call `ask` with the first SIGTERM or SIGINT of the block, where it does not end the process. At the second call `end`, and let the
+    signal act as before."""
     asked = False
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         if not asked:
             asked = True
-            hub.stop(signal.Signals(number))
+            ask(signal.Signals(number))
             return
-        processes.kill()
+        end()
         restore()
         signal.raise_signal(number)
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     before = {number: signal.signal(number, receive) for number in STOPPING}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    hub.start(unblocked=STOPPING)
     try:
         yield
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _passing_signals_on(hub: Hub, processes: _Processes) -> Iterator[None]:
+    """Forward the first SIGTERM or SIGINT to the ranks as a request to stop; kill the ranks at the second.
+
+    The signals are blocked in this thread, and therefore in the ranks from their start until they have handlers; the hub's thread receives
+    them.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+    def end() -> None:
+        processes.kill()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    with stop_signals(hub.stop, end):
+        hub.start(unblocked=STOPPING)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)

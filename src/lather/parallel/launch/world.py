@@ -27,8 +27,8 @@ class World:
     """Rank among those on this machine."""
     local_size: int = 1
     """Number of ranks on this machine."""
-    address: tuple[str, int] | None = None
-    """Host and port of the store on rank 0's machine, through which the ranks find each other; None: a single process."""
+    address: tuple[str, int] = ("", 0)
+    """Host and port of the store on rank 0's machine, through which several ranks find each other."""
     sees_own_device_alone: bool = False
     """Whether the only visible CUDA device on a machine with several ranks is this rank's own (srun with --gpus-per-task)."""
     stop: Callable[[], signal.Signals | None] | None = None
@@ -40,34 +40,27 @@ class World:
 
         Raises ConfigError if a required variable is missing.
         """
+        number = _Numbers(environment)
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
-            world = cls._of_torchrun(environment)
-        elif {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():  # a batch script without srun has only the first
-            world = cls._of_slurm(environment)
-        else:
-            return None
-        return world if world.size > 1 else None
+            return cls._of_torchrun(number) if number["WORLD_SIZE"] != 1 else None
+        if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():  # a batch script without srun has only the first
+            return cls._of_slurm(number) if number["SLURM_STEP_NUM_TASKS"] != 1 else None
+        return None
 
     @classmethod
-    def _of_torchrun(cls, environment: Mapping[str, str]) -> World:
-        number = _Numbers(environment)
-        rank, size = number["RANK"], number["WORLD_SIZE"]
-        if size == 1:
-            return cls()
+    def _of_torchrun(cls, number: _Numbers) -> World:
+        size = number["WORLD_SIZE"]
         address = number.text("MASTER_ADDR"), number["MASTER_PORT"]
-        return cls(rank, size, number["LOCAL_RANK"], number.get("LOCAL_WORLD_SIZE", size), address)
+        return cls(number["RANK"], size, number["LOCAL_RANK"], number.get("LOCAL_WORLD_SIZE", size), address)
 
     @classmethod
-    def _of_slurm(cls, environment: Mapping[str, str]) -> World:
-        number = _Numbers(environment)
+    def _of_slurm(cls, number: _Numbers) -> World:
         size = number["SLURM_STEP_NUM_TASKS"]
-        if size == 1:
-            return cls()
         job, step = number.get("SLURM_JOB_ID", 0), number.get("SLURM_STEP_ID", 0)
         port = number.get("MASTER_PORT", FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS)
-        tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as "4(x2)"
+        tasks = re.match(r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as "4(x2)"
         local_size = int(tasks[0]) if tasks else size
-        address = _first_host(environment), port
+        address = _first_host(number.environment), port
         return cls(number["SLURM_PROCID"], size, number["SLURM_LOCALID"], local_size, address, sees_own_device_alone=True)
 
     def device(self, kind: torch.device) -> torch.device:
@@ -85,16 +78,16 @@ class World:
         return torch.device("cuda", self.local_rank)
 
 
+@dataclass(frozen=True)
 class _Numbers:
     """Environment variables as integers; errors name the variable."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    environment: Mapping[str, str]
 
     def text(self, name: str) -> str:
-        if not self._environment.get(name):
+        if not self.environment.get(name):
             raise ConfigError(f"the environment has RANK or SLURM_PROCID but no {name}: start with torchrun or srun, or unset them")
-        return self._environment[name]
+        return self.environment[name]
 
     def __getitem__(self, name: str) -> int:
         text = self.text(name)
@@ -103,7 +96,7 @@ class _Numbers:
         return int(text)
 
     def get(self, name: str, default: int) -> int:
-        return self[name] if name in self._environment else default
+        return self[name] if name in self.environment else default
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
