@@ -90,7 +90,6 @@ def rehearsals() -> list[Rehearsal]:
         Rehearsal("gpt_oss", "fp32", "adamw"),
         Rehearsal(rule="soap_muon"),
         Rehearsal(rule="klsoap"),
-        Rehearsal(rule="muon"),
         Rehearsal(sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed, packed=True),
@@ -104,6 +103,7 @@ def more_rehearsals() -> list[Rehearsal]:
     """List further combinations of the same choices."""
     return [
         Rehearsal(),
+        Rehearsal(rule="muon"),
         Rehearsal("qwen3_moe"),
         *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
         Rehearsal(precision="fp32", sizes=NARROW),

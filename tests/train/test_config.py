@@ -23,6 +23,7 @@ from lather.data import config as data_config
 from lather.errors import ConfigError
 from lather.models import deepseek_v2, gpt_oss, lora, qwen3_moe, rotary
 from lather.models.deepseek_v2 import DeepseekV2Config
+from lather.models.hf import config_fields
 
 AT_LEAST_1 = [0, -1]
 """Bad values of a size."""
@@ -337,7 +338,7 @@ def test_a_file_gives_the_same_configuration_back(tmp_path: Path, rank: int | No
 def test_every_field_has_a_docstring() -> None:
     """A section is documented by its class's docstring."""
     documented = set()
-    for module in (config_module, data_config, optim_config_module, lora, deepseek_v2, qwen3_moe, gpt_oss, rotary):
+    for module in (config_module, config_fields, data_config, optim_config_module, lora, deepseek_v2, qwen3_moe, gpt_oss, rotary):
         for cls in (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)):
             for statement, following in zip(cls.body, cls.body[1:], strict=False):
                 is_string = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
@@ -346,8 +347,9 @@ def test_every_field_has_a_docstring() -> None:
     sections = [cls for hint in typing.get_type_hints(Config).values() for cls in members(hint) if dataclasses.is_dataclass(cls)]
     sections += [rotary.YarnConfig, KindConfig]
     assert all(ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0]) for cls in sections)
-    fields = {(cls.__name__, f.name) for cls in (Config, *sections) for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)}
-    assert fields <= documented
+    for cls in (Config, *sections):
+        names = [f.name for f in dataclasses.fields(cls) if hint_is_value(cls, f.name)]
+        assert [name for name in names if not any((base.__name__, name) in documented for base in cls.__mro__)] == [], cls
 
 
 def hint_is_value(cls: type, name: str) -> bool:
