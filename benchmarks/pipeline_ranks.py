@@ -1,6 +1,6 @@
 """Makes the contestants of `lather bench pipeline`: the same model and table in our executor, and in torch's own runtime.
 
-    ours        `lather.pipeline.Executor`: layers in the lean block ("saved"), early frees
+    ours        `lather.pipeline.executor.Executor`: layers in the lean block ("saved"), early frees
     attention   as ours, and the attention segment's activations are computed again in backward
     experts     as ours, and gate/up of experts and dense layers are computed again (memory="recompute")
     held        our executor without lean block or early frees: feed-forward and linear layers in plain autograd ("reference"), and tensors

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,28 @@ from forked import ForkedPython, fresh_python
 ROOT = Path(__file__).parent.parent
 
 
-def run_example(name: str, num_ranks: int = 0, *arguments: Path, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
-    """Run an example; with `num_ranks` under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = python([*launcher, ROOT / "examples" / name, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def run_example(name: str, *arguments: object, python: Callable[..., subprocess.Popen[str]] = ForkedPython) -> str:
+    """Run an example; returns its output."""
+    return ended(started([ROOT / "examples" / name, *arguments], python))
+
+
+def run_on_ranks(name: str, num_ranks: int, *arguments: object) -> str:
+    """Run an example on ranks that are forked, with the variables that torchrun would set; returns the output of rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [ROOT / "examples" / name, *arguments]
+    ranks = [started(command, ForkedPython, **common, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
+    first, *_ = [ended(rank) for rank in ranks]
+    return first
+
+
+def started(command: list[object], python: Callable[..., subprocess.Popen[str]], **environment: object) -> subprocess.Popen[str]:
+    own = {name: str(value) for name, value in environment.items()}
+    return python(command, env={**os.environ, "OMP_NUM_THREADS": "1", **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
     try:
         out, err = process.communicate(timeout=200)
     finally:
@@ -57,7 +75,7 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
     """This includes the checkpoint in the middle."""
     losses, sizes = {}, {}
     for num_ranks in (0, 2):
-        *steps, state = run_example("soap_fsdp2.py", num_ranks).splitlines()
+        *steps, state = (run_on_ranks("soap_fsdp2.py", num_ranks) if num_ranks else run_example("soap_fsdp2.py")).splitlines()
         losses[num_ranks] = [float(line.split()[-1]) for line in steps]
         sizes[num_ranks] = [int(size.replace(",", "")) for size in state.split(":")[1].split()]
     assert losses[2][-1] < 0.25 * losses[2][0]
@@ -68,13 +86,15 @@ def test_soap_fsdp2_is_the_same_on_one_rank_and_on_two() -> None:
 
 
 def test_fsdp2_resume_goes_on_from_the_newest_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
-    losses = [float(run_example("fsdp2_resume.py", ranks, tmp_path / "saved").split()[-1]) for ranks in (2, 1)]
+    losses = [float(run_on_ranks("fsdp2_resume.py", ranks, tmp_path / "saved").split()[-1]) for ranks in (2, 1)]
     assert losses[1] < 0.95 * losses[0]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["0000", "0001"]
 
 
 def test_soap_tensor_parallel() -> None:
-    *lines, difference = run_example("soap_tensor_parallel.py", 2).splitlines()
+    """It is started by torchrun itself, as users start it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    *lines, difference = ended(started([*torchrun, ROOT / "examples" / "soap_tensor_parallel.py"], ForkedPython)).splitlines()
     losses = [re.search(r"loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
     assert len({found.groups() for found in losses if found}) == 1
     assert float(difference.split()[-1]) < 1e-4

@@ -24,19 +24,19 @@ CASES = (
     ("both on 0", "soap_muon", torch.bfloat16),
     ("fsdp", "shampoo", torch.float32),
 )
-FREQUENCY = 3
+FREQUENCY = 2
 
 
 def gathered_differences(rank: int, world_size: int) -> list[str]:
-    """Name the parameters that differ from one process's, after ten steps in which the state goes from rows to owners and back to rows."""
+    """Name the parameters that differ from one process's, after seven steps, in which state goes from rows to owners and back."""
     wrong = []
     for name, kind, dtype in CASES:
         layout = LAYOUTS[world_size][name]
         mesh = layout.mesh()
-        expected, _ = trained(kind, dtype, 10, FREQUENCY)
+        expected, _ = trained(kind, dtype, 7, FREQUENCY)
         case = f"{name}, {kind}"
         before: Spread | None = None
-        for ownership, steps in (("replicated", range(4)), ("whole", range(4, 7)), ("replicated", range(7, 10))):
+        for ownership, steps in (("replicated", range(3)), ("whole", range(3, 5)), ("replicated", range(5, 7))):
             run = make_spread(kind, layout, dtype, mesh, precondition_frequency=FREQUENCY, ownership=ownership)
             if before is not None:
                 with torch.no_grad():

@@ -114,7 +114,7 @@ class Segments:
     ) -> None:
         """`weight_gradients`: the queue that the layers were given; `recompute`: some of `RECOMPUTABLE`; `autocast`: dtype of matrix
         products; `rounded_weights`: the store of weights rounded to that dtype that the layers were given, filled while
-        `lather.pipeline.Executor` runs.
+        `lather.pipeline.executor.Executor` runs.
 
         Raises ValueError for a segment that cannot be recomputed.
         """
