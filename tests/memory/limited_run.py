@@ -33,7 +33,7 @@ def limited_config() -> Config:
     return replace(
         config,
         model=FAMILIES["qwen3_moe"].config(**SIZES | large),
-        train=replace(config.train, batch_size=4, micro_batch_size=2, sequence_length=512),
+        train=replace(config.train, batch_size=4, micro_batch_size=2, sequence_length=256),
     )
 
 
