@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lather.cli import main
 from lather.commands.train import train_command
 from lather.errors import ConfigError, UserError
-from lather.parallel.launch.start import take_nproc
+from lather.parallel.launch.start import stop_signals, take_nproc
 from lather.parallel.launch.world import World
 from tiny_run import write_config
 
@@ -172,3 +173,13 @@ def test_help_shows_nproc(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_process_may_be_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         train_command([str(write_config(tmp_path)), "--nproc", "1", "--data.source", "nowhere", "--run-dir", str(tmp_path / "run")])
+
+
+def test_another_signal_leaves_a_run_that_is_saving_alone_and_a_repeated_one_ends_it() -> None:
+    received: list[signal.Signals] = []
+    with stop_signals(received.append):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGINT, signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

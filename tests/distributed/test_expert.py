@@ -437,3 +437,8 @@ def test_four_ranks_and_groups_inside_the_world() -> None:
         assert [failures(results, kind, name) for name in cases] == [[]] * len(cases)
     for result in results:
         assert max(result["layer"].values()) < 1e-12
+
+
+def test_an_exchange_between_ranks_has_every_method_of_its_own() -> None:
+    """One that it inherited would send nothing."""
+    assert {name for name, value in vars(Exchange).items() if callable(value)} <= set(vars(ExpertExchange))

@@ -138,7 +138,7 @@ class TrainingState:
             info = self._infos[p]
             entries = dict.fromkeys(shapes.get(info.name, {}), ())
             one = entry_name(info.name, 0) if info.is_expert else info.name
-            entries |= {key: tuple(p.shape) if shape else () for key, shape in shapes.get(one, {}).items()}
+            entries |= {key: () if key == "step" else tuple(p.shape) for key in shapes.get(one, {})}
             if entries:
                 state[index] = {key: torch.zeros(shape, dtype=torch.float32 if not shape else p.dtype) for key, shape in entries.items()}
         self.optimizer.load_state_dict({**state_dict, "state": state})

@@ -191,7 +191,7 @@ class RecordReader:
                 return
             for self.lines, row in enumerate(chain.from_iterable(read(columns)), 1):
                 yield Record(self.lines, row)
-        except DataError:
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # the libraries raise errors of many types for damaged files
             yield Skip(self.lines + 1, "damaged, or ends early", str(error))

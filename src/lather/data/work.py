@@ -76,6 +76,7 @@ class UnitReport:
     @classmethod
     def read(cls, path: Path) -> UnitReport:
         mapping = json.loads(path.read_text("utf-8"))
+        mapping.pop("number", None)  # in reports of earlier versions
         return cls(splits=splits_of(mapping.pop("splits")), **mapping)
 
 

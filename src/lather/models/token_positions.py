@@ -48,9 +48,9 @@ class KeyValueCache:
         (B, T, ...)."""
         for number, x_BS in enumerate(new_BS):
             start = self.length - x_BS.shape[1]
-            room = self._rooms.get((layer, number), x_BS[:, :0])
-            if room.shape[1] < self.length:
-                earlier = room[:, :start]
+            room = self._rooms.get((layer, number))
+            if room is None or room.shape[1] < self.length:
+                earlier = x_BS[:, :0] if room is None else room[:, :start]
                 room = self._rooms[layer, number] = x_BS.new_empty(len(x_BS), max(self.length, 2 * start), *x_BS.shape[2:])
                 room[:, :start] = earlier
             room[:, start : self.length] = x_BS

@@ -333,7 +333,7 @@ class _TrainingRun:
         """
         if not self.config.log.sample_tokens or not (self.path / "tokenizer.json").exists():
             return ""
-        return TrainedModel(self.path, checkpoint, self.config).sample(next(iter(self.held_out.values()), None))
+        return TrainedModel(self.path, checkpoint, self.config).sample(next(iter(self.held_out.values()), None), self.mesh.device)
 
 
 def _is_due(step: int, every: int) -> bool:

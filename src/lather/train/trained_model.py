@@ -86,9 +86,9 @@ class TrainedModel:
         tokens = (tokenizer.token_to_id(name) for name in names if name)
         return frozenset(token for token in tokens if token is not None)
 
-    def decoder(self, device: str = "auto") -> Decoder:
+    def decoder(self, device: str | torch.device = "auto") -> Decoder:
         """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint is damaged."""
-        model = build_model(self.config, pick_device(device))
+        model = build_model(self.config, pick_device(device) if isinstance(device, str) else device)
         with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
             load_checkpoint(checkpoint, TrainingState.of_model(model))
         return model.requires_grad_(False)
@@ -97,7 +97,7 @@ class TrainedModel:
         """Return an autocast block for bfloat16 if the run was trained with it."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
-    def sample(self, held_out: HeldOut | None) -> str:
+    def sample(self, held_out: HeldOut | None, device: torch.device) -> str:
         """Return `log.sample_prompt`, or else the first words of the held-out text, and the model's continuation, which reads the last
         `train.sequence_length` tokens. Empty if there is no prompt.
 
@@ -108,7 +108,7 @@ class TrainedModel:
         if not prompt:
             return ""
         tokens = encode_text(tokenizer, prompt)
-        decoder, context = self.decoder(config.train.device), config.train.sequence_length
+        decoder, context = self.decoder(device), config.train.sequence_length
         generator, end = torch.Generator().manual_seed(config.seed), tokenizer.token_to_id(config.data.end_of_text)
         more = generate(decoder, tokens, config.log.sample_tokens, context=context, generator=generator, stop_token=end)
         return str(tokenizer.decode([*tokens, *more]))

@@ -23,7 +23,7 @@ class CheckedFields:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_hidden_layers: int = 6
-    """Number of blocks, including dense ones."""
+    """Number of blocks, dense ones included."""
     num_attention_heads: int = 6
     """Number of attention heads; of query heads, where several share a key-value head."""
     num_experts_per_tok: int = 2

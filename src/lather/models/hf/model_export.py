@@ -20,7 +20,16 @@ from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
 from lather.models.hf.key_map import Shape, published_ways
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
-from lather.models.hf.safetensors_folder import DTYPES, Index, StrPath, TensorHeader, TensorSource, TensorToWrite, write_published
+from lather.models.hf.safetensors_folder import (
+    DTYPE_NAMES,
+    DTYPES,
+    Index,
+    StrPath,
+    TensorHeader,
+    TensorSource,
+    TensorToWrite,
+    write_published,
+)
 
 OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
 COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", "generation_config.json")
@@ -40,9 +49,9 @@ class _ModelTensors:
 
     @property
     def tensors(self) -> Mapping[str, TensorHeader]:
-        names = {dtype: name for name, dtype in DTYPES.items()}
+        dtypes = {name: DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self._tensors.items()}
         shapes = entry_shapes({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
-        return {name: TensorHeader(names[self._tensors[split_entry(name)[0]].dtype], shape) for name, shape in shapes.items()}
+        return {name: TensorHeader(dtypes[split_entry(name)[0]], shape) for name, shape in shapes.items()}
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         parameter, expert = split_entry(name)

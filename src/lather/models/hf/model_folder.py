@@ -196,8 +196,11 @@ def model_from_hugging_face(
     """
     weights, config = open_hugging_face(folder)
     stored = weights.stored.tensors[weights.entries["embed_tokens.weight"][0].published].dtype
-    model = _on_meta(config).to(dtype or DTYPES[stored]).to_empty(device=device or torch.device("cpu"))
-    if config.tie_word_embeddings:  # to_empty has separated them
+    model = _on_meta(config).to(dtype or DTYPES[stored])
+    if config.tie_word_embeddings:  # to_empty would allocate the shared weight twice
+        model.lm_head.weight = None  # type: ignore[assignment]
+    model.to_empty(device=device or torch.device("cpu"))
+    if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     _fill(model, weights)
     return model, config

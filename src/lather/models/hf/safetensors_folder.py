@@ -176,12 +176,11 @@ def write_safetensors(
     Pieces may be on any device and of any floating dtype. `hashed` gets all bytes, in order. The file is synced before this returns.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that every tensor is aligned without gaps
-    names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as out:

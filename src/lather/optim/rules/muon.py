@@ -37,8 +37,8 @@ class MuonRule(Rule):
     """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step; polar_express: a sequence that changes from
     step to step."""
     scale: Scale = "match_rms_adamw"
-    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m, n)), about the rms of AdamW's update;
-    spectral: sqrt(max(1, m / n)); or a number."""
+    """Factor by which the orthogonalised update is multiplied. match_rms_adamw: 0.2 sqrt(max(m, n)), which gives the update about the rms
+    of AdamW's; spectral: sqrt(max(1, m / n)); or a number."""
     newton_schulz_dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
     """dtype of the Newton-Schulz iteration. auto: bfloat16 on CUDA, on a CPU the dtype of all other arithmetic; fastest: bfloat16 also on a
     CPU that multiplies it faster than float32 (AMX, or AMD with AVX512-BF16)."""

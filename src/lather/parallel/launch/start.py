@@ -104,9 +104,10 @@ def launch(worker: Worker, args: tuple[Any, ...], nproc: int, options: GroupOpti
                 processes.start(worker, args, world, options, hub.port)
             while hub.cause is None and processes.are_running():
                 time.sleep(TICK_SECONDS)
-            hub.wait(SETTLE_SECONDS)
+            hub.wait(10 * SETTLE_SECONDS)
     finally:
         processes.kill()
+        processes.join()
         hub.close()
     if hub.cause is None and not processes.failed() and hub.result is not None:
         return hub.result
@@ -250,7 +251,9 @@ class _Processes:
 
     def end_of(self, pid: int) -> str:
         """Return how a process ended whose sockets were just closed."""
-        process = next(process for process in self.ranks if process.pid == pid)
+        process = next((process for process in self.ranks if process.pid == pid), None)
+        if process is None:
+            return _exit_text(None)
         process.join(SETTLE_SECONDS)
         return _exit_text(process.exitcode)
 
@@ -258,6 +261,11 @@ class _Processes:
         """Kill the processes that still run."""
         for process in self.ranks:
             process.kill()
+
+    def join(self) -> None:
+        """Wait until killed processes are gone, and with them their locks and the memory of their devices."""
+        for process in self.ranks:
+            process.join(10 * SETTLE_SECONDS)
 
 
 def _exit_text(status: int | None) -> str:
@@ -270,18 +278,18 @@ def _exit_text(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] = lambda: None) -> Iterator[None]:
+def stop_signals(ask: Callable[[signal.Signals], object], end: Callable[[], object] | None = None) -> Iterator[None]:
     """Call `ask` with the first SIGTERM or SIGINT of the block, where it does not end the process. At the second call `end`, and let the
-    signal act as before."""
-    asked = False
+    signal act as before. Without `end` only a repeated signal does so: a batch system may send SIGINT, and SIGTERM some minutes later."""
+    asked: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if not asked:
-            asked = True
+        if not asked or (end is None and number not in asked):
+            asked.add(number)
             ask(signal.Signals(number))
             return
-        end()
+        if end is not None:
+            end()
         restore()
         signal.raise_signal(number)
 
