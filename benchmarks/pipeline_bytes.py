@@ -16,7 +16,7 @@ rank's step.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,15 +49,6 @@ class Counts:
     """The largest difference of tracker or tape from the count at any moment, relative to the peak."""
     origins: dict[str, int] = field(default_factory=dict)
     """Saved bytes at the peak by what holds them; for our executor alone."""
-
-
-class _Alive(PeakBytes):
-    """A count that is only asked at some moments, and takes no sum after every operation."""
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self.observe(func, args, kwargs)
 
 
 class _Packed:
@@ -105,7 +96,7 @@ def counted_step(contestant: Contestant, tokens_BS: Tensor, labels_BS: Tensor, *
             differences.append(abs(by_tracker - now))
         counts.saved = max(counts.saved, now)
 
-    with tracker if tracked else nullcontext(), _Alive() as alive, saved_tensors_hooks(pack, _unpack):
+    with tracker if tracked else nullcontext(), PeakBytes() as alive, saved_tensors_hooks(pack, _unpack):
         loss = contestant.step(tokens_BS, labels_BS, look)
         counts.after = alive.now
     if tracked:

@@ -19,13 +19,13 @@ from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from benchmarks.launches import operations
-from lather.memory.live_bytes import PeakBytes
+from lather.memory.live_bytes import PeakBytes, following_resizes
 from lather.standin.mode import StandInMode, places
 from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
 
@@ -65,6 +65,13 @@ class Counter(StandInMode):
         """How often something odd happened: operands of two devices, unfused attention, products of fp64."""
         self._ranges: list[str] = []
         self._memory = PeakBytes(count_meta=False)
+
+    def __enter__(self) -> Self:
+        def resized(storage: torch.UntypedStorage) -> None:
+            self._memory.resized(storage)  # of the newest count: `restart` makes another
+
+        self._around.enter_context(following_resizes(resized))
+        return super().__enter__()
 
     def restart(self) -> None:
         """Forget all counts; memory that exists now does not count from here on."""

@@ -76,7 +76,6 @@ def counted_run(
     """Count the peak bytes of this rank's storages over three steps that refresh. If `tracked`, the building of the model counts, too, and
     the second number is the count of torch's tracker (else 0). `layers` lists every stage's layers; None: equally many."""
     torch.manual_seed(0)
-    tracker = memory_tracker()
     choose = Router._choose
 
     def evenly(router: Router, scores_TE: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def counted_run(
 
     with PeakBytes() as alive, patch.object(Router, "_choose", evenly):
         if tracked:
-            with tracker:
+            with memory_tracker() as tracker:
                 _train(config, layers, lambda: None)
             return alive.bytes, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         _train(config, layers, lambda: setattr(alive, "bytes", 0))

@@ -52,6 +52,14 @@ def shrunk_and_grown() -> None:
     y.add_(1)
 
 
+def resized_by_an_operation() -> None:
+    x = new(100)
+    x.resize_(250).resize_(0)
+    torch.add(new(300), 1, out=x)
+    x.set_()
+    new(60)
+
+
 def several_outputs() -> None:
     torch.ones(4).sort()
 
@@ -68,10 +76,20 @@ def made_from_python() -> None:
         (views, 107),
         (in_place, 100),
         (shrunk_and_grown, 120),
+        (resized_by_an_operation, 600),
         (several_outputs, 16 + 16 + 32),
         (made_from_python, 8),
     ],
-    ids=["temporaries", "kept_together", "views", "in_place", "shrunk_and_grown", "several_outputs", "made_from_python"],
+    ids=[
+        "temporaries",
+        "kept_together",
+        "views",
+        "in_place",
+        "shrunk_and_grown",
+        "resized_by_an_operation",
+        "several_outputs",
+        "made_from_python",
+    ],
 )
 def test_known_sequences(work: Callable[[], None], expected: int) -> None:
     with PeakBytes() as peak:

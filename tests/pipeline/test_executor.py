@@ -157,16 +157,6 @@ CASES = {
 }
 
 
-class AliveBytes(PeakBytes):
-    """Counts alive bytes without their peak, for which all storages would be asked after every operation."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._enter([args, kwargs], self._from_before)
-        out = func(*args, **(kwargs or {}))
-        self._enter(out, self._alive)
-        return out
-
-
 class TrackedWork:
     """A send that remembers whether it was waited for."""
 
@@ -254,7 +244,7 @@ def watch(pair: Pair) -> Watch:
     return watched
 
 
-def settled(alive: AliveBytes, expected: tuple[int, int], patience: float) -> tuple[int, int]:
+def settled(alive: PeakBytes, expected: tuple[int, int], patience: float) -> tuple[int, int]:
     """Return the alive bytes and tensors, as soon as they are no more than expected or after `patience` seconds: gloo's threads let go of
     what was reduced some time after the wait for it."""
     deadline = time.monotonic() + patience
@@ -284,7 +274,7 @@ def walk_through(case: Case) -> dict[str, Any]:
     after_second = after_third = (0, 0)
     tokens = pair.tokens()
     try:
-        with AliveBytes() as alive:
+        with PeakBytes() as alive:
             for step in (1, 2, 3):
                 watched.new_step()
                 pair.engine.gradients(pair.engine.share_of(tokens))

@@ -8,20 +8,30 @@ code is not seen; use the statistics of a device's allocator or `torch.profiler`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Self
+from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lather.torch_private import TorchDispatchMode
 
-Storages = WeakValueDictionary[int, torch.UntypedStorage]
-"""Storages by `id`, while they live."""
-
 _BORN_AS_INPUT = {torch.ops.aten.lift_fresh.default}
 """Operations whose input is new: `torch.tensor` creates its storage before the first operation that can be intercepted."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """A live storage that was an input or an output."""
+
+    storage: ref[torch.UntypedStorage]
+    """Reports when the storage is deleted."""
+    size: int | None
+    """Bytes that count; None for a storage that existed before the block."""
 
 
 class PeakBytes(TorchDispatchMode):
@@ -31,21 +41,27 @@ class PeakBytes(TorchDispatchMode):
     operation, or the end of the block, on.
     """
 
-    bytes: int
-    """The peak, in bytes."""
-
     def __init__(self, *, count_meta: bool = True) -> None:
         """`count_meta`: whether to count tensors on the meta device, which have a size but no memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._count_meta = count_meta
         self.bytes = 0
-        self._alive: Storages = WeakValueDictionary()
-        self._from_before: Storages = WeakValueDictionary()
-
-    @property
-    def now(self) -> int:
+        """The peak, in bytes."""
+        self.now = 0
         """Bytes that are alive now."""
-        return sum(storage.nbytes() for storage in self._alive.values())
+        self._seen: dict[int, _Seen] = {}
+        """Storages by `id`."""
+        self._resizes = following_resizes(self.resized)
+
+    def __enter__(self) -> Self:
+        self._resizes.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bytes = max(self.bytes, self.now)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._resizes.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -56,23 +72,48 @@ class PeakBytes(TorchDispatchMode):
 
     def observe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """Run the operation and record the storages that it creates, without updating the peak."""
-        self._enter([args, kwargs], self._alive if func in _BORN_AS_INPUT else self._from_before)
+        inputs = list(tensors_in([args, kwargs]))
+        self._note(inputs, new_ones_count=func in _BORN_AS_INPUT)
         out = func(*args, **(kwargs or {}))
-        self._enter(out, self._alive)
+        self._note([*inputs, *tensors_in(out)], new_ones_count=True)
         return out
 
-    def __exit__(self, *error: Any) -> None:
-        self.bytes = max(self.bytes, self.now)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record the size of a storage if it counts."""
+        seen = self._seen.get(id(storage))
+        if seen is not None and seen.size is not None:
+            size = storage.nbytes()
+            self.now += size - seen.size
+            seen.size = size
 
-    def _enter(self, values: Any, among: Storages) -> None:
-        """Record the storages in `values` that are new, while they live."""
-        for tensor in tensors_in(values):
+    def _note(self, tensors: Iterable[Tensor], *, new_ones_count: bool) -> None:
+        """Record the storages of these tensors: those that are new, and the sizes of all others."""
+        for tensor in tensors:
             if tensor.is_meta and not self._count_meta:
                 continue
             storage = tensor.untyped_storage()
-            if id(storage) not in self._alive and id(storage) not in self._from_before:
-                among[id(storage)] = storage
+            key = id(storage)
+            if key in self._seen:
+                self.resized(storage)
+            else:
+                size = storage.nbytes() if new_ones_count else None
+                self._seen[key] = _Seen(ref(storage, partial(self._gone, key)), size)
+                self.now += size or 0
+
+    def _gone(self, key: int, _: object) -> None:
+        self.now -= self._seen.pop(key).size or 0
+
+
+def following_resizes(told: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[object]:
+    """Call `told` with every storage after its `resize_` in the block, which is no operation that a mode sees."""
+    own = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        out = own(storage, size)
+        told(storage)
+        return out
+
+    return patch.object(torch.UntypedStorage, "resize_", resize_)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lather.memory.live_bytes import following_resizes
 
 KINDS = (
     "parameters",
@@ -122,19 +123,14 @@ class Ledger:
             record.changes.append((time, size - record.size))
             record.size = size
 
-    @contextmanager
-    def following_sizes(self) -> Iterator[None]:
+    def following_sizes(self) -> AbstractContextManager[object]:
         """Record `resize_` of storages when it happens, inside the block."""
-        own = torch.UntypedStorage.resize_
 
-        def resize_(storage: Any, size: int) -> Any:
-            out = own(storage, size)
+        def resized(storage: torch.UntypedStorage) -> None:
             if (known := self._alive.get(id(storage))) is not None:
-                self._resized(known[1], size, self.time + 1)
-            return out
+                self._resized(known[1], storage.nbytes(), self.time + 1)
 
-        with patch.object(torch.UntypedStorage, "resize_", resize_):
-            yield
+        return following_resizes(resized)
 
     # --- what is found ----------------------------------------------------------------------------------------------------------------
 
