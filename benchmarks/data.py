@@ -8,6 +8,7 @@ loader        the time of a batch of the quickstart's size, against the time of 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -118,13 +119,12 @@ def _texts(size: int) -> list[str]:
     from lather.data.sources import list_files
 
     recipe = DataRecipe(("python-stdlib",), pattern="*.py", format="text")
-    files = [Path(file.path).read_text("utf-8", errors="replace") for file in list_files("python-stdlib", recipe)]
+    files = itertools.cycle(list_files("python-stdlib", recipe))
     found: list[str] = []
     total = 0
     while total < size:
-        for text in files:
-            found.append(text)
-            total += len(text)
+        found.append(Path(next(files).path).read_text("utf-8", errors="replace"))
+        total += len(found[-1])
     return found
 
 

@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class GapsBenchmark:
 
     frequency: int = 1
     """Steps between refreshes."""
+    hidden_size: int = 192
+    """Hidden size of the model; factors and bases are so large."""
     sequence_length: int = 512
     """Tokens per sequence."""
     rounds: int = 9
@@ -152,7 +154,7 @@ class TrainingContestant:
     @classmethod
     def make(cls, name: str, options: GapsBenchmark, mesh: Mesh) -> TrainingContestant:
         config = Config(
-            model=MODEL,
+            model=replace(MODEL, hidden_size=options.hidden_size),
             train=LoopConfig(batch_size=SEQUENCES, micro_batch_size=MICRO_BATCH, sequence_length=options.sequence_length),
             optim=optim_config("soap", lr=1e-3, precondition_frequency=options.frequency, async_refresh=True),
             parallel=ParallelConfig(pp=2),

@@ -89,8 +89,7 @@ def rehearsals() -> list[Rehearsal]:
     return [
         Rehearsal("gpt_oss", "fp32", "adamw"),
         Rehearsal(rule="soap_muon"),
-        Rehearsal(rule="klsoap"),
-        Rehearsal(sizes=NARROW),
+        Rehearsal(rule="klsoap", sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(rule="adamw", loop=recomputed, packed=True),
         Rehearsal("gpt_oss", rule="adamw", packed=True),
@@ -106,6 +105,8 @@ def more_rehearsals() -> list[Rehearsal]:
         Rehearsal(rule="muon"),
         Rehearsal("qwen3_moe"),
         *(Rehearsal(family, "fp32", "adamw") for family in ("deepseek_v2", "qwen3_moe")),
+        Rehearsal(rule="klsoap"),
+        Rehearsal(sizes=NARROW),
         Rehearsal(precision="fp32", sizes=NARROW),
         Rehearsal("gpt_oss", rule="adamw"),
         Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),

@@ -18,26 +18,30 @@ triton = pytest.importorskip("triton")
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/results/kernels-ahead.jsonl"
 Row = dict[str, Any]
 
-WITHOUT_A_CASE = """
-from benchmarks import ahead_of_time, kernel_cases
+COMPILE = """
+import sys
+
+from benchmarks import ahead_of_time
+
+folder, *runs = sys.argv[1:]
+for run in runs:
+    models, dtypes, *architectures = run.split()
+    options = ["--architectures", *architectures] if architectures else []
+    assert ahead_of_time.main(["--models", models, "--dtypes", dtypes, *options, "--out", f"{folder}/{run}.jsonl"]) == 0
 
 launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"])
 assert not ahead_of_time.unreached(one.kernel for one in launches)
 without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module__]
-print(*sorted(ahead_of_time.unreached(without)))
+print("without a case:", *sorted(ahead_of_time.unreached(without)))
 """
+RUNS = ("DeepSeek-V2-Lite bf16", "DeepSeek-V2-Lite fp32 90", "GPT-OSS-20B bf16 90")
+"""Model, dtype, and architectures (all, if none is named) that are compiled here; the grid compiles all models."""
 
 
 def python(*arguments: str, timeout: float = 220) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own and with Triton's own settings, because this process has Triton's interpreter on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, check=False, env=environment)
-
-
-def compile_all(out: Path, *options: str, timeout: float = 220) -> list[Row]:
-    result = python("-m", "benchmarks.ahead_of_time", "--out", str(out), *options, timeout=timeout)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def by_code(rows: list[Row]) -> dict[str, Row]:
@@ -54,11 +58,17 @@ def committed() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Compile for every architecture; the command ends with an error if a kernel exceeds a limit or has no case."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], str]:
+    """Compile `RUNS`; the command ends with an error if a kernel exceeds a limit or has no case. Returns the rows and what was printed."""
     folder = tmp_path_factory.mktemp("ahead")
-    rows = compile_all(folder / "rows.jsonl", "--models", "DeepSeek-V2-Lite")
-    return rows + compile_all(folder / "clamped.jsonl", "--models", "GPT-OSS-20B", "--dtypes", "bf16", "--architectures", "90")
+    result = python("-c", COMPILE, str(folder), *RUNS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(line) for run in RUNS for line in (folder / f"{run}.jsonl").read_text().splitlines()], result.stdout
+
+
+@pytest.fixture(scope="module")
+def rows(compiled: tuple[list[Row], str]) -> list[Row]:
+    return compiled[0]
 
 
 def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
@@ -80,12 +90,10 @@ def test_the_committed_rows_are_what_is_compiled(rows: list[Row]) -> None:
     assert by_code(rows).items() <= kept.items()
 
 
-def test_a_kernel_without_a_case_is_noticed() -> None:
+def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> None:
     """A function that another kernel calls needs no case of its own, unless nobody calls it."""
-    result = python("-c", WITHOUT_A_CASE)
-    assert result.returncode == 0, result.stderr
-    missed = {"_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves"}
-    assert set(result.stdout.split()) == {f"swiglu.{name}" for name in missed}
+    missed = ("_backward_kernel", "_clamp", "_forward_kernel", "_load_halves", "_store_halves")
+    assert compiled[1].splitlines()[-1].split() == ["without", "a", "case:", *(f"swiglu.{name}" for name in missed)]
 
 
 LOG = "0 bytes stack frame, {stores} bytes spill stores, 8 bytes spill loads\nptxas info    : Used 40 registers, used 0 barriers"
@@ -118,4 +126,6 @@ def test_what_exceeds_a_limit_is_complained_about(architecture: int) -> None:
 @pytest.mark.grid
 @pytest.mark.timeout(900)
 def test_all_models(tmp_path: Path) -> None:
-    assert by_code(compile_all(tmp_path / "rows.jsonl", timeout=880)) == by_code(committed())
+    result = python("-m", "benchmarks.ahead_of_time", "--out", str(tmp_path / "rows.jsonl"), timeout=880)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert by_code([json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]) == by_code(committed())

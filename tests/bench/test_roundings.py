@@ -56,6 +56,6 @@ def test_rows_of_updates(roundings: ModuleType) -> None:
 
 
 def test_a_row_of_losses(roundings: ModuleType) -> None:
-    row = roundings.loss_row("soap_muon", "all", seed=0, steps=3)
+    row = roundings.loss_row("soap_muon", "all", seed=0, steps=2)
     assert 0 < row["training_loss"] < 20
     assert 0 < row["validation_loss"] < 20

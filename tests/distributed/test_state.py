@@ -1,7 +1,7 @@
 """Checkpoints know nothing of meshes: any mesh saves one process's tensors, and goes on from any checkpoint.
 
-One process trains two steps, saves, and trains six more. Every mesh loads its checkpoint, saves it again (the same bits), trains the same
-three steps, and saves; other meshes and one process load that and train the last three.
+One process trains two steps, saves, and trains four more. Every mesh loads its checkpoint, saves it again (the same bits), trains the same
+two steps, and saves; other meshes and one process load that and train the last two. SOAP renews its bases in steps 2, 4 and 6.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MESHES = {
 ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap")
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
-"""Layouts of runs that change in step 6: from each to the next one (SOAP: to the one before), in the grid from each to each other."""
+"""Layouts of runs that change in step 5: from each to the next one (SOAP: to the one before), in the grid from each to each other."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
 """Relative rounding of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
 STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
@@ -180,8 +180,8 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         trainee = Trainee(case, optimizer, world_size)
         progress = load_checkpoint(folder / optimizer / "alone" / "step-00000002", trainee.state)
         trainee.save(own, 2)
-        results = trainee.train(3, 4, 5)
-        trainee.save(own, 5)
+        results = trainee.train(3, 4)
+        trainee.save(own, 4)
         empty = sum(entry.info.is_empty for entry in trainee.pair.engine.parameters)
         adamw = all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in trainee.optimizer.state.values())
         all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters.entries)
@@ -194,19 +194,19 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     for optimizer, first, second in changes_of_mesh(world_size):
         trainee = Trainee(MESHES[world_size][second], optimizer, world_size)
         trainee.train(*[1] if optimizer == "adamw" else [])  # so that it has state, which loading must replace
-        load_checkpoint(folder / optimizer / first / "step-00000005", trainee.state)
-        trainee.save(folder / optimizer / f"{first} to {second}", 5)
+        load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
+        trainee.save(folder / optimizer / f"{first} to {second}", 4)
     return found
 
 
 def resharded(rank: int, world_size: int, folder: Path, every: bool = False) -> dict[str, list[tuple[float, float]]]:
-    """Take steps 6 to 8 on meshes of this size, each from another layout's step 5, and save; returns losses and gradient norms."""
+    """Take steps 5 and 6 on meshes of this size, each from another layout's step 4, and save; returns losses and gradient norms."""
     found = {}
     for optimizer, first, second in changes_of_layout(world_size, every):
         trainee = Trainee(ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size)
-        load_checkpoint(folder / optimizer / first / "step-00000005", trainee.state)
-        found[f"{optimizer} {first} to {second}"] = [(result.loss, result.grad_norm) for result in trainee.train(6, 7, 8)]
-        trainee.save(folder / optimizer / f"{first} to {second}", 8)
+        load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
+        found[f"{optimizer} {first} to {second}"] = [(result.loss, result.grad_norm) for result in trainee.train(5, 6)]
+        trainee.save(folder / optimizer / f"{first} to {second}", 6)
     return found
 
 
@@ -222,16 +222,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """The loss and gradient norm of the uninterrupted run's steps 3 to 8."""
+    """The loss and gradient norm of the uninterrupted run's steps 3 to 6."""
     found = {}
     for optimizer in RUNS:
         trainee = Trainee(ALONE, optimizer, 1)
         trainee.train(1, 2)
         trainee.save(folder / optimizer / "alone", 2)
-        found[optimizer] = [(result.loss, result.grad_norm) for result in trainee.train(3, 4, 5)]
-        trainee.save(folder / optimizer / "alone", 5)
-        found[optimizer] += [(result.loss, result.grad_norm) for result in trainee.train(6, 7, 8)]
-        trainee.save(folder / optimizer / "alone", 8)
+        found[optimizer] = [(result.loss, result.grad_norm) for result in trainee.train(3, 4)]
+        trainee.save(folder / optimizer / "alone", 4)
+        found[optimizer] += [(result.loss, result.grad_norm) for result in trainee.train(5, 6)]
+        trainee.save(folder / optimizer / "alone", 6)
     return found
 
 
@@ -255,7 +255,7 @@ def test_every_rank_writes_its_share(meshes: tuple[int, object], folder: Path) -
     """This includes replicated parameters: if many ranks have one, a single rank writes it, and another rank writes the next one."""
     world_size = meshes[0]
     for optimizer, name in cases(world_size):
-        sizes = bytes_by_file(folder / optimizer / name / "step-00000005")
+        sizes = bytes_by_file(folder / optimizer / name / "step-00000004")
         assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(world_size)], (optimizer, name)
         if MESHES[world_size][name].pp == 1:
             assert max(sizes.values()) < 1.35 * sum(sizes.values()) / world_size, (optimizer, name)
@@ -268,9 +268,9 @@ def test_the_next_steps_are_the_uninterrupted_runs(
     for (rank, found), (optimizer, name) in itertools.product(enumerate(by_rank), cases(world_size)):
         progress, results, _, _ = found[f"{optimizer} {name}"]
         assert progress == Progress(2, 0.0)
-        assert_close(results, alone[optimizer][:3], ROUNDING[optimizer], f"{rank} {optimizer} {name}")
+        assert_close(results, alone[optimizer][:2], ROUNDING[optimizer], f"{rank} {optimizer} {name}")
     for optimizer, name in cases(world_size):
-        step = "step-00000005"
+        step = "step-00000004"
         assert largest_difference(folder / optimizer / name / step, folder / optimizer / "alone" / step) < STATE_ROUNDING[optimizer], (
             optimizer,
             name,
@@ -279,16 +279,16 @@ def test_the_next_steps_are_the_uninterrupted_runs(
 
 def test_another_mesh_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
     for optimizer, first, second in changes_of_mesh(meshes[0]):
-        saved = folder / optimizer / first / "step-00000005"
-        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000005", saved), (optimizer, first, second)
+        saved = folder / optimizer / first / "step-00000004"
+        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000004", saved), (optimizer, first, second)
 
 
 def test_one_process_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
     for optimizer, name in cases(meshes[0]):
         trainee = Trainee(ALONE, optimizer, 1)
-        saved = folder / optimizer / name / "step-00000005"
-        assert load_checkpoint(saved, trainee.state).step == 5
-        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 5), saved), (optimizer, name)
+        saved = folder / optimizer / name / "step-00000004"
+        assert load_checkpoint(saved, trainee.state).step == 4
+        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 4), saved), (optimizer, name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -327,8 +327,8 @@ def check_resharded(
     for optimizer, first, second in changes:
         name = f"{first} to {second}"
         for found in by_rank:
-            assert_close(found[f"{optimizer} {name}"], alone[optimizer][3:], ROUNDING[optimizer], f"{optimizer} {name}")
-        ends = [folder / optimizer / each / "step-00000008" for each in (name, "alone")]
+            assert_close(found[f"{optimizer} {name}"], alone[optimizer][2:], ROUNDING[optimizer], f"{optimizer} {name}")
+        ends = [folder / optimizer / each / "step-00000006" for each in (name, "alone")]
         assert largest_difference(*ends) < STATE_ROUNDING[optimizer], (optimizer, name)
         shutil.rmtree(ends[0])
 

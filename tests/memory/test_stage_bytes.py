@@ -25,7 +25,7 @@ LAYERS = 6
 
 def deep_config(partition: str, **parallel: Any) -> Config:
     """Make sequences so long that most of a rank's bytes are activations; the first stage has activations of more chunks than the last."""
-    config = config_of("adamw", parallel={"pp": 2, "partition": partition, **parallel})
+    config = config_of("adamw", parallel={"pp": 2, "partition": partition, **parallel}, batch_size=4)
     model = FAMILIES["qwen3_moe"].config(**SIZES | {"num_hidden_layers": LAYERS})
     return replace(config, model=model, train=replace(config.train, sequence_length=256))
 
