@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 import lather
 from lather import version
@@ -61,4 +61,4 @@ def test_the_recorded_commit_where_there_is_no_checkout(copied: Path) -> None:
 def test_the_line_of_versions(commit: str | None, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "find_commit", lambda: commit)
     python = ".".join(map(str, sys.version_info[:3]))
-    assert version.describe_version() == f"lather {lather.__version__} ({shown}), torch {torch.__version__}, Python {python}"
+    assert version.describe_version() == f"lather {lather.__version__} ({shown}), torch {metadata.version('torch')}, Python {python}"

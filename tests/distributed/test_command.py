@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,7 +73,6 @@ COMMANDS = {
     "one": LATHER,
     "stopped": [*LATHER, "--nproc", "2", "--parallel.pp", "2", "--train.steps", "40"],
     "three": [*LATHER, "--nproc", "3", "--parallel.pp", "2"],
-    "torchrun, no divisor": [*TORCHRUN, "--parallel.pp", "2", "--parallel.ep", "2"],
 }
 FRESH = ("stopped",)
 """Names of the commands that are started as a user would start them, besides torchrun's; the others are forked."""
@@ -220,11 +220,20 @@ def test_ranks_that_the_mesh_does_not_divide_are_refused(ended: dict[str, Ended]
     assert not found.run_dir.exists()
 
 
-def test_under_torchrun_one_rank_says_what_is_wrong(ended: dict[str, Ended]) -> None:
-    """Torchrun adds a report of its own."""
-    found = ended["torchrun, no divisor"]
-    assert found.status == 1
-    assert found.out == ""
-    assert found.err.count("lather: error:") == 1, found.err
-    assert "= 4 does not divide the number of ranks, 2" in found.err
-    assert not found.run_dir.exists()
+def test_of_ranks_that_another_launcher_started_one_says_what_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two have the variables that torchrun would give them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    commands = []
+    for rank in ("0", "1"):
+        for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        commands.append(Command(folder, "no_divisor", *LATHER, "--parallel.pp", "2", "--parallel.ep", "2"))
+    ends = [command.end() for command in commands]
+    assert [(found.status, found.out) for found in ends] == [(2, "")] * 2
+    errors = "".join(found.err for found in ends)
+    assert errors.count("\n") == errors.count("lather: error:") == 1, errors
+    assert "= 4 does not divide the number of ranks, 2" in errors
+    assert not ends[0].run_dir.exists()
