@@ -266,7 +266,7 @@ def start(tmp_path: Path) -> Start:
 )
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, tokenizer: Path, start: Start, workers: int, num_kills: int) -> None:
     """Kills are of the whole group, or of the parent alone, whose child processes then end by themselves."""
-    source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
+    source = write_jsonl(tmp_path / "a.jsonl", texts(1500))
     options = ["--tokenizer", tokenizer, "--workers", workers, "--holdout-every", 10]
     undisturbed = start("data", "make", tmp_path / "undisturbed", source, *options)
     begun = time.monotonic()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
@@ -81,8 +82,19 @@ class Pair:
         return repr((*model, case.balance_level, case.z_loss, self.num_data, self.engine.schedule.num_micro_batches))
 
     def plain_gradients(self, tokens: Tensor) -> float:
-        """Run one process's backward passes, micro-batch by micro-batch; returns the loss. Where the balance loss is taken over the global
-        batch, the parts that data ranks do at the same time are one micro-batch here."""
+        """Run one process's backward passes on rank 0, and give all ranks its gradients and its loss, which is returned."""
+        found: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            found = [self._plain_passes(tokens), [p.grad for p in self.plain.parameters()]]
+        dist.broadcast_object_list(found, 0)
+        for p, gradient in zip(self.plain.parameters(), found[1], strict=True):
+            p.grad = gradient
+        loss: float = found[0]
+        return loss
+
+    def _plain_passes(self, tokens: Tensor) -> float:
+        """Go forward and backward, micro-batch by micro-batch. Where the balance loss is taken over the global batch, the parts that data
+        ranks do at the same time are one micro-batch here."""
         total = tokens[:, 1:].numel()
         loss = 0.0
         for router in self.plain.routers():
