@@ -189,9 +189,9 @@ def _tokens(unit: ReadUnit, making: Making, report: UnitReport) -> Iterator[Toke
                         f"{part.path}: token {worst} is outside the vocabulary of {making.vocab_size}: give its own --vocab-size"
                     )
                 done += len(tokens)
-                bounds = np.unique([0, *ends, len(tokens)])
+                bounds = np.unique([0, *ends, len(tokens)]).tolist()
                 for start, stop in itertools.pairwise(bounds):
-                    is_last = stop in ends or (stop == len(tokens) and done == file.length)
+                    is_last = stop < len(tokens) or done == file.length or stop in ends
                     split = SPLITS[document % every == place] if every else unit.split
                     yield TokenRun(split, tokens[start:stop], is_last)
                     document += is_last
