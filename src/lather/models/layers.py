@@ -191,9 +191,25 @@ def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dt
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
+@dataclass(frozen=True)
+class GatedCall:
+    """The inputs of a gated layer's autograd function that are no tensors."""
+
+    dtype: torch.dtype
+    """Dtype of the products."""
+    keep_gate_up: bool
+    """Whether gate/up is saved for backward."""
+    queue: WeightGradients | None
+    kept: RoundedWeights | None
+    """The cache of rounded weights."""
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return rounded(self.kept, weight, self.dtype)
+
+
 class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: _MLPCall) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: GatedCall) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None)
         ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
@@ -204,7 +220,7 @@ class _GatedMLPFunction(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
-        call: _MLPCall = ctx.call
+        call: GatedCall = ctx.call
         gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
         x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # deferred gradients must not keep the graph alive
         if gate_up_TH is None:
@@ -223,20 +239,7 @@ class _GatedMLPFunction(torch.autograd.Function):
         return grad_x, *grads, None
 
 
-@dataclass(frozen=True)
-class _MLPCall:
-    """The inputs of the autograd function that have no gradient."""
-
-    dtype: torch.dtype
-    keep_gate_up: bool
-    queue: WeightGradients | None
-    kept: RoundedWeights | None
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        return rounded(self.kept, weight, self.dtype)
-
-
-def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: _MLPCall) -> Tensor:
+def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: GatedCall) -> Tensor:
     f = len(gate_FD)
     gate_up_TH = x_TD.new_empty(len(x_TD), 2 * f)
     torch.mm(x_TD, call.rounded(gate_FD).T, out=gate_up_TH[:, :f])
@@ -261,7 +264,7 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
             return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        call = _MLPCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
+        call = GatedCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
         with no_autocast(x):
             y: Tensor = _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
         return y.view(x.shape)
