@@ -78,8 +78,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         gate_up_factors, down_factors = ((None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters)
         parameters = (self.gate_up_proj, self.gate_up_bias, *gate_up_factors, self.down_proj, self.down_bias, *down_factors)
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
-        return y_RD
+            return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
 
     def reference_forward(
         self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]

@@ -134,8 +134,7 @@ def multiply(x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Produc
     """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own dtype."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
     with no_autocast(x):
-        outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
-    return outputs
+        return _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Linears(torch.autograd.Function):
@@ -259,15 +258,13 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         if self.memory == "reference":
-            plain: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-            return plain
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
             return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         call = GatedCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
         with no_autocast(x):
-            y: Tensor = _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
-        return y.view(x.shape)
+            return _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call).view(x.shape)  # type: ignore[no-untyped-call]
 
     def _with_adapters(self, x: Tensor) -> Tensor:
         """Compute the same layer by layer; as in the autograd function, backward recomputes the tensors that are not saved."""
@@ -283,5 +280,4 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
                 remaking.add((h,), lambda gate_up: (swiglu(gate_up),), gate_up)
             else:
                 remaking.add((h, gate_up), hidden, x)
-            y: Tensor = self.down_proj(h)
-        return y
+            return self.down_proj(h)

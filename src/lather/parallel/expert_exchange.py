@@ -102,8 +102,7 @@ class ExpertExchange(Exchange):
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
         """Send partial sums back and sum them per token; differentiable. Only indices are kept. Errors as in `start_combine`."""
-        y_TD: Tensor = _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
-        return y_TD
+        return _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
