@@ -114,7 +114,6 @@ def flexible_attention(
     attention = for_device(flex_attention, q_BHSN.device)
     options = {"enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1], "kernel_options": flex_options(q_BHSN)}
     aux_request = AuxRequest(lse=sinks_H is not None)
-    y_BHSU: Tensor
     y_BHSU, aux = attention(q_BHSN, k_BGSN, v_BGSU, block_mask=block_mask, scale=scale, return_aux=aux_request, **options)
     if sinks_H is None:
         return y_BHSU
