@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
+from lather.models.moe import Pending
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import Way
 from lather.parallel.expert_exchange import ExpertExchange
@@ -25,6 +28,20 @@ from models.tiny import error, random_normal
 D_BLOCK = 24
 
 # --- what happens to buffers that nobody reads any more -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def all_to_alls() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Inside this context, note the received and the sent buffer of every all-to-all in the list that is yielded."""
+    travels, original = [], dist.all_to_all_single
+
+    def note(received: Tensor, sent: Tensor, *splits: Any, **options: Any) -> Any:
+        travels.append((received, sent))
+        return original(received, sent, *splits, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", note)
+        yield travels
 
 
 class GivesBackTooEarly(ExpertExchange):
@@ -40,8 +57,12 @@ class GivesBackTooEarly(ExpertExchange):
         travel = super()._launch(rows, *splits, own=own)
         is_routing = not rows.is_floating_point()
         if self.mistake == ("routing that came" if is_routing else "rows that came"):
-            return replace(travel, free_buffer=lambda _: self.free_buffer(travel.received))
+            return Pending(lambda: self._given_back(travel.wait()))
         return travel
+
+    def _given_back(self, buffer: Tensor) -> Tensor:
+        self.free_buffer(buffer)
+        return buffer
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         if self.mistake == "rows to be added":
@@ -71,13 +92,12 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
     found = {}
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
         exchange = ExpertExchange(group, case.e, free_buffer=frees.free_buffer)
-        there = exchange.start_dispatch(case.x(me), case.routing(me))
-        sent = [travel.sent for travel in there._travels]
-        packed = there._travels[0].received
-        back = exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), there.wait().way)
-        came = [travel.received for travel in back._travels]
-        back.wait()
-        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in (*sent, packed, *came)]
+        with all_to_alls() as travels:
+            way = exchange.start_dispatch(case.x(me), case.routing(me)).wait().way
+            exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), way).wait()
+        _, (packed_there, packed), (_, sent), (back, _) = travels
+        read = (packed, sent, packed_there, back)
+        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in read]
         found[name] = all(gone) if name == "poisoned" else not any(gone)
     return found
 

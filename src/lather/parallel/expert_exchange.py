@@ -23,10 +23,8 @@ Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,10 +37,9 @@ from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import ExchangePlan, Way, pack_routing, plan_rows, unpack_routing
+from lather.parallel.exchange_plan import Way, pack_routing, plan_rows, unpack_routing
 from lather.shapes import Float
 
-Result = TypeVar("Result")
 FreeBuffer = Callable[[Tensor], None]
 """Called with a buffer that will not be read again."""
 
@@ -112,9 +109,24 @@ class ExpertExchange(Exchange):
         """
         check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
         plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
-        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
-            self._sizes_stream = gpu_module(plan.sizes_P2).Stream(plan.sizes_P2.device, priority=-1)
-        return _Planned(plan, self.sizes_group, self._sizes_stream)
+        sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
+        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True)
+        arrive: Callable[[], object] = work.wait
+        if is_gpu(sizes_2P2):
+            if self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
+                self._sizes_stream = gpu_module(sizes_2P2).Stream(sizes_2P2.device, priority=-1)
+            with gpu_module(sizes_2P2).stream(self._sizes_stream):  # the compute stream may have further work queued
+                work.wait()
+                _used_here(plan.sizes_P2, sizes_2P2)
+                sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
+                arrive = self._sizes_stream.record_event().synchronize
+
+        def finish() -> Way:
+            arrive()
+            own_P2, told_P2 = sizes_2P2.tolist()
+            return plan.way(tuple(rows for rows, _ in own_P2), told_P2)
+
+        return Pending(finish)
 
     @torch.no_grad()
     def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
@@ -126,23 +138,23 @@ class ExpertExchange(Exchange):
                 "give the routing of these tokens"
             )
         way = self.start_plan(routing).wait() if plan is None else plan
-        travels = [
-            self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True),
-            self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True),
-        ]
+        packed_travel = self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True)
+        x_travel = self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True)
         dtype = routing.weights_TK.dtype
 
-        def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
+        def finish() -> Dispatched:
+            packed, x_RD = packed_travel.wait(), x_travel.wait()
             experts_RK, weights_RK = unpack_routing(packed, dtype)
             self.free_buffer(packed)
             return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
-        return _Launched(travels, finish)
+        return Pending(finish)
 
     @torch.no_grad()
     def start_combine(self, partial_RD: Float[Tensor, "r d"], way: Way) -> Pending[Tensor]:
         """Start to send partial sums back. Raises ValueError, before anything is sent, unless there are R of them."""
-        return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
+        travel = self._launch_back(partial_RD, way)
+        return Pending(lambda: self._sum_per_token(way, travel.wait()))
 
     @torch.no_grad()
     def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], way: Way) -> Pending[Tensor]:
@@ -157,14 +169,15 @@ class ExpertExchange(Exchange):
     ) -> Pending[tuple[Tensor, Tensor]]:
         """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
         _check_rows(grad_weights_RK, sum(way.received_P))
-        travels = [self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)]
+        grad_travel, weights_travel = self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)
 
-        def finish(grad_SD: Tensor, grad_weights_SK: Tensor) -> tuple[Tensor, Tensor]:
+        def finish() -> tuple[Tensor, Tensor]:
+            grad_SD, grad_weights_SK = grad_travel.wait(), weights_travel.wait()
             grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
             self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 
-        return _Launched(travels, finish)
+        return Pending(finish)
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         _used_here(way.row_TK)
@@ -177,60 +190,18 @@ class ExpertExchange(Exchange):
         return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
 
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
+        """Start an all-to-all of rows. `own`: the exchange allocated them, so they are freed when they have been sent."""
         received = rows.new_empty(sum(received_P), rows.shape[1])
         work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
-        return _Travel(rows, received, work, self.free_buffer if own else None)
 
+        def finish() -> Tensor:
+            work.wait()
+            _used_here(rows, received)
+            if own:
+                self.free_buffer(rows)
+            return received
 
-class _Planned:
-    """Numbers of rows that are being copied to the host; on a GPU by `stream`, since the compute stream may have further work queued."""
-
-    def __init__(self, plan: ExchangePlan, group: dist.ProcessGroup, stream: Any) -> None:
-        self._plan = plan
-        self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
-        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
-        self._wait: Callable[[], object] = work.wait
-        if stream is not None:
-            with gpu_module(sizes_2P2).stream(stream):
-                work.wait()
-                _used_here(plan.sizes_P2, sizes_2P2)
-                self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
-                self._wait = stream.record_event().synchronize
-
-    def wait(self) -> Way:
-        self._wait()
-        own_P2, told_P2 = self._sizes_2P2.tolist()
-        return self._plan.way(tuple(rows for rows, _ in own_P2), told_P2)
-
-
-@dataclass(frozen=True)
-class _Travel:
-    """An all-to-all that is under way."""
-
-    sent: Tensor
-    received: Tensor
-    work: dist.Work
-    free_buffer: FreeBuffer | None
-    """Called with the sent rows; None if the exchange did not allocate them."""
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        _used_here(self.sent, self.received)
-        if self.free_buffer is not None:
-            self.free_buffer(self.sent)
-        return self.received
-
-
-class _Launched(Generic[Result]):
-    """All-to-alls that are under way, and the function that makes the result from the received rows. Can be waited for once."""
-
-    def __init__(self, travels: Sequence[Pending[Tensor]], finish: Callable[..., Result]) -> None:
-        self._travels, self._finish = travels, finish
-
-    def wait(self) -> Result:
-        assert self._travels, "this was waited for before"
-        travels, self._travels = self._travels, ()
-        return self._finish(*[travel.wait() for travel in travels])
+        return Pending(finish)
 
 
 class _Dispatch(torch.autograd.Function):
