@@ -184,7 +184,7 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         trainee.save(own, 5)
         empty = sum(entry.info.is_empty for entry in trainee.pair.engine.parameters)
         adamw = all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in trainee.optimizer.state.values())
-        all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters.entries)
+        all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters)
         found[f"{optimizer} {name}"] = (
             progress,
             [(result.loss, result.grad_norm) for result in results],

@@ -168,7 +168,7 @@ class _Mirror(ExpertExchange):
     def start_plan(self, routing: Routing) -> Pending[Way]:
         plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
         sizes_P2 = plan.sizes_P2.tolist()
-        return Pending(lambda: plan.way(tuple(rows for rows, _ in sizes_P2), sizes_P2))
+        return Pending(lambda: plan.way(sizes_P2, sizes_P2))
 
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
         received = rows.clone()

@@ -123,8 +123,7 @@ class ExpertExchange(Exchange):
 
         def finish() -> Way:
             arrive()
-            own_P2, told_P2 = sizes_2P2.tolist()
-            return plan.way(tuple(rows for rows, _ in own_P2), told_P2)
+            return plan.way(*sizes_2P2.tolist())
 
         return Pending(finish)
 

@@ -54,9 +54,8 @@ class _ModelTensors:
         return {name: TensorHeader(dtypes[split_entry(name)[0]], shape) for name, shape in shapes.items()}
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        parameter, expert = split_entry(name)
-        tensor = self._tensors[parameter]
-        return (tensor if expert is None else tensor[expert])[index]
+        parameter, at = split_entry(name)
+        return self._tensors[parameter][at + index]
 
 
 def save_hugging_face(
