@@ -120,7 +120,7 @@ def test_without_deferral_nothing_is_left_in_the_queue() -> None:
     defer_weight_gradients(model, queue)
     plain_step(plain, micro_batch())
     segments_step(model, Segments(weight_gradients=queue), micro_batch())
-    assert len(queue) == 0
+    assert len(queue.entries) == 0
     assert_same_bits(model, plain)
 
 

@@ -35,7 +35,7 @@ from lather.device import gpu_module, is_gpu
 from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
-from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
+from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
 from lather.parallel.exchange_plan import Way, pack_routing, plan_rows, unpack_routing
 from lather.shapes import Float
@@ -49,22 +49,9 @@ def resize_away(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-def exchange_over(
-    group: dist.ProcessGroup | None,
-    num_experts: int,
-    *,
-    free_buffer: FreeBuffer = resize_away,
-    sizes_group: dist.ProcessGroup | None = None,
-) -> Exchange:
-    """Return the exchange between the ranks of an expert-parallel group; for one rank (or None), the local one. Options as
-    `ExpertExchange`."""
-    if group is None or dist.get_world_size(group) == 1:
-        return LOCAL_EXCHANGE
-    return ExpertExchange(group, num_experts, free_buffer=free_buffer, sizes_group=sizes_group)
-
-
 class ExpertExchange(Exchange):
-    """The exchange between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
+    """The exchange between the P ranks of `group` (None: all ranks): expert e is number e % N on rank e // N, where N = num_experts / P.
+    If P is 1, `lather.models.moe.LOCAL_EXCHANGE` does the same without copies.
 
     Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
     D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
@@ -74,7 +61,7 @@ class ExpertExchange(Exchange):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_experts: int,
         *,
         free_buffer: FreeBuffer = resize_away,

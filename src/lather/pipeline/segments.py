@@ -121,7 +121,7 @@ class Segments:
         if unknown := sorted(set(recompute) - set(RECOMPUTABLE)):
             raise ValueError(f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}")
         self.exchange = exchange
-        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients  # not `or`: an empty queue is falsy
+        self.weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self.frees = Frees() if frees is None else frees
         self.recompute, self.autocast = frozenset(recompute), autocast
         self.rounded_weights = RoundedWeights() if rounded_weights is None else rounded_weights
