@@ -15,21 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError
-from lather.files import complete_folder, write_json
+from lather.files import StrPath, complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
 from lather.models.hf.key_map import MappedTensor, Shape, published_ways
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
-from lather.models.hf.safetensors_folder import (
-    DTYPE_NAMES,
-    DTYPES,
-    Index,
-    StrPath,
-    TensorHeader,
-    TensorSource,
-    TensorToWrite,
-    write_published,
-)
+from lather.models.hf.safetensors_folder import DTYPE_NAMES, DTYPES, Index, TensorHeader, TensorSource, TensorToWrite, write_published
 
 OF_TOKENIZERS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"
 COMPANIONS = (TOKENIZER_FILE, *OF_TOKENIZERS, "chat_template.jinja", "chat_template.json", "generation_config.json")

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError, UserError
+from lather.files import StrPath
 from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, StrPath, TensorHeader, open_published
+from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, TensorHeader, open_published
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.files import complete_folder, write_json
+from lather.files import StrPath, complete_folder, write_json
 from lather.models.adapted import adaptable, adapted, factor_names
 from lather.models.entry_names import entry_shapes
 from lather.models.families import ModelConfig, build_model
 from lather.models.hf.key_map import Shape
 from lather.models.hf.model_folder import parameter_shapes
-from lather.models.hf.safetensors_folder import DTYPES, StrPath, TensorSource, TensorToWrite, write_safetensors
+from lather.models.hf.safetensors_folder import DTYPES, TensorSource, TensorToWrite, write_safetensors
 from lather.models.lora import LoraConfig
 
 CONFIG_FILE = "adapter_config.json"

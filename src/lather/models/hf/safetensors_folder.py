@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lather.errors import ExchangeError
-from lather.files import write_json
+from lather.files import StrPath, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,7 +33,6 @@ ANOTHER_COPY = "download or save it again"
 
 Index = tuple[int | slice, ...]
 """Index of a part of a tensor."""
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
