@@ -28,10 +28,10 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.deepseek_v2 import DeepseekV2Config
-from lather.models.moe import Exchange
+from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
-from lather.parallel.expert_exchange import exchange_over
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
 from lather.pipeline.executor import Activation, Executor, Recorder
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, fresh_part
@@ -118,8 +118,9 @@ class OurRuntime:
         queue = WeightGradients()
         defer_weight_gradients(self.part, queue)
         frees = Frees(enabled=levers.early_frees)
+        local = mesh.ep == 1
         segments = Segments(
-            exchange_over(mesh.ep_group, case.model.n_routed_experts, free_buffer=frees.free_buffer),
+            LOCAL_EXCHANGE if local else ExpertExchange(mesh.ep_group, case.model.n_routed_experts, free_buffer=frees.free_buffer),
             weight_gradients=queue,
             frees=frees,
             recompute=levers.recompute,
@@ -179,7 +180,7 @@ class TorchRuntime:
     def _make(self) -> Any:
         """Make the schedule, which the first step does: torch's stages then make their buffers."""
         case, mesh, part = self.case, self.mesh, self.part
-        exchange = exchange_over(mesh.ep_group, case.model.n_routed_experts)
+        exchange = LOCAL_EXCHANGE if mesh.ep == 1 else ExpertExchange(mesh.ep_group, case.model.n_routed_experts)
         meta = torch.device("meta")
         tokens = torch.empty(case.batch, case.length, dtype=torch.int64, device=meta)
         x_BSD = torch.empty(case.batch, case.length, case.model.hidden_size, dtype=case.dtype, device=meta, requires_grad=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 from lather.errors import ExchangeError, RunError
 
+StrPath = str | os.PathLike[str]
+
 
 def sync(path: Path) -> None:
     """Flush a file's contents, or a folder's entries, to disk."""

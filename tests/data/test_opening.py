@@ -192,7 +192,7 @@ def test_held_out_sets_have_names(two: tuple[Path, Path]) -> None:
     config = DataConfig(path=(str(two[0]),), validation={"other": str(two[1])})
     sets = held_out_sets(open_datasets(config, VOCABULARY, lambda text: None), config, 16, 4, VOCABULARY)
     assert list(sets) == ["one", "other"]
-    assert all(1 <= len(held_out) <= 4 for held_out in sets.values())
+    assert all(1 <= len(held_out.indices) <= 4 for held_out in sets.values())
 
 
 def test_another_tokenizer_or_vocabulary_is_refused(two: tuple[Path, Path], data: DataConfig) -> None:

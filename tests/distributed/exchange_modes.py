@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.moe import Dispatched
+from lather.models.moe import Pending
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import Way
 from lather.parallel.expert_exchange import ExpertExchange
@@ -26,6 +28,20 @@ from models.tiny import error, random_normal
 D_BLOCK = 24
 
 # --- what happens to buffers that nobody reads any more -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def all_to_alls() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Inside this context, note the received and the sent buffer of every all-to-all in the list that is yielded."""
+    travels, original = [], dist.all_to_all_single
+
+    def note(received: Tensor, sent: Tensor, *splits: Any, **options: Any) -> Any:
+        travels.append((received, sent))
+        return original(received, sent, *splits, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", note)
+        yield travels
 
 
 class GivesBackTooEarly(ExpertExchange):
@@ -41,8 +57,12 @@ class GivesBackTooEarly(ExpertExchange):
         travel = super()._launch(rows, *splits, own=own)
         is_routing = not rows.is_floating_point()
         if self.mistake == ("routing that came" if is_routing else "rows that came"):
-            return replace(travel, free_buffer=lambda _: self.free_buffer(travel.received))
+            return Pending(lambda: self._given_back(travel.wait()))
         return travel
+
+    def _given_back(self, buffer: Tensor) -> Tensor:
+        self.free_buffer(buffer)
+        return buffer
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         if self.mistake == "rows to be added":
@@ -60,8 +80,8 @@ def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
     results = [
         dispatched.x_RD,
         dispatched.weights_RK,
-        exchange.start_combine(partial, dispatched).wait(),
-        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched).wait(),
+        exchange.start_combine(partial, dispatched.way).wait(),
+        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched.way).wait(),
     ]
     in_range = (dispatched.experts_RK >= -1) & (dispatched.experts_RK < exchange.num_local_experts)
     return not (in_range.all() and all(result.isfinite().all() for result in results))
@@ -72,13 +92,12 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
     found = {}
     for name, frees in (("poisoned", Frees(poison=True)), ("held", Frees(enabled=False))):
         exchange = ExpertExchange(group, case.e, free_buffer=frees.free_buffer)
-        there = exchange.start_dispatch(case.x(me), case.routing(me))
-        sent = [travel.sent for travel in there._travels]
-        packed = there._travels[0].received
-        back = exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), there.wait())
-        came = [travel.received for travel in back._travels]
-        back.wait()
-        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in (*sent, packed, *came)]
+        with all_to_alls() as travels:
+            way = exchange.start_dispatch(case.x(me), case.routing(me)).wait().way
+            exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), way).wait()
+        _, (packed_there, packed), (_, sent), (back, _) = travels
+        read = (packed, sent, packed_there, back)
+        gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in read]
         found[name] = all(gone) if name == "poisoned" else not any(gone)
     return found
 
@@ -96,9 +115,9 @@ class Wide(Segments):
 class NotesTheWay(ExpertExchange):
     """Notes in `to_one_T` which of the last tokens went to one rank alone, and in `received` how many rows came."""
 
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
-        self.to_one_T, self.received = (dispatched.way_back.row_TK >= 0).sum(1) == 1, len(partial_RD)
-        return super().start_combine(partial_RD, dispatched)
+    def start_combine(self, partial_RD: Tensor, way: Way) -> Any:
+        self.to_one_T, self.received = (way.row_TK >= 0).sum(1) == 1, len(partial_RD)
+        return super().start_combine(partial_RD, way)
 
 
 @dataclass

@@ -184,7 +184,7 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         trainee.save(own, 4)
         empty = sum(entry.info.is_empty for entry in trainee.pair.engine.parameters)
         adamw = all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in trainee.optimizer.state.values())
-        all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters.entries)
+        all_have = len(trainee.optimizer.state) == len(trainee.pair.engine.parameters)
         found[f"{optimizer} {name}"] = (
             progress,
             [(result.loss, result.grad_norm) for result in results],
@@ -353,9 +353,9 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     write = checkpoint_save.write_safetensors
 
-    def fill_the_disk(file: Path, tensors: Any, pieces: Any, digest: Any) -> None:
+    def fill_the_disk(file: Path, tensors: Any, digest: Any) -> None:
         """Fail on the second rank, after some pieces were taken."""
-        write(file, tensors[:3] if rank == 1 else tensors, pieces, digest)
+        write(file, tensors[:3] if rank == 1 else tensors, digest)
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -90,7 +90,7 @@ def test_micro_batches_with_gradients_put_off_have_the_same_bits(model: str, pre
     backward(actual, 2, precision)
     with autocast(precision):
         WeightGradients.run(second + queue.take())
-    assert len(queue) == 0
+    assert len(queue.entries) == 0
     assert all(p.grad is not None and p.grad.any() for p in actual.parameters())
     assert_same_gradients(actual, expected)
 
@@ -141,7 +141,7 @@ def test_a_queue_that_does_not_defer_changes_nothing(deferred: bool | None) -> N
         queue.deferring = True
     for one in (expected, actual):
         backward(one, 0)
-    assert len(queue) == 0
+    assert len(queue.entries) == 0
     assert_same_gradients(actual, expected)
 
 
@@ -322,7 +322,7 @@ def test_what_waits_does_not_keep_the_graph_before_it(kind: str) -> None:
         y = module(x).weights_TK if kind == "Router" else module(x)
     y.sum().backward()
     del x, y
-    assert len(queue) > 0
+    assert len(queue.entries) > 0
     assert witness() is None
 
 
@@ -374,7 +374,7 @@ def test_a_weight_that_is_no_leaf_gets_its_gradient_at_once() -> None:
     layer.weight = source[:3]
     queue = deferring(layer)
     layer(torch.ones(2, D)).sum().backward()
-    assert len(queue) == 0
+    assert len(queue.entries) == 0
     assert torch.equal(source.grad, torch.tensor([2.0] * 3 + [0.0] * 3)[:, None].expand(6, D))
 
 

@@ -79,7 +79,7 @@ def test_a_step_after_an_error_in_backward_is_as_if_nothing_had_been(at: int, mo
     with pytest.raises(FaultError):
         pair.engine.gradients(pair.engine.share_of(pair.tokens()))
     queue = pair.engine._segments.weight_gradients
-    assert len(queue) == 0
+    assert len(queue.entries) == 0
     assert not queue.deferring
     assert all(p.grad is None for p in pair.engine.part.parameters())
     assert executor_of(pair).walk is None
@@ -210,7 +210,7 @@ class Watch(Recorder):
             assert action.micro_batch is not None
             self.deferred += len(walk.waiting[action.stage, action.micro_batch])
         queue = walk.segments.weight_gradients
-        if len(queue) or queue.deferring:
+        if len(queue.entries) or queue.deferring:
             self.problems.append(f"{action} left something in the queue")
         self.look_at_receives(str(action))
 

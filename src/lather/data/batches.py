@@ -109,9 +109,6 @@ class HeldOut:
         self.indices = [index * size // wanted for index in range(wanted)]
         """Numbers of the sequences in the source."""
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def first_tokens(self) -> list[int]:
         """The tokens of the source's first sequence."""
         return [int(token) for token in read_batch([self.source], [(0, 0)], apart=False).inputs_BS[0]]

@@ -73,8 +73,6 @@ class Windows:
 class PackedDocuments:
     """Whole documents packed into sequences; attention stays within each document."""
 
-    _chunks: npt.NDArray[np.void]
-
     def __init__(self, reader: ShardReader, split: str, length: int) -> None:
         """Open the packing that is kept in the data set's folder; compute it first if it is missing.
 

@@ -20,11 +20,12 @@ from lather.device import to_device
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder, RoutedModel
 from lather.models.families import build_model as build_family
+from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import counting_step
 from lather.models.saving.rounded_weights import RoundedWeights, keep_rounded
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
-from lather.parallel.expert_exchange import exchange_over
+from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.fsdp_units import shard
 from lather.parallel.local_parameters import local_parameters
 from lather.parallel.mesh import Mesh
@@ -88,7 +89,9 @@ class Engine:
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         self._activation = Activation(shape, next(part.parameters()).dtype, mesh.device, travels_as=narrow)
         frees = Frees() if frees is None else frees
-        exchange = exchange_over(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
+        exchange = LOCAL_EXCHANGE
+        if mesh.ep > 1:
+            exchange = ExpertExchange(mesh.ep_group, part.num_experts, free_buffer=frees.free_buffer, sizes_group=mesh.sizes_group)
         self._segments = Segments(
             exchange, weight_gradients=queue, frees=frees, recompute=loop.recompute, autocast=narrow, rounded_weights=self.rounded_weights
         )

@@ -23,6 +23,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from lather.data.batches import Batch
@@ -217,11 +218,9 @@ def _in_batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def _batch(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> Batch:
     """Make a batch with one row per pair: the pair's last `context` inputs; the labels are its second tokens."""
     inputs = [[*before, *after][:-1][-context:] for before, after in pairs]
-    inputs_BS = torch.zeros(len(pairs), max(map(len, inputs)), dtype=torch.int64)
-    labels_BS = torch.full_like(inputs_BS, IGNORE_INDEX)
-    for row, (tokens, (_, after)) in enumerate(zip(inputs, pairs, strict=True)):
-        inputs_BS[row, : len(tokens)] = torch.tensor(tokens)
-        labels_BS[row, len(tokens) - len(after) : len(tokens)] = torch.tensor(after)
+    labels = [[IGNORE_INDEX] * (len(tokens) - len(after)) + after for tokens, (_, after) in zip(inputs, pairs, strict=True)]
+    inputs_BS = pad_sequence([torch.tensor(row) for row in inputs], batch_first=True)
+    labels_BS = pad_sequence([torch.tensor(row) for row in labels], batch_first=True, padding_value=IGNORE_INDEX)
     return Batch(inputs_BS, labels_BS)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lather.memory.block_samples import SampledBlocks, block_kinds
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block, Decoder
-from lather.models.moe import LOCAL_EXCHANGE, Arrived, Pending
+from lather.models.moe import LOCAL_EXCHANGE, Pending
 from lather.models.routing import Routing
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.parallel.exchange_plan import Way, plan_rows
@@ -168,13 +168,13 @@ class _Mirror(ExpertExchange):
     def start_plan(self, routing: Routing) -> Pending[Way]:
         plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
         sizes_P2 = plan.sizes_P2.tolist()
-        return Arrived(plan.way(tuple(rows for rows, _ in sizes_P2), sizes_P2))
+        return Pending(lambda: plan.way(sizes_P2, sizes_P2))
 
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
         received = rows.clone()
         if own:
             self.free_buffer(rows)
-        return Arrived(received)
+        return Pending(lambda: received)
 
 
 def layer_places(model: Decoder, cut: SampledBlocks | None) -> list[int]:

@@ -102,10 +102,10 @@ def is_adapters(parameter: str) -> bool:
 
 def factor_names(parameter: str) -> tuple[str, str]:
     """Return the names of A and B for a weight's parameter, such as `layers.0.self_attn.q_proj.weight`, or for an expert's entry of it."""
-    name, expert = split_entry(parameter)
+    name, at = split_entry(parameter)
     stem = f"{name.removesuffix('.weight')}.lora" if name.endswith(".weight") else f"{name.removesuffix('_proj')}_lora"
     names = f"{stem}.A", f"{stem}.B"
-    return names if expert is None else (entry_name(names[0], expert), entry_name(names[1], expert))
+    return (entry_name(names[0], at[0]), entry_name(names[1], at[0])) if at else names
 
 
 @dataclass(frozen=True)

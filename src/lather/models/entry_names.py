@@ -18,10 +18,10 @@ def entry_name(stack: str, expert: int) -> str:
     return f"{stack}.{expert}"
 
 
-def split_entry(name: str) -> tuple[str, int | None]:
-    """Return the parameter and the number of the expert; None for an entry that is a whole parameter."""
+def split_entry(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return the parameter, and the entry's index in it: the number of the expert, or nothing for an entry that is a whole parameter."""
     stack, _, number = name.rpartition(".")
-    return (stack, int(number)) if is_stack(name) and number.isdecimal() else (name, None)
+    return (stack, (int(number),)) if is_stack(name) and number.isdecimal() else (name, ())
 
 
 def entry_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

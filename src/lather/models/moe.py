@@ -12,8 +12,9 @@ Letters: T tokens of this rank, R tokens that this rank's experts receive, D hid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -31,31 +32,27 @@ class Dispatched:
     experts_RK: Int[Tensor, "r k"]
     """Numbers of the experts among those of this rank; -1 for experts on other ranks."""
     weights_RK: Float[Tensor, "r k"]
-    way_back: Any = None
-    """Information that the exchange needs for `combine`."""
+    way: Any = None
+    """Information with which the exchange sends results and gradients back the same way."""
     num_pairs: int | None = None
     """Number of entries of `experts_RK` that are not -1, if the host knows it."""
 
 
-Result_co = TypeVar("Result_co", covariant=True)
+Result = TypeVar("Result")
 
 
-@runtime_checkable
-class Pending(Protocol[Result_co]):
-    """A communication that has been started."""
+class Pending(Generic[Result]):
+    """A communication that has been started; it can be waited for once."""
 
-    def wait(self) -> Result_co:
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        """`finish` waits, and returns the result; it and the buffers that it holds are dropped afterwards."""
+        self._finish: Callable[[], Result] | None = finish
+
+    def wait(self) -> Result:
         """Return the result. On CUDA the current stream waits for it, not the host."""
-
-
-@dataclass(frozen=True)
-class Arrived(Generic[Result_co]):
-    """The result of a communication that was not necessary."""
-
-    result: Result_co
-
-    def wait(self) -> Result_co:
-        return self.result
+        assert self._finish is not None, "this was waited for before"
+        finish, self._finish = self._finish, None
+        return finish()
 
 
 class Exchange:
@@ -66,7 +63,7 @@ class Exchange:
 
     Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so that other computations run until `wait`.
     The asynchronous forms of the backward pass are separate methods. Tensors that are passed to a `start_...` method must not change before
-    `wait` returns.
+    `wait` returns. What was dispatched is sent back by its `Dispatched.way`.
     """
 
     num_ranks = 1
@@ -82,22 +79,23 @@ class Exchange:
 
     def start_plan(self, routing: Routing) -> Pending[Any]:
         """Start to exchange the numbers of rows, which ranks need before they can send rows."""
-        return Arrived(None)
+        return Pending(lambda: None)
 
     def start_dispatch(self, x_TD: Tensor, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
         """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
-        return Arrived(self.dispatch(x_TD, routing))
+        dispatched = self.dispatch(x_TD, routing)
+        return Pending(lambda: dispatched)
 
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        return Arrived(partial_RD)
+    def start_combine(self, partial_RD: Tensor, way: Any) -> Pending[Tensor]:
+        return Pending(lambda: partial_RD)
 
-    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine_backward(self, grad_TD: Tensor, way: Any) -> Pending[Tensor]:
         """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
-        return Arrived(grad_TD)
+        return Pending(lambda: grad_TD)
 
-    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
+    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Any) -> Pending[tuple[Tensor, Tensor]]:
         """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
-        return Arrived((grad_RD, grad_weights_RK))
+        return Pending(lambda: (grad_RD, grad_weights_RK))
 
 
 LOCAL_EXCHANGE = Exchange()

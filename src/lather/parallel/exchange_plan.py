@@ -55,14 +55,15 @@ class ExchangePlan:
     row_TP: Int[Tensor, "t p"]
     """The row of each token for each rank; one past the last row if the token is not sent there."""
 
-    def way(self, own_P: tuple[int, ...], told_P2: list[list[int]]) -> Way:
-        """Complete the plan with the number of rows for each rank, and with the messages of all ranks."""
+    def way(self, own_P2: list[list[int]], told_P2: list[list[int]]) -> Way:
+        """Complete the plan with this rank's message to each rank, and each rank's to this one."""
         t, p = self.row_TP.shape
-        s = sum(own_P)
+        sent_P, received_P = (tuple(rows for rows, _ in messages_P2) for messages_P2 in (own_P2, told_P2))
+        s = sum(sent_P)
         token_S = self.row_TK.new_empty(s + 1)  # the last entry takes the pairs of token and rank without a row
         token_T1 = torch.arange(t, dtype=torch.int32, device=token_S.device).unsqueeze(1)
         token_S.scatter_(0, self.row_TP.flatten(), token_T1.expand(t, p).flatten())
-        return Way(token_S[:s], self.row_TK, own_P, tuple(rows for rows, _ in told_P2), sum(pairs for _, pairs in told_P2))
+        return Way(token_S[:s], self.row_TK, sent_P, received_P, sum(pairs for _, pairs in told_P2))
 
 
 def plan_rows(experts_TK: Int[Tensor, "t k"], num_local_experts: int, num_ranks: int) -> ExchangePlan:

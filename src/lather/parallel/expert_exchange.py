@@ -23,10 +23,8 @@ Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +35,11 @@ from lather.device import gpu_module, is_gpu
 from lather.kernels.combine import combine_forward
 from lather.kernels.gather import gather_rows
 from lather.kernels.route import check_range
-from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, Pending
+from lather.models.moe import Dispatched, Exchange, Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import ExchangePlan, Way, pack_routing, plan_rows, unpack_routing
+from lather.parallel.exchange_plan import Way, pack_routing, plan_rows, unpack_routing
 from lather.shapes import Float
 
-Result = TypeVar("Result")
 FreeBuffer = Callable[[Tensor], None]
 """Called with a buffer that will not be read again."""
 
@@ -52,22 +49,9 @@ def resize_away(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-def exchange_over(
-    group: dist.ProcessGroup | None,
-    num_experts: int,
-    *,
-    free_buffer: FreeBuffer = resize_away,
-    sizes_group: dist.ProcessGroup | None = None,
-) -> Exchange:
-    """Return the exchange between the ranks of an expert-parallel group; for one rank (or None), the local one. Options as
-    `ExpertExchange`."""
-    if group is None or dist.get_world_size(group) == 1:
-        return LOCAL_EXCHANGE
-    return ExpertExchange(group, num_experts, free_buffer=free_buffer, sizes_group=sizes_group)
-
-
 class ExpertExchange(Exchange):
-    """The exchange between the P ranks of `group`: expert e is number e % N on rank e // N, where N = num_experts / P.
+    """The exchange between the P ranks of `group` (None: all ranks): expert e is number e % N on rank e // N, where N = num_experts / P.
+    If P is 1, `lather.models.moe.LOCAL_EXCHANGE` does the same without copies.
 
     Any number of layers and micro-batches can be under way, since the exchange keeps no state of them. T may differ between ranks and be 0;
     D, K and dtypes must not differ. `free_buffer` is called with each buffer that the exchange allocated. `sizes_group` has the same ranks
@@ -77,7 +61,7 @@ class ExpertExchange(Exchange):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_experts: int,
         *,
         free_buffer: FreeBuffer = resize_away,
@@ -102,8 +86,7 @@ class ExpertExchange(Exchange):
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
         """Send partial sums back and sum them per token; differentiable. Only indices are kept. Errors as in `start_combine`."""
-        y_TD: Tensor = _CombineRanks.apply(partial_RD, dispatched, self)  # type: ignore[no-untyped-call]
-        return y_TD
+        return _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
@@ -113,9 +96,23 @@ class ExpertExchange(Exchange):
         """
         check_range(routing.experts_TK, 0, self.num_experts, "experts_TK")
         plan = plan_rows(routing.experts_TK, self.num_local_experts, self.num_ranks)
-        if is_gpu(plan.sizes_P2) and self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
-            self._sizes_stream = gpu_module(plan.sizes_P2).Stream(plan.sizes_P2.device, priority=-1)
-        return _Planned(plan, self.sizes_group, self._sizes_stream)
+        sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
+        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True)
+        arrive: Callable[[], object] = work.wait
+        if is_gpu(sizes_2P2):
+            if self._sizes_stream is None:  # another priority, so that it is none of NCCL's own streams
+                self._sizes_stream = gpu_module(sizes_2P2).Stream(sizes_2P2.device, priority=-1)
+            with gpu_module(sizes_2P2).stream(self._sizes_stream):  # the compute stream may have further work queued
+                work.wait()
+                _used_here(plan.sizes_P2, sizes_2P2)
+                sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
+                arrive = self._sizes_stream.record_event().synchronize
+
+        def finish() -> Way:
+            arrive()
+            return plan.way(*sizes_2P2.tolist())
+
+        return Pending(finish)
 
     @torch.no_grad()
     def start_dispatch(self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: Way | None = None) -> Pending[Dispatched]:
@@ -127,52 +124,46 @@ class ExpertExchange(Exchange):
                 "give the routing of these tokens"
             )
         way = self.start_plan(routing).wait() if plan is None else plan
-        travels = [
-            self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True),
-            self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True),
-        ]
+        packed_travel = self._launch(pack_routing(routing, way, self.num_local_experts), way.sent_P, way.received_P, own=True)
+        x_travel = self._launch(gather_rows(x_TD, way.token_S), way.sent_P, way.received_P, own=True)
         dtype = routing.weights_TK.dtype
 
-        def finish(packed: Tensor, x_RD: Tensor) -> Dispatched:
+        def finish() -> Dispatched:
+            packed, x_RD = packed_travel.wait(), x_travel.wait()
             experts_RK, weights_RK = unpack_routing(packed, dtype)
             self.free_buffer(packed)
             return Dispatched(x_RD, experts_RK, weights_RK, way, way.num_pairs)
 
-        return _Launched(travels, finish)
+        return Pending(finish)
 
     @torch.no_grad()
-    def start_combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine(self, partial_RD: Float[Tensor, "r d"], way: Way) -> Pending[Tensor]:
         """Start to send partial sums back. Raises ValueError, before anything is sent, unless there are R of them."""
-        way: Way = dispatched.way_back
-        return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
+        travel = self._launch_back(partial_RD, way)
+        return Pending(lambda: self._sum_per_token(way, travel.wait()))
 
     @torch.no_grad()
-    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], way: Way) -> Pending[Tensor]:
         """Start the backward pass of combine. Raises ValueError, before anything is sent, unless there are T gradients."""
-        return self._start_combine_backward(grad_TD, dispatched.way_back)
-
-    @torch.no_grad()
-    def start_dispatch_backward(
-        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], dispatched: Dispatched
-    ) -> Pending[tuple[Tensor, Tensor]]:
-        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
-        return self._start_dispatch_backward(grad_RD, grad_weights_RK, dispatched.way_back)
-
-    def _start_combine_backward(self, grad_TD: Tensor, way: Way) -> Pending[Tensor]:
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
         return self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
 
-    def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def start_dispatch_backward(
+        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], way: Way
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
         _check_rows(grad_weights_RK, sum(way.received_P))
-        travels = [self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)]
+        grad_travel, weights_travel = self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)
 
-        def finish(grad_SD: Tensor, grad_weights_SK: Tensor) -> tuple[Tensor, Tensor]:
+        def finish() -> tuple[Tensor, Tensor]:
+            grad_SD, grad_weights_SK = grad_travel.wait(), weights_travel.wait()
             grad_TD, grad_weights_TK = self._sum_per_token(way, grad_SD), grad_weights_SK.gather(0, way.row_of_slot())
             self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 
-        return _Launched(travels, finish)
+        return Pending(finish)
 
     def _sum_per_token(self, way: Way, rows_SD: Tensor) -> Tensor:
         _used_here(way.row_TK)
@@ -185,60 +176,18 @@ class ExpertExchange(Exchange):
         return self._launch(rows_RD.contiguous(), way.received_P, way.sent_P, own=False)
 
     def _launch(self, rows: Tensor, sent_P: tuple[int, ...], received_P: tuple[int, ...], *, own: bool) -> Pending[Tensor]:
+        """Start an all-to-all of rows. `own`: the exchange allocated them, so they are freed when they have been sent."""
         received = rows.new_empty(sum(received_P), rows.shape[1])
         work = dist.all_to_all_single(received, rows, list(received_P), list(sent_P), group=self.group, async_op=True)
-        return _Travel(rows, received, work, self.free_buffer if own else None)
 
+        def finish() -> Tensor:
+            work.wait()
+            _used_here(rows, received)
+            if own:
+                self.free_buffer(rows)
+            return received
 
-class _Planned:
-    """Numbers of rows that are being copied to the host; on a GPU by `stream`, since the compute stream may have further work queued."""
-
-    def __init__(self, plan: ExchangePlan, group: dist.ProcessGroup, stream: Any) -> None:
-        self._plan = plan
-        self._sizes_2P2 = sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
-        work = dist.all_to_all_single(sizes_2P2[1], plan.sizes_P2, group=group, async_op=True)
-        self._wait: Callable[[], object] = work.wait
-        if stream is not None:
-            with gpu_module(sizes_2P2).stream(stream):
-                work.wait()
-                _used_here(plan.sizes_P2, sizes_2P2)
-                self._sizes_2P2 = sizes_2P2.to("cpu", non_blocking=True)
-                self._wait = stream.record_event().synchronize
-
-    def wait(self) -> Way:
-        self._wait()
-        own_P2, told_P2 = self._sizes_2P2.tolist()
-        return self._plan.way(tuple(rows for rows, _ in own_P2), told_P2)
-
-
-@dataclass(frozen=True)
-class _Travel:
-    """An all-to-all that is under way."""
-
-    sent: Tensor
-    received: Tensor
-    work: dist.Work
-    free_buffer: FreeBuffer | None
-    """Called with the sent rows; None if the exchange did not allocate them."""
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        _used_here(self.sent, self.received)
-        if self.free_buffer is not None:
-            self.free_buffer(self.sent)
-        return self.received
-
-
-class _Launched(Generic[Result]):
-    """All-to-alls that are under way, and the function that makes the result from the received rows. Can be waited for once."""
-
-    def __init__(self, travels: Sequence[Pending[Tensor]], finish: Callable[..., Result]) -> None:
-        self._travels, self._finish = travels, finish
-
-    def wait(self) -> Result:
-        assert self._travels, "this was waited for before"
-        travels, self._travels = self._travels, ()
-        return self._finish(*[travel.wait() for travel in travels])
+        return Pending(finish)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -247,27 +196,27 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, routing: Routing, exchange: ExpertExchange
     ) -> tuple[Tensor, Tensor, Tensor, Way]:
         dispatched = exchange.start_dispatch(x_TD, routing).wait()
-        _keep(ctx, exchange, dispatched.way_back)
+        _keep(ctx, exchange, dispatched.way)
         ctx.mark_non_differentiable(dispatched.experts_RK)
-        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way_back
+        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grad_TD, grad_weights_TK = ctx.exchange._start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
+        grad_TD, grad_weights_TK = ctx.exchange.start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
         return grad_TD, grad_weights_TK, None, None
 
 
 class _CombineRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial_RD: Tensor, dispatched: Dispatched, exchange: ExpertExchange) -> Tensor:
-        _keep(ctx, exchange, dispatched.way_back)
-        return exchange.start_combine(partial_RD, dispatched).wait()
+    def forward(ctx: Any, partial_RD: Tensor, way: Way, exchange: ExpertExchange) -> Tensor:
+        _keep(ctx, exchange, way)
+        return exchange.start_combine(partial_RD, way).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange._start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
+        return ctx.exchange.start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
 
 
 def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:

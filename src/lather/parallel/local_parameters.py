@@ -14,7 +14,7 @@ Norms do not wait for the device. `clip_` takes a norm that is on the host, wher
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -63,52 +63,46 @@ class LocalParameter:
     """The parameter of the model while it is resharded."""
 
 
-@dataclass(frozen=True)
-class LocalParameters:
+class LocalParameters(tuple[LocalParameter, ...]):
     """All local parameters of a rank, in the order of the part's parameters; tied ones once."""
-
-    entries: tuple[LocalParameter, ...]
-
-    def __iter__(self) -> Iterator[LocalParameter]:
-        return iter(self.entries)
 
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
         """The dtype of norms: that of the gradients, at least fp32."""
-        return functools.reduce(torch.promote_types, (entry.parameter.dtype for entry in self.entries), torch.float32)
+        return functools.reduce(torch.promote_types, (entry.parameter.dtype for entry in self), torch.float32)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return the rows, for an optimizer whose rule is elementwise."""
-        return [(entry.info.name, entry.parameter) for entry in self.entries]
+        return [(entry.info.name, entry.parameter) for entry in self]
 
     def spread(self) -> list[tuple[str, nn.Parameter]]:
         """Return DTensors where parameters are sharded, for an optimizer that assembles whole matrices."""
-        return [(entry.info.name, entry.source) for entry in self.entries]
+        return [(entry.info.name, entry.source) for entry in self]
 
     def trained(self) -> LocalParameters:
         """Return the parameters that are not frozen."""
-        return LocalParameters(tuple(entry for entry in self.entries if entry.source.requires_grad))
+        return LocalParameters(entry for entry in self if entry.source.requires_grad)
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Give every local parameter the reduced gradient of its rows, without a copy. Call it after `FsdpUnit.wait_for_gradients`."""
-        for entry in self.entries:
+        for entry in self:
             grad = entry.source.grad
             entry.parameter.grad = grad.to_local() if isinstance(grad, DTensor) else grad
 
     def clear_gradients(self) -> None:
         """Free the gradients; call it before the next step accumulates its own."""
-        for entry in self.entries:
+        for entry in self:
             entry.parameter.grad = None
             entry.source.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Return the collected gradients of parameters that have rows on this rank."""
-        return [grad for entry in self.entries if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
+        return [grad for entry in self if (grad := entry.parameter.grad) is not None and not entry.info.is_empty]
 
     def unique(self) -> list[LocalParameter]:
         """Return the parameters with gradients, without replicas that another rank counts."""
-        return [entry for entry in self.entries if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
+        return [entry for entry in self if entry.parameter.grad is not None and not entry.info.is_empty and entry.info.replica == 0]
 
 
 def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:
@@ -117,7 +111,7 @@ def local_parameters(part: nn.Module, mesh: Mesh) -> LocalParameters:
     The rows stay valid through steps and loaded state dicts, but not if `part` is moved or converted.
     """
     experts = {p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()}
-    return LocalParameters(tuple(_local_parameter(name, p, p in experts, mesh) for name, p in part.named_parameters()))
+    return LocalParameters(_local_parameter(name, p, p in experts, mesh) for name, p in part.named_parameters())
 
 
 @torch.no_grad()

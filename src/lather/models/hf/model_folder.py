@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lather.errors import ExchangeError, UserError
+from lather.files import StrPath
 from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, build_model, config_from_hugging_face
 from lather.models.hf.key_map import HARMLESS, MappedTensor, Shape, published_ways
 from lather.models.hf.mxfp4 import BLOCK, dequantize_mxfp4
-from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, StrPath, TensorHeader, open_published
+from lather.models.hf.safetensors_folder import DTYPES, Index, SafetensorsFolder, TensorHeader, open_published
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -68,18 +69,18 @@ class PublishedWeights:
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         """Return `tensor[index]` on CPU, in its published dtype; for an expert the whole matrix is read."""
-        parameter, expert = split_entry(name)
+        parameter, at = split_entry(name)
         entries = self.entries[parameter]
         first = entries[0]
-        if expert is None:
+        if not at:
             return self.stored.read(first.published, index)
         if first.is_packed:
-            return dequantize_mxfp4(*(self.stored.read(part, (expert,)) for part in first.published_shapes()))[index]
+            return dequantize_mxfp4(*(self.stored.read(part, at) for part in first.published_shapes()))[index]
         if first.index:
             number = len(entries) // self.shapes[parameter][0]
-            parts = entries[expert * number : (expert + 1) * number]
+            parts = entries[at[0] * number : (at[0] + 1) * number]
             return torch.cat([self.stored.read(part.published) for part in parts])[index]
-        tensor = self.stored.read(first.published, (expert,))
+        tensor = self.stored.read(first.published, at)
         return (tensor.T if first.is_transposed else tensor)[index]
 
 
@@ -209,9 +210,8 @@ def model_from_hugging_face(
 @torch.no_grad()
 def _fill(model: nn.Module, weights: PublishedWeights) -> None:
     for name in weights.tensors:
-        parameter, expert = split_entry(name)
-        p = model.get_parameter(parameter)
-        (p if expert is None else p[expert]).copy_(weights.read(name))
+        parameter, at = split_entry(name)
+        model.get_parameter(parameter)[at].copy_(weights.read(name))
 
 
 def _on_meta(config: ModelConfig) -> Decoder:

@@ -17,7 +17,6 @@ BLOCK = 32
 """Number of elements that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the sixteen elements: sign, two bits of exponent, one of mantissa."""
-SCALE_BIAS = 127
 
 
 def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor) -> Float[Tensor, "r c"]:
@@ -25,7 +24,5 @@ def dequantize_mxfp4(blocks_RGb: Tensor, scales_RG: Tensor) -> Float[Tensor, "r 
     NaN."""
     table = torch.tensor(VALUES, device=blocks_RGb.device)
     elements = torch.stack((blocks_RGb & 15, blocks_RGb >> 4), dim=-1).flatten(-2)
-    exponent_RG = scales_RG.to(torch.int32) - SCALE_BIAS
-    one_RG = torch.ones(scales_RG.shape, device=scales_RG.device)
-    scale_RG = torch.ldexp(one_RG, exponent_RG).masked_fill(scales_RG == 255, torch.nan)
+    scale_RG = scales_RG.view(torch.float8_e8m0fnu).to(torch.float32)
     return (table[elements.int()] * scale_RG.unsqueeze(-1)).flatten(-2)

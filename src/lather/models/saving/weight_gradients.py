@@ -67,10 +67,6 @@ class WeightGradients:
         self.entries: list[DeferredGradient] = []
         """The queued entries, oldest first."""
 
-    def __len__(self) -> int:
-        """Return the number of queued entries."""
-        return len(self.entries)
-
     def take(self) -> list[DeferredGradient]:
         """Remove all entries from the queue and return them, oldest first."""
         taken, self.entries = self.entries, []
