@@ -1,7 +1,7 @@
 """A model on a mesh of ranks: the gradients of a global batch, and validation. A single process is a mesh of one rank, with the same code.
 
 Every rank is given the sequences of its data rank; the ranks of a pipeline are given the same ones. The loss is a sum over labels divided
-by the number of labels on all ranks, so no gradient is divided later, and after `gradients` every parameter has its complete gradient.
+by the number of labels on all ranks, so no gradient is divided later, and after `launch_gradients` every parameter has its whole gradient.
 """
 
 from __future__ import annotations
@@ -95,20 +95,6 @@ class Engine:
         group = mesh.pp_group if mesh.pp > 1 else None
         self._executor = Executor(part.stages, schedule, self._segments, self._activation, group=group, units=self.units, record=record)
         self._layout = SequenceLayout(*shape[:2], mesh.device)
-
-    def share_of(self, tokens_BS: Int[Tensor, "b s"]) -> Batch:
-        """Return this rank's share of a global batch that every rank has; sequences have one token more than is trained on.
-
-        Raises ValueError if the sequences cannot be divided among the data ranks.
-        """
-        each, rest = divmod(len(tokens_BS), self.mesh.data_size)
-        if rest:
-            raise ValueError(f"{len(tokens_BS)} sequences cannot be divided among {self.mesh.data_size} data ranks: give a multiple")
-        return Batch.of_tokens(tokens_BS[self.mesh.data_rank * each : (self.mesh.data_rank + 1) * each])
-
-    def gradients(self, batch: Batch) -> BatchResult:
-        """Call `launch_gradients`, and wait for the result."""
-        return self.read(self.launch_gradients(batch))[0]
 
     def launch_gradients(self, batch: Batch) -> UnreadResult:
         """Run the forward and backward pass of the global batch, of which `batch` is this rank's share; store the gradients of the step in
