@@ -156,11 +156,8 @@ def print_totals(profile: SavedTensors, console: Console) -> None:
 
 def print_comparison(profiles: Mapping[str, SavedTensors], baseline: str, console: Console) -> None:
     """Print KiB of activations per token and segment in each memory mode, with the ratio to `baseline`."""
-    table = titled_table("activations kept for backward", ["KiB per token"])
-    for name in profiles:
-        table.add_column(name, justify="right")
-        if name != baseline:
-            table.add_column(f"to {baseline}", justify="right")
+    columns = [column for mode in profiles for column in ([mode] if mode == baseline else [mode, f"to {baseline}"])]
+    table = titled_table("activations kept for backward", ["KiB per token"], columns)
     for segment in (segment for segment in SEGMENTS if any(segment in profile.segments() for profile in profiles.values())):
         table.add_row(segment, *_compared(profiles, baseline, segment))
     table.add_section()
