@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.moe import Dispatched
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import Way
 from lather.parallel.expert_exchange import ExpertExchange
@@ -60,8 +59,8 @@ def is_found_out(case: Case, me: int, exchange: ExpertExchange) -> bool:
     results = [
         dispatched.x_RD,
         dispatched.weights_RK,
-        exchange.start_combine(partial, dispatched).wait(),
-        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched).wait(),
+        exchange.start_combine(partial, dispatched.way).wait(),
+        *exchange.start_dispatch_backward(partial, dispatched.weights_RK, dispatched.way).wait(),
     ]
     in_range = (dispatched.experts_RK >= -1) & (dispatched.experts_RK < exchange.num_local_experts)
     return not (in_range.all() and all(result.isfinite().all() for result in results))
@@ -75,7 +74,7 @@ def buffers(case: Case, me: int, group: dist.ProcessGroup) -> dict[str, bool]:
         there = exchange.start_dispatch(case.x(me), case.routing(me))
         sent = [travel.sent for travel in there._travels]
         packed = there._travels[0].received
-        back = exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), there.wait())
+        back = exchange.start_combine(from_tables(case, me, case.d, case.dtype, seed=3), there.wait().way)
         came = [travel.received for travel in back._travels]
         back.wait()
         gone = [bool((x.isnan() if x.is_floating_point() else x == torch.iinfo(x.dtype).max).all()) for x in (*sent, packed, *came)]
@@ -96,9 +95,9 @@ class Wide(Segments):
 class NotesTheWay(ExpertExchange):
     """Notes in `to_one_T` which of the last tokens went to one rank alone, and in `received` how many rows came."""
 
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
-        self.to_one_T, self.received = (dispatched.way_back.row_TK >= 0).sum(1) == 1, len(partial_RD)
-        return super().start_combine(partial_RD, dispatched)
+    def start_combine(self, partial_RD: Tensor, way: Way) -> Any:
+        self.to_one_T, self.received = (way.row_TK >= 0).sum(1) == 1, len(partial_RD)
+        return super().start_combine(partial_RD, way)
 
 
 @dataclass

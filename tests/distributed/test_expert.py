@@ -38,14 +38,14 @@ def phases(case: Case, me: int, exchange: ExpertExchange) -> dict[str, bool]:
     pending = exchange.start_dispatch(x, routing)
     sent = [travel.sent for travel in pending._travels]
     dispatched = pending.wait()
-    way, came = dispatched.way_back, [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK]
+    way, came = dispatched.way, [dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK]
     partial, grad_y = (transposed(from_tables(case, me, case.d, case.dtype, seed=seed)) for seed in (3, 4))
     grad_weights = transposed(from_tables(case, me, case.k, case.weights, seed=5))
-    pending_back = exchange.start_combine(partial, dispatched)
+    pending_back = exchange.start_combine(partial, way)
     back = [travel.received for travel in pending_back._travels]
     y = pending_back.wait()
-    rows = exchange.start_combine_backward(x, dispatched).wait()
-    grad_x, grad_w = exchange.start_dispatch_backward(grad_y, grad_weights, dispatched).wait()
+    rows = exchange.start_combine_backward(x, way).wait()
+    grad_x, grad_w = exchange.start_dispatch_backward(grad_y, grad_weights, way).wait()
     x_RD, experts_RK, weights_RK = expected_dispatch(case, me)
     return {
         "x": same(dispatched.x_RD, x_RD),
@@ -95,7 +95,7 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
     grads = gradients_of(outputs, cotangents, [x, weights])
     (grad_partial,) = gradients_of([y], [x.detach()], [partial])
     launched = exchange.start_dispatch(x, routing).wait()
-    phase_grads = exchange.start_dispatch_backward(*cotangents, launched).wait()
+    phase_grads = exchange.start_dispatch_backward(*cotangents, launched.way).wait()
     return {
         "dispatch": [dot(outputs, cotangents), dot([x, weights], grads)],
         "combine": [dot([y], [x]), dot([partial], [grad_partial])],
@@ -103,10 +103,10 @@ def differentiable(case: Case, me: int, exchange: ExpertExchange) -> dict[str, A
         "phases": all(same(a, b) for a, b in zip(grads, phase_grads, strict=True))
         and same(dispatched.x_RD.detach(), launched.x_RD)
         and same(dispatched.weights_RK.detach(), launched.weights_RK)
-        and same(y.detach(), exchange.start_combine(partial, launched).wait())
-        and same(grad_partial, exchange.start_combine_backward(x, launched).wait()),
+        and same(y.detach(), exchange.start_combine(partial, launched.way).wait())
+        and same(grad_partial, exchange.start_combine_backward(x, launched.way).wait()),
         "nothing launched has a graph": not any(
-            tensor.requires_grad for tensor in (launched.x_RD, launched.weights_RK, exchange.start_combine(partial, launched).wait())
+            tensor.requires_grad for tensor in (launched.x_RD, launched.weights_RK, exchange.start_combine(partial, launched.way).wait())
         ),
     }
 
@@ -211,7 +211,8 @@ def several_at_once(me: int, exchanges: tuple[ExpertExchange, ...]) -> bool:
     pending = [exchange.start_dispatch(case.x(me), case.routing(me)) for case, exchange in zip(cases, exchanges, strict=True)]
     dispatched: list[Dispatched] = [item.wait() for item in reversed(pending)][::-1]
     partials = [from_tables(case, me, case.d, case.dtype, seed=3) for case in cases]
-    back = [exchange.start_combine(*pair) for exchange, pair in zip(exchanges, zip(partials, dispatched, strict=True), strict=True)]
+    sent_back = zip(exchanges, partials, dispatched, strict=True)
+    back = [exchange.start_combine(partial, one.way) for exchange, partial, one in sent_back]
     y = [item.wait() for item in reversed(back)][::-1]
     arrived = [same(item.x_RD, expected_dispatch(case, me)[0]) for item, case in zip(dispatched, cases, strict=True)]
     return all(arrived) and all(same(sum_TD, expected_sum(case, me, seed=3)) for sum_TD, case in zip(y, cases, strict=True))
@@ -251,9 +252,9 @@ def refusals(me: int, exchange: ExpertExchange) -> dict[str, str]:
         "tokens": lambda: exchange.start_dispatch(x[1:], routing),
         "differentiable tokens": lambda: exchange.dispatch(x[1:], routing),
         "range": lambda: exchange.start_dispatch(x, wrong_expert),
-        "combine": lambda: exchange.start_combine(rows[1:], dispatched),
-        "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched),
-        "dispatch backward": lambda: exchange.start_dispatch_backward(rows[1:], dispatched.weights_RK[1:], dispatched),
+        "combine": lambda: exchange.start_combine(rows[1:], dispatched.way),
+        "combine backward": lambda: exchange.start_combine_backward(x[1:], dispatched.way),
+        "dispatch backward": lambda: exchange.start_dispatch_backward(rows[1:], dispatched.weights_RK[1:], dispatched.way),
     }
     messages = {}
     for name, mistake in mistakes.items():
@@ -271,13 +272,13 @@ def alone(me: int, group: dist.ProcessGroup) -> bool:
     x, routing = case.x(0), case.routing(0)
     exchange = ExpertExchange(group, case.e)
     dispatched = exchange.start_dispatch(x, routing).wait()
-    grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched).wait()
+    grads = exchange.start_dispatch_backward(x, dispatched.weights_RK, dispatched.way).wait()
     expected = (routing.experts_TK, routing.weights_TK)
     return (
         exchange_over(group, case.e) is exchange_over(None, case.e) is LOCAL_EXCHANGE
         and all(map(same, (dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK), (x, *expected)))
-        and all(map(same, (exchange.start_combine(x, dispatched).wait(), *grads), (x, x, routing.weights_TK)))
-        and same(exchange.start_combine_backward(x, dispatched).wait(), x)
+        and all(map(same, (exchange.start_combine(x, dispatched.way).wait(), *grads), (x, x, routing.weights_TK)))
+        and same(exchange.start_combine_backward(x, dispatched.way).wait(), x)
     )
 
 

@@ -353,9 +353,9 @@ def failures(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     write = checkpoint_save.write_safetensors
 
-    def fill_the_disk(file: Path, tensors: Any, pieces: Any, digest: Any) -> None:
+    def fill_the_disk(file: Path, tensors: Any, digest: Any) -> None:
         """Fail on the second rank, after some pieces were taken."""
-        write(file, tensors[:3] if rank == 1 else tensors, pieces, digest)
+        write(file, tensors[:3] if rank == 1 else tensors, digest)
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

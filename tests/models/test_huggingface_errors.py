@@ -384,8 +384,8 @@ def test_written_files_are_what_the_library_reads(tmp_path: Path) -> None:
     shapes = {"a": (63,), "b": (3, 0), "c": (), "d": (1,), "e": (5, 7, 2)}
     dtypes = dict(zip(shapes, (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32), strict=True))
     tensors = {name: torch.randn(shape, generator=generator).to(dtypes[name]) for name, shape in shapes.items()}
-    to_write = [TensorToWrite(name, dtypes[name], shape) for name, shape in shapes.items()]
-    write_safetensors(tmp_path / "x", to_write, lambda name: tensors[name].unbind() if name == "e" else [tensors[name]])
+    pieces = {name: tensor.unbind() if name == "e" else [tensor] for name, tensor in tensors.items()}
+    write_safetensors(tmp_path / "x", [TensorToWrite(name, dtypes[name], shape, pieces[name]) for name, shape in shapes.items()])
     found = load_file(tmp_path / "x")
     assert found.keys() == tensors.keys()
     assert all(found[name].dtype == dtypes[name] and torch.equal(found[name], tensors[name]) for name in tensors)

@@ -21,9 +21,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from lather.memory.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.moe import MoE
+from lather.models.moe import MoE, Pending
 from lather.models.saving.recomputed import Remaking
 from lather.models.token_positions import SequenceLayout
+from lather.parallel.exchange_plan import Way
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
 from lather.pipeline.model_part import PartLayers, Stage, empty_part, fill
@@ -138,10 +139,9 @@ class Counting(ExpertExchange):
 
     received = pairs = 0
 
-    def start_combine(self, partial_RD: Tensor, dispatched: object) -> object:  # type: ignore[override]
-        self.received = len(partial_RD)
-        self.pairs = int((dispatched.experts_RK >= 0).sum())  # type: ignore[attr-defined]
-        return super().start_combine(partial_RD, dispatched)  # type: ignore[arg-type]
+    def start_combine(self, partial_RD: Tensor, way: Way) -> Pending[Tensor]:
+        self.received, self.pairs = len(partial_RD), way.num_pairs
+        return super().start_combine(partial_RD, way)
 
 
 def kept_on_two_ranks(rank: int, world_size: int) -> dict[str, dict[str, int]]:

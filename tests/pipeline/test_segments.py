@@ -204,11 +204,11 @@ class CopyingExchange(Exchange):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(x_TD.clone(), routing.experts_TK.clone(), routing.weights_TK.clone())
 
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Any:
-        return super().start_combine(partial_RD.clone(), dispatched)
+    def start_combine(self, partial_RD: Tensor, way: Any) -> Any:
+        return super().start_combine(partial_RD.clone(), way)
 
-    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Any:
-        return super().start_combine_backward(grad_TD.clone(), dispatched)
+    def start_combine_backward(self, grad_TD: Tensor, way: Any) -> Any:
+        return super().start_combine_backward(grad_TD.clone(), way)
 
 
 class TooEarly(Segments):
@@ -285,9 +285,9 @@ def test_poison_finds_gate_up_released_too_early() -> None:
 
 
 def test_poison_finds_a_combined_sum_released_before_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait_and_release(self: CopyingExchange, partial_RD: Tensor, dispatched: Dispatched) -> Any:
+    def wait_and_release(self: CopyingExchange, partial_RD: Tensor, way: Any) -> Any:
         Frees(poison=True).release(partial_RD, held=[])
-        return Exchange.start_combine(self, partial_RD, dispatched)
+        return Exchange.start_combine(self, partial_RD, way)
 
     monkeypatch.setattr(CopyingExchange, "start_combine", wait_and_release)
     assert is_found_out(Segments(CopyingExchange(), frees=Frees(poison=True)))

@@ -172,10 +172,10 @@ class CheckpointWriter:
         if not chosen:
             return None
         by_name = {piece_name(one.name, one.box, one.shape): one for one in chosen}
-        tensors = [TensorToWrite(name, one.value.dtype, one.box.size) for name, one in sorted(by_name.items())]
+        tensors = [TensorToWrite(name, one.value.dtype, one.box.size, [values[one.key]]) for name, one in sorted(by_name.items())]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
         with names_full_disk(self.target.parent):
-            write_safetensors(file, tensors, lambda name: (values[by_name[name].key],), digest.update)
+            write_safetensors(file, tensors, digest.update)
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
     def publish(self, table: Table, retention: Retention) -> None:

@@ -48,18 +48,15 @@ def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Boo
     x_BSD, _ = model.hidden(batch.inputs_BS.to(device), cu_seqlens=boundaries)
     labels_BS = batch.labels_BS.to(device)
     is_label_BS = labels_BS != IGNORE_INDEX
-    with no_autocast(x_BSD):
-        return _score(x_BSD[is_label_BS], model.lm_head.weight, labels_BS[is_label_BS])
-
-
-def _score(x_ND: Tensor, head_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    x_ND, head_VD, labels_N = x_BSD[is_label_BS], model.lm_head.weight, labels_BS[is_label_BS]
     wide = torch.promote_types(head_VD.dtype, torch.float32)
     size = max(1, LOGITS_AT_A_TIME // len(head_VD))
     nats, hits = [x_ND.new_zeros(0, dtype=wide)], [labels_N.new_zeros(0, dtype=torch.bool)]
-    for some_ND, some_N in zip(x_ND.split(size), labels_N.split(size), strict=True):
-        logits_NV = F.linear(some_ND.to(wide), head_VD.to(wide))
-        nats.append(F.cross_entropy(logits_NV, some_N, reduction="none"))
-        hits.append(logits_NV.argmax(-1) == some_N)
+    with no_autocast(x_ND):
+        for some_ND, some_N in zip(x_ND.split(size), labels_N.split(size), strict=True):
+            logits_NV = F.linear(some_ND.to(wide), head_VD.to(wide))
+            nats.append(F.cross_entropy(logits_NV, some_N, reduction="none"))
+            hits.append(logits_NV.argmax(-1) == some_N)
     return torch.cat(nats), torch.cat(hits)
 
 

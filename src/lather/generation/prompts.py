@@ -62,10 +62,9 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _encode(tokenizer: Tokenizer, text: str, noun: str, **options: Any) -> list[int]:
     try:
-        tokens: list[int] = tokenizer.encode(text, **options).ids
+        return tokenizer.encode(text, **options).ids
     except TypeError:
         raise DataError(f"{noun} {text!r} is not valid Unicode: give text in UTF-8") from None
-    return tokens
 
 
 class ConversationFormat:

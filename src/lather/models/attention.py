@@ -219,8 +219,7 @@ class MultiHeadLatentAttention(nn.Module):
 
             recipe = Recipe(remaking, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
             attended_BSHU = attend(*self.heads(query_BSx, kv_BSx, k_BSR, *tables), layout, scale=self.scale, recipe=recipe)
-        y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHU, remaking))
-        return y_BSD
+        return self.o_proj(_side_by_side(attended_BSHU, remaking))
 
     def heads(
         self, query_BSx: Float[Tensor, "b s x"], kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
@@ -297,8 +296,7 @@ class GroupedQueryAttention(nn.Module):
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         attended_BSHN = attend(q_BSHN, k_BTGN, v_BTGN, layout, window=self.window, sinks_H=self.sinks, recipe=recipe)
-        y_BSD: Tensor = self.o_proj(_side_by_side(attended_BSHN, remaking))
-        return y_BSD
+        return self.o_proj(_side_by_side(attended_BSHN, remaking))
 
     def heads(
         self, q_BSx: Float[Tensor, "b s x"], k_BSx: Float[Tensor, "b s y"], v_BSx: Float[Tensor, "b s y"], *tables: Table

@@ -74,8 +74,7 @@ class Block(nn.Module):
             return Attended(residual_BSD, normed_TD, routing, remaking.again(normed_TD))
 
     def _normed(self, residual_BSD: Tensor) -> Tensor:
-        normed_BSD: Tensor = self.post_attention_layernorm(residual_BSD)
-        return normed_BSD.flatten(0, 1)
+        return self.post_attention_layernorm(residual_BSD).flatten(0, 1)
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """Send tokens to the ranks of their experts; return None in a dense block."""
@@ -84,11 +83,9 @@ class Block(nn.Module):
     def run_experts(self, attended: Attended, dispatched: Dispatched | None) -> Float[Tensor, "r d"]:
         """Run the experts and apply the router's weights to their outputs, so that `combine` only has to add."""
         if dispatched is None:
-            dense: Tensor = self.mlp(attended.normed_TD)
-            return dense
+            return self.mlp(attended.normed_TD)
         assert isinstance(self.mlp, MoE)
-        partial: Tensor = self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK, dispatched.num_pairs)
-        return partial
+        return self.mlp.experts(dispatched.x_RD, dispatched.experts_RK, dispatched.weights_RK, dispatched.num_pairs)
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched | None, exchange: Exchange) -> Float[Tensor, "t d"]:
         return partial_RD if dispatched is None else exchange.combine(partial_RD, dispatched)

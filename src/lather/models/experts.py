@@ -32,10 +32,10 @@ from lather.kernels.gather import gather_rows
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
-from lather.models.layers import compute_dtype, reset_parameters, without_autocast
+from lather.models.layers import GatedCall, compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter, merged
-from lather.models.saving.rounded_weights import RoundedWeights, Rounding, to_round
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.saving.rounded_weights import Rounding, to_round
+from lather.models.saving.weight_gradients import Deferrable, weight_gradient
 from lather.shapes import Float, Int
 
 
@@ -74,12 +74,11 @@ class Experts(Deferrable, Rounding, nn.Module):
         route = plan_route(experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs)
         adapters = (self.gate_up_lora, self.down_lora)
         scales = tuple(0.0 if adapter is None else adapter.scale for adapter in adapters)
-        call = _Call(self.gate, dtype, self.weight_gradients, scales, self.rounded_weights, keep_gate_up=self.memory == "saved")
+        call = _Call(dtype, self.memory == "saved", self.weight_gradients, self.rounded_weights, self.gate, scales)
         gate_up_factors, down_factors = ((None, None) if adapter is None else (adapter.A, adapter.B) for adapter in adapters)
         parameters = (self.gate_up_proj, self.gate_up_bias, *gate_up_factors, self.down_proj, self.down_bias, *down_factors)
         with no_autocast(x_RD):
-            y_RD: Tensor = _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
-        return y_RD
+            return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
 
     def reference_forward(
         self, x_RD: Float[Tensor, "r d"], experts_RK: Int[Tensor, "r k"], weights_RK: Float[Tensor, "r k"]
@@ -111,16 +110,12 @@ def plain_gate(gate_up_NH: Float[Tensor, "n f2"], gate: Gate) -> Float[Tensor, "
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The inputs of the autograd function that are no tensors."""
+class _Call(GatedCall):
+    """The inputs of the experts' autograd function that are no tensors, but for the route."""
 
     gate: Gate
-    dtype: torch.dtype
-    queue: WeightGradients | None
     scales: tuple[float, ...]
     """alpha / rank of the adapters of gate/up and of down."""
-    kept: RoundedWeights | None
-    keep_gate_up: bool
 
     def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""

@@ -81,11 +81,7 @@ ROPE_TYPES = ("default", "yarn")
 def build_model(config: ModelConfig, generator: torch.Generator | None = None, device: torch.device | None = None) -> Decoder:
     """Build the model on `device`, with weights drawn on CPU from `generator` (None: torch's default); on the meta device without
     weights."""
-    return family_of(config).build(config, generator, device)
-
-
-def family_of(config: ModelConfig) -> Family:
-    return FAMILIES[config.model_type]
+    return FAMILIES[config.model_type].build(config, generator, device)
 
 
 def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
@@ -127,7 +123,7 @@ def config_from_hugging_face(mapping: Mapping[str, Any]) -> ModelConfig:
 
 def config_to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """Return a `config.json` that transformers loads, in the order of the fields. The caller adds the dtype of the weights."""
-    published = family_of(config).published
+    published = FAMILIES[config.model_type].published
     fields: dict[str, Any] = {"architectures": [published.architecture]}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -119,8 +119,7 @@ class Continuations:
             tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
         self._cached = list(self.going)
         x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
-        logits_BV: Tensor = self._model.lm_head(x_BSD[:, -1])
-        return logits_BV
+        return self._model.lm_head(x_BSD[:, -1])
 
     def _start_again(self, windows: list[list[int]]) -> Tensor:
         """Start an empty cache, and return the windows as a batch, padded on the left."""

@@ -69,8 +69,7 @@ def grouped_sum(x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]) -> Float[T
     """Sum each expert's rows in fp32 or wider, row after row, so that a GPU gives the same bits each time."""
     offsets = F.pad(end_E.long(), (1, 0))
     wide_GI = x_GI.to(torch.promote_types(x_GI.dtype, torch.float32)).contiguous()
-    sums_EI: Tensor = torch.segment_reduce(wide_GI, "sum", offsets=offsets, axis=0, unsafe=True)  # unsafe: no check that waits
-    return sums_EI
+    return torch.segment_reduce(wide_GI, "sum", offsets=offsets, axis=0, unsafe=True)  # unsafe: no check that waits
 
 
 def expert_of_row(end_E: Int[Tensor, " e"], num_rows: int) -> Int[Tensor, " g"]:

@@ -134,8 +134,7 @@ def multiply(x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Produc
     """Return x W^T + b in this dtype for each of the products. x is saved once for all, in its own dtype."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
     with no_autocast(x):
-        outputs: tuple[Tensor, ...] = _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
-    return outputs
+        return _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Linears(torch.autograd.Function):
@@ -191,9 +190,25 @@ def weight_product(grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dt
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
+@dataclass(frozen=True)
+class GatedCall:
+    """The inputs of a gated layer's autograd function that are no tensors."""
+
+    dtype: torch.dtype
+    """Dtype of the products."""
+    keep_gate_up: bool
+    """Whether gate/up is saved for backward."""
+    queue: WeightGradients | None
+    kept: RoundedWeights | None
+    """The cache of rounded weights."""
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return rounded(self.kept, weight, self.dtype)
+
+
 class _GatedMLPFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: _MLPCall) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, call: GatedCall) -> Tensor:
         gate_up_TH = _gate_up(x_TD.to(call.dtype), gate_FD, up_FD, call)
         ctx.save_for_backward(x_TD, gate_FD, up_FD, down_DF, gate_up_TH if call.keep_gate_up else None)
         ctx.call, ctx.parameters = call, (gate_FD, up_FD, down_DF)
@@ -204,7 +219,7 @@ class _GatedMLPFunction(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, *saved, gate_up_TH = ctx.saved_tensors
-        call: _MLPCall = ctx.call
+        call: GatedCall = ctx.call
         gate_FD, up_FD, down_DF = to_round(call.kept, ctx.parameters, saved)
         x_TD, grad_TD = x_TD.detach(), grad_TD.to(call.dtype)  # deferred gradients must not keep the graph alive
         if gate_up_TH is None:
@@ -223,20 +238,7 @@ class _GatedMLPFunction(torch.autograd.Function):
         return grad_x, *grads, None
 
 
-@dataclass(frozen=True)
-class _MLPCall:
-    """The inputs of the autograd function that have no gradient."""
-
-    dtype: torch.dtype
-    keep_gate_up: bool
-    queue: WeightGradients | None
-    kept: RoundedWeights | None
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        return rounded(self.kept, weight, self.dtype)
-
-
-def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: _MLPCall) -> Tensor:
+def _gate_up(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, call: GatedCall) -> Tensor:
     f = len(gate_FD)
     gate_up_TH = x_TD.new_empty(len(x_TD), 2 * f)
     torch.mm(x_TD, call.rounded(gate_FD).T, out=gate_up_TH[:, :f])
@@ -256,15 +258,13 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         if self.memory == "reference":
-            plain: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-            return plain
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         if any(layer.lora is not None for layer in (self.gate_proj, self.up_proj, self.down_proj)):
             return self._with_adapters(x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        call = _MLPCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
+        call = GatedCall(compute_dtype(x), self.memory == "saved", self.weight_gradients, self.rounded_weights)
         with no_autocast(x):
-            y: Tensor = _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call)  # type: ignore[no-untyped-call]
-        return y.view(x.shape)
+            return _GatedMLPFunction.apply(x.flatten(0, -2), *weights, call).view(x.shape)  # type: ignore[no-untyped-call]
 
     def _with_adapters(self, x: Tensor) -> Tensor:
         """Compute the same layer by layer; as in the autograd function, backward recomputes the tensors that are not saved."""
@@ -280,5 +280,4 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
                 remaking.add((h,), lambda gate_up: (swiglu(gate_up),), gate_up)
             else:
                 remaking.add((h, gate_up), hidden, x)
-            y: Tensor = self.down_proj(h)
-        return y
+            return self.down_proj(h)

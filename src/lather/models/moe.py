@@ -31,8 +31,8 @@ class Dispatched:
     experts_RK: Int[Tensor, "r k"]
     """Numbers of the experts among those of this rank; -1 for experts on other ranks."""
     weights_RK: Float[Tensor, "r k"]
-    way_back: Any = None
-    """Information that the exchange needs for `combine`."""
+    way: Any = None
+    """Information with which the exchange sends results and gradients back the same way."""
     num_pairs: int | None = None
     """Number of entries of `experts_RK` that are not -1, if the host knows it."""
 
@@ -66,7 +66,7 @@ class Exchange:
 
     Both exist in two forms: differentiable, and asynchronous without autograd (`start_...`), so that other computations run until `wait`.
     The asynchronous forms of the backward pass are separate methods. Tensors that are passed to a `start_...` method must not change before
-    `wait` returns.
+    `wait` returns. What was dispatched is sent back by its `Dispatched.way`.
     """
 
     num_ranks = 1
@@ -88,14 +88,14 @@ class Exchange:
         """`plan`: the result of `start_plan` for this routing; None: this method exchanges the numbers itself, and waits for them."""
         return Arrived(self.dispatch(x_TD, routing))
 
-    def start_combine(self, partial_RD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine(self, partial_RD: Tensor, way: Any) -> Pending[Tensor]:
         return Arrived(partial_RD)
 
-    def start_combine_backward(self, grad_TD: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine_backward(self, grad_TD: Tensor, way: Any) -> Pending[Tensor]:
         """Send the gradient of the complete sums (T, D); the result is that of this rank's partial sums (R, D)."""
         return Arrived(grad_TD)
 
-    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, dispatched: Dispatched) -> Pending[tuple[Tensor, Tensor]]:
+    def start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Any) -> Pending[tuple[Tensor, Tensor]]:
         """Send the gradients of the results of `dispatch`; the result is those of the tokens (T, D) and of the router's weights (T, K)."""
         return Arrived((grad_RD, grad_weights_RK))
 

@@ -211,8 +211,7 @@ def sequence_balance_loss(scores_TE: Float[Tensor, "t e"], experts_TK: Int[Tenso
     count_BE.scatter_add_(1, experts_BG, torch.ones_like(experts_BG, dtype=scores_TE.dtype))
     share_BE = count_BE / max(experts_BG.shape[1], 1)
     mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
-    loss: Tensor = num_experts * (share_BE * mean_score_BE).sum(-1).mean()
-    return loss
+    return num_experts * (share_BE * mean_score_BE).sum(-1).mean()
 
 
 class LoadBalance:

@@ -165,8 +165,7 @@ class SequenceLayout:
         def make() -> BlockMask:
             create = for_device(create_block_mask, self.device)
             batch = self.batch if self._rows_differ() else None
-            blocks: BlockMask = create(self._sees(window), batch, None, self.length, self.length, device=self.device)
-            return blocks
+            return create(self._sees(window), batch, None, self.length, self.length, device=self.device)
 
         return self._once(("blocks", window), make)
 
@@ -192,8 +191,7 @@ class SequenceLayout:
     def _once(self, key: Any, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             self._made[key] = make()
-        made: Made = self._made[key]
-        return made
+        return self._made[key]
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:

@@ -102,8 +102,7 @@ class ExpertExchange(Exchange):
 
     def combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
         """Send partial sums back and sum them per token; differentiable. Only indices are kept. Errors as in `start_combine`."""
-        y_TD: Tensor = _CombineRanks.apply(partial_RD, dispatched, self)  # type: ignore[no-untyped-call]
-        return y_TD
+        return _CombineRanks.apply(partial_RD, dispatched.way, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def start_plan(self, routing: Routing) -> Pending[Way]:
@@ -141,29 +140,22 @@ class ExpertExchange(Exchange):
         return _Launched(travels, finish)
 
     @torch.no_grad()
-    def start_combine(self, partial_RD: Float[Tensor, "r d"], dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine(self, partial_RD: Float[Tensor, "r d"], way: Way) -> Pending[Tensor]:
         """Start to send partial sums back. Raises ValueError, before anything is sent, unless there are R of them."""
-        way: Way = dispatched.way_back
         return _Launched([self._launch_back(partial_RD, way)], partial(self._sum_per_token, way))
 
     @torch.no_grad()
-    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], dispatched: Dispatched) -> Pending[Tensor]:
+    def start_combine_backward(self, grad_TD: Float[Tensor, "t d"], way: Way) -> Pending[Tensor]:
         """Start the backward pass of combine. Raises ValueError, before anything is sent, unless there are T gradients."""
-        return self._start_combine_backward(grad_TD, dispatched.way_back)
-
-    @torch.no_grad()
-    def start_dispatch_backward(
-        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], dispatched: Dispatched
-    ) -> Pending[tuple[Tensor, Tensor]]:
-        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
-        return self._start_dispatch_backward(grad_RD, grad_weights_RK, dispatched.way_back)
-
-    def _start_combine_backward(self, grad_TD: Tensor, way: Way) -> Pending[Tensor]:
         _check_rows(grad_TD, len(way.row_TK))
         _used_here(way.token_S)
         return self._launch(gather_rows(grad_TD, way.token_S), way.sent_P, way.received_P, own=True)
 
-    def _start_dispatch_backward(self, grad_RD: Tensor, grad_weights_RK: Tensor, way: Way) -> Pending[tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def start_dispatch_backward(
+        self, grad_RD: Float[Tensor, "r d"], grad_weights_RK: Float[Tensor, "r k"], way: Way
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Start the backward pass of dispatch. Raises ValueError, before anything is sent, unless there are R gradients of either kind."""
         _check_rows(grad_weights_RK, sum(way.received_P))
         travels = [self._launch_back(grad_RD, way), self._launch_back(grad_weights_RK, way)]
 
@@ -247,27 +239,27 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, routing: Routing, exchange: ExpertExchange
     ) -> tuple[Tensor, Tensor, Tensor, Way]:
         dispatched = exchange.start_dispatch(x_TD, routing).wait()
-        _keep(ctx, exchange, dispatched.way_back)
+        _keep(ctx, exchange, dispatched.way)
         ctx.mark_non_differentiable(dispatched.experts_RK)
-        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way_back
+        return dispatched.x_RD, dispatched.weights_RK, dispatched.experts_RK, dispatched.way
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor, grad_weights_RK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grad_TD, grad_weights_TK = ctx.exchange._start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
+        grad_TD, grad_weights_TK = ctx.exchange.start_dispatch_backward(grad_RD, grad_weights_RK, _kept(ctx)).wait()
         return grad_TD, grad_weights_TK, None, None
 
 
 class _CombineRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial_RD: Tensor, dispatched: Dispatched, exchange: ExpertExchange) -> Tensor:
-        _keep(ctx, exchange, dispatched.way_back)
-        return exchange.start_combine(partial_RD, dispatched).wait()
+    def forward(ctx: Any, partial_RD: Tensor, way: Way, exchange: ExpertExchange) -> Tensor:
+        _keep(ctx, exchange, way)
+        return exchange.start_combine(partial_RD, way).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange._start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
+        return ctx.exchange.start_combine_backward(grad_TD, _kept(ctx)).wait(), None, None
 
 
 def _keep(ctx: Any, exchange: ExpertExchange, way: Way) -> None:

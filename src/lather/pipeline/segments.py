@@ -30,7 +30,7 @@ from torch.autograd.profiler import record_function
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.decoder import Attended, Block
-from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
+from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.routing import Routing
 from lather.models.saving.recomputed import Again
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -81,9 +81,9 @@ class BlockTape:
     experts: Cut
     shared: Cut | None = None
     losses: Outputs = ()
-    """Losses of the router, detached."""
-    dispatched: Dispatched | None = None
-    """Only the way back: the tensors are in the cuts. None in a dense block."""
+    """Losses of the router, detached; none in a dense block."""
+    way: Any = None
+    """The way of the dispatched tokens, which are in the cuts (`Dispatched.way`)."""
 
 
 @dataclass
@@ -186,8 +186,8 @@ class Segments:
         run_experts = partial(_run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
         experts, (partial_RD,) = self._run("experts", run_experts, dispatched.x_RD, dispatched.weights_RK, reads=attended)
         self._was_read(attended, tape, experts, shared)
-        travelling_back = self.exchange.start_combine(partial_RD, dispatched)
-        kept = BlockTape(attend, experts, shared, _losses(routing), _way_back(dispatched))
+        travelling_back = self.exchange.start_combine(partial_RD, dispatched.way)
+        kept = BlockTape(attend, experts, shared, _losses(routing), dispatched.way)
         del attended, normed_TD, routing, planning, dispatched, run_experts
         yield
         sum_TD = travelling_back.wait()
@@ -196,16 +196,16 @@ class Segments:
 
     def _backward_block(self, kept: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
-        if kept.dispatched is None:
+        if not kept.losses:
             gradients = [grad_BSD, *self._back(kept.experts, [grad_TD], defer=defer)]
         else:
-            travelling = self.exchange.start_combine_backward(self._cast_for_exchange(grad_TD), kept.dispatched)
+            travelling = self.exchange.start_combine_backward(self._cast_for_exchange(grad_TD), kept.way)
             grad_shared_TD = None if kept.shared is None else self._back(kept.shared, [grad_TD], defer=defer)[0]
             yield
             grad_x_RD, grad_weights_RK = self._back(kept.experts, [travelling.wait()], defer=True)
             assert grad_x_RD is not None
             assert grad_weights_RK is not None
-            travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.dispatched)
+            travelling_back = self.exchange.start_dispatch_backward(grad_x_RD, grad_weights_RK, kept.way)
             del grad_x_RD, grad_weights_RK
             if not defer:
                 entries = self.weight_gradients.take()  # dropped if the generator is closed at the yield
@@ -309,12 +309,6 @@ def _loss(stage: Stage, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
     assert stage.norm is not None
     assert stage.lm_head is not None
     return (linear_cross_entropy(stage.norm(x_BSD), stage.lm_head.weight, batch.labels_BS, normalizer=batch.normalizer),)
-
-
-def _way_back(dispatched: Dispatched) -> Dispatched:
-    """Return `dispatched` without the tensors that the experts' cut holds as its inputs."""
-    none = (dispatched.x_RD.new_empty(0, 0), dispatched.experts_RK.new_empty(0, 0), dispatched.weights_RK.new_empty(0, 0))
-    return Dispatched(*none, way_back=dispatched.way_back)
 
 
 def _losses(routing: Routing) -> Outputs:

@@ -18,7 +18,7 @@ from lather.errors import ExchangeError
 from lather.files import complete_folder, write_json
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, config_to_hugging_face
-from lather.models.hf.key_map import Shape, published_ways
+from lather.models.hf.key_map import MappedTensor, Shape, published_ways
 from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE, first_name, parameter_shapes, read_json
 from lather.models.hf.safetensors_folder import (
     DTYPE_NAMES,
@@ -86,24 +86,24 @@ def save_hugging_face(
     stored, shapes = weights.tensors, parameter_shapes(config)
     _check_source({name: tuple(tensor.shape) for name, tensor in stored.items()}, entry_shapes(shapes))
     published = config_to_hugging_face(config)
-    ways = [published_ways(config.model_type, name, shape) for name, shape in shapes.items()]
-    parts = {part.published: part for first, *_ in ways for part in first}
     to_write = []
-    for name, part in parts.items():
-        (shape,) = part.published_shapes().values()
-        to_write.append(TensorToWrite(name, dtype or DTYPES[stored[part.entries[0]].dtype], shape))
-
-    def pieces(name: str) -> Iterator[Tensor]:
-        part = parts[name]
-        for entry in part.entries:
-            tensor = weights.read(entry, part.index[1:])
-            yield tensor.T if part.is_transposed else tensor
+    for parameter, shape in shapes.items():
+        for part in published_ways(config.model_type, parameter, shape)[0]:
+            ((name, published_shape),) = part.published_shapes().items()
+            stored_dtype = DTYPES[stored[part.entries[0]].dtype]
+            to_write.append(TensorToWrite(name, dtype or stored_dtype, published_shape, _pieces(part, weights)))
 
     with complete_folder(Path(folder)) as aside:
-        write_published(aside, to_write, pieces, max_shard_bytes)
+        write_published(aside, to_write, max_shard_bytes)
         ids = {} if tokenizer is None else _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
         embedding = dtype or DTYPES[stored["embed_tokens.weight"].dtype]
         write_json(aside / CONFIG_FILE, {**published, **ids, "dtype": str(embedding).removeprefix("torch.")})
+
+
+def _pieces(part: MappedTensor, weights: TensorSource) -> Iterator[Tensor]:
+    for entry in part.entries:
+        tensor = weights.read(entry, part.index[1:])
+        yield tensor.T if part.is_transposed else tensor
 
 
 def _check_source(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:

@@ -15,7 +15,6 @@ Letters: I input and O output size, E experts, r rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
-@dataclass(frozen=True)
-class _PeftFactor:
-    """A factor of an adapter in PEFT's format."""
-
-    name: str
-    entries: tuple[str, ...]
-    """The factor's names in a checkpoint: one, or one for each expert."""
-    shape: tuple[int, ...]
-    is_stack_of_b: bool = False
-
-    def pieces(self, source: TensorSource) -> Iterable[Tensor]:
-        pieces = (source.read(entry) for entry in self.entries)
-        return [torch.stack(list(pieces), dim=-1)] if self.is_stack_of_b else pieces
-
-
 def save_peft(
     source: TensorSource, config: ModelConfig, lora: LoraConfig, folder: StrPath, *, base: str = "", dtype: torch.dtype | None = None
 ) -> None:
@@ -66,14 +50,14 @@ def save_peft(
     """
     model = build_model(config, None, torch.device("meta"))
     names, groups = adapted(model, lora), adaptable(model)
-    factors = {one.name: one for one in _factors(names, parameter_shapes(config), source)}
-    to_write = [TensorToWrite(name, dtype or DTYPES[source.tensors[one.entries[0]].dtype], one.shape) for name, one in factors.items()]
+    factors = list(_factors(names, parameter_shapes(config), source, dtype))
     with complete_folder(Path(folder)) as aside:
-        write_safetensors(aside / WEIGHTS_FILE, to_write, lambda name: factors[name].pieces(source))
+        write_safetensors(aside / WEIGHTS_FILE, factors)
         write_json(aside / CONFIG_FILE, _config(names, groups, lora, base))
 
 
-def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource) -> Iterator[_PeftFactor]:
+def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource, dtype: torch.dtype | None) -> Iterator[TensorToWrite]:
+    """Yield A and B of each adapter in PEFT's format. Raises ExchangeError if the source lacks one of them."""
     for name in names:
         stack_shape = shapes.get(name)
         entries = [factor_names(entry) for entry in entry_shapes({f"{name}.weight": ()} if stack_shape is None else {name: stack_shape})]
@@ -86,10 +70,17 @@ def _factors(names: list[str], shapes: Mapping[str, Shape], source: TensorSource
             owner, _, part = module.rpartition(".")
             is_inside = part == "gate_up_proj" and f"{name.rpartition('.')[0]}.down_proj" in names
             module = f"{owner}.base_layer" if is_inside else owner
-        (rank, size_in), (size_out, _) = (source.tensors[entry].shape for entry in entries[0])
+        a, b = (source.tensors[entry] for entry in entries[0])
+        each_a, each_b = (map(source.read, factors) for factors in zip(*entries, strict=True))
         number = len(entries)
-        yield _PeftFactor(f"{module}.lora_A.weight", tuple(a for a, _ in entries), (number * rank, size_in))
-        yield _PeftFactor(f"{module}.lora_B.weight", tuple(b for _, b in entries), (size_out, rank * number), stack_shape is not None)
+        yield TensorToWrite(f"{module}.lora_A.weight", dtype or DTYPES[a.dtype], (number * a.shape[0], a.shape[1]), each_a)
+        pieces = each_b if stack_shape is None else _side_by_side(each_b)
+        yield TensorToWrite(f"{module}.lora_B.weight", dtype or DTYPES[b.dtype], (b.shape[0], number * b.shape[1]), pieces)
+
+
+def _side_by_side(experts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Stack the matrices of all experts over a last dim, when the result is asked for."""
+    yield torch.stack(list(experts), dim=-1)
 
 
 def _config(names: list[str], groups: dict[str, str], lora: LoraConfig, base: str) -> dict[str, Any]:

@@ -162,19 +162,17 @@ class TensorToWrite:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+    """The values in the order of memory, on any device and of any floating dtype. They are read when the tensor is written, once, and one
+    piece is in memory at a time."""
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(
-    file: Path, tensors: Iterable[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], hashed: Callable[[Any], object] | None = None
-) -> None:
-    """Write a file; `pieces(name)` yields each tensor's values in the order of its memory, and one piece is in memory at a time.
-
-    Pieces may be on any device and of any floating dtype. `hashed` gets all bytes, in order. The file is synced before this returns.
-    """
+def write_safetensors(file: Path, tensors: Iterable[TensorToWrite], hashed: Callable[[Any], object] | None = None) -> None:
+    """Write a file, and sync it to disk. `hashed` gets all bytes, in order."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that every tensor is aligned without gaps
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -194,7 +192,7 @@ def write_safetensors(
         write(encoded)
         for tensor in ordered:
             before = out.tell()
-            for piece in pieces(tensor.name):
+            for piece in tensor.pieces:
                 flat = piece.detach().to("cpu", tensor.dtype).contiguous().flatten()
                 write(flat.view(torch.uint8).numpy().data)
             assert out.tell() - before == tensor.num_bytes, tensor.name
@@ -204,15 +202,15 @@ def write_safetensors(
 
 def copy_weights(weights: TensorSource, file: StrPath) -> None:
     """Write the tensors in fp32 to one file."""
-    tensors = [TensorToWrite(name, torch.float32, described.shape) for name, described in weights.tensors.items()]
-    write_safetensors(Path(file), tensors, lambda name: [weights.read(name)])
+    tensors = [TensorToWrite(name, torch.float32, one.shape, map(weights.read, [name])) for name, one in weights.tensors.items()]
+    write_safetensors(Path(file), tensors)
 
 
-def write_published(folder: Path, tensors: list[TensorToWrite], pieces: Callable[[str], Iterable[Tensor]], max_shard_bytes: int) -> None:
+def write_published(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: int) -> None:
     """Write the weights of a Hugging Face folder: one file, or shards with an index if that is larger than `max_shard_bytes`."""
     shards = _shards(tensors, max_shard_bytes)
     for file, shard in shards.items():
-        write_safetensors(folder / file, shard, pieces)
+        write_safetensors(folder / file, shard)
     if list(shards) != [SINGLE_FILE]:
         size = sum(tensor.num_bytes for tensor in tensors)
         weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}

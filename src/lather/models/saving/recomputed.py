@@ -47,8 +47,7 @@ class Remaking:
             return pack_outside(x) if made is None else made.kept_once_more()
 
         def unpack(kept: Any) -> Tensor:
-            x: Tensor = kept() if isinstance(kept, Again) else unpack_outside(kept)
-            return x
+            return kept() if isinstance(kept, Again) else unpack_outside(kept)
 
         try:
             with saved_tensors_hooks(pack, unpack):

@@ -80,7 +80,7 @@ def orthogonalize(
 def iteration_dtype(x: Tensor, dtype: IterationDtype) -> torch.dtype:
     """Return the dtype in which `orthogonalize` multiplies."""
     if dtype in ("float32", "bfloat16"):
-        return getattr(torch, dtype)  # type: ignore[no-any-return]
+        return getattr(torch, dtype)
     in_bf16 = is_gpu(x) or (dtype == "fastest" and is_cpu(x) and cpu_is_fast_in_bf16())
     return torch.bfloat16 if in_bf16 and x.dtype == torch.float32 else x.dtype
 
